@@ -3,6 +3,7 @@
 import collections.abc
 import os
 import pathlib
+import typing
 from typing import Literal, TypedDict
 
 from dino_vit.commands import Facts, Written
@@ -200,7 +201,7 @@ class _Init(TypedDict, total=False):
     head_epochs: float
 
 class _ProbeGrid(TypedDict, total=False):
-    """method=grid: one head for each learning rate and input, all trained side by side."""
+    """method=grid: one head for each learning rate and input, side by side; of numbers for each penalty."""
 
     rates: float | collections.abc.Sequence[float]
     steps: int | None
@@ -474,6 +475,7 @@ def knn(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
+    task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
     k: int | collections.abc.Sequence[int] = (10, 20, 100, 200),
     tokens: Literal["cls", "mean", "cls+mean"] = "cls",
@@ -482,12 +484,14 @@ def knn(
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
-) -> Classification:
-    """Classify images by their nearest neighbours, on features of a frozen backbone.
+) -> Classification | typing.Any:
+    """Classify images by their nearest neighbours on frozen features, or predict labels and numbers.
 
         dino_vit.knn("photos", "runs/demo")
 
     Classify; with an output, write the JSON. The result's own figures are those of the first k.
+
+    Of several labels or numbers the result is a `Predicted`.
 
     The settings and their defaults:
 
@@ -503,6 +507,7 @@ def knn(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
+      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
       k=[10, 20, 100, 200]                numbers of neighbours
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
@@ -525,6 +530,7 @@ def linear(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
+    task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
     method: Literal["grid", "logistic", "dino2021"] = "grid",
     select: Literal["source", "train"] = "source",
@@ -534,12 +540,14 @@ def linear(
     dino2021: _Dino2021 = {},
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
-) -> Classification:
-    """Train linear classifiers on a frozen backbone, and report their accuracy.
+) -> Classification | typing.Any:
+    """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them.
 
         dino_vit.linear("photos/val", "runs/pretrain", train="photos/train")
 
     Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
+
+    Of several labels or numbers the result is a `Predicted`.
 
     The settings and their defaults:
 
@@ -555,6 +563,7 @@ def linear(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
+      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
       method=grid                         how the classifiers are trained [grid|logistic|dino2021]
       select=source                       best head on source, as published, or on a tenth of train [source|train]
@@ -576,6 +585,7 @@ def finetune(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
+    task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
@@ -608,6 +618,7 @@ def finetune(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
+      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
       weights=...                         run folder or weights file to start from
       network=teacher                     network of a checkpoint to start from [teacher|student]
@@ -693,6 +704,7 @@ def compare(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
+    task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
     measures: Literal["knn", "linear", "dense"]
     | collections.abc.Sequence[Literal["knn", "linear", "dense"]] = (),
@@ -722,6 +734,7 @@ def compare(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
+      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first

@@ -80,7 +80,7 @@ class Run:
         """Return the embeddings of images, by default those of the run; settings are those of `embed`."""
         return dino_vit.embed(**self._images(source), verbose=False, **settings)
 
-    def knn(self, source: object = None, **settings: Any) -> Classification:
+    def knn(self, source: object = None, **settings: Any) -> Classification | Any:
         """Classify labelled images by their neighbours; settings are those of `knn`."""
         return dino_vit.knn(**self._images(source), verbose=False, **settings)
 

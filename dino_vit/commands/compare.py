@@ -12,6 +12,7 @@ import torch
 
 from dino_vit.commands import Result, dense, format_table
 from dino_vit.commands.classification import knn, linear
+from dino_vit.commands.classification.predicted import Predicted
 from dino_vit.config.commands import (
     CachedConfig,
     CompareConfig,
@@ -193,6 +194,8 @@ def _evaluate(
         result, title = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen), "k-NN top-1"
     else:
         result, title = linear.evaluate(LinearConfig(**values, select="train"), frozen), "linear top-1"
+    if isinstance(result, Predicted):
+        return [result.measured]
     comparison.predictions.setdefault(name, result.predictions)
     right = torch.from_numpy(result.predictions.right)
     return [measured_share(title, result.predictions.images, right)]

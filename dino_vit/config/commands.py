@@ -72,7 +72,7 @@ class SupervisedConfig(Settings):
 
 
 class KnnConfig(SupervisedConfig, CachedConfig):
-    """Classify images by their nearest neighbours, on features of a frozen backbone."""
+    """Classify images by their nearest neighbours on frozen features, or predict labels and numbers."""
 
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
     writes: ClassVar = "eval/knn"
@@ -85,7 +85,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
 
 
 class ProbeGrid(Settings):
-    """method=grid: one head for each learning rate and input, all trained side by side."""
+    """method=grid: one head for each learning rate and input, side by side; of numbers for each penalty."""
 
     rates: NonEmpty[Positive] = setting(RATES, "learning rates at a batch of 256")
     steps: Count | None = setting(None, "of SGD; null: ten epochs, but at least 1,250 and at most 12,500")
@@ -108,7 +108,7 @@ class Dino2021(Settings):
 
 
 class LinearConfig(SupervisedConfig, CachedConfig):
-    """Train linear classifiers on a frozen backbone, and report their accuracy."""
+    """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them."""
 
     examples: ClassVar = (
         "linear photos/val runs/pretrain train=photos/train",

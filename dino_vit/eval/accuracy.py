@@ -1,7 +1,7 @@
 """Figures of backbones: how sure they are, and which of several is best by them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -147,14 +147,17 @@ class Measured:
 
     def resampled(self) -> Tensor:
         """Return the figure of images drawn with replacement; the draws are the same for as many images."""
-        parts, images = [part.double() for part in self.parts], len(self.images)
-        generator = torch.Generator().manual_seed(0)
-        figures = []
-        for _ in range(RESAMPLES):
-            rows = torch.randint(images, (images,), generator=generator)
-            weights = rows.bincount(minlength=images).double()
+        parts, figures = [part.double() for part in self.parts], []
+        for weights in resample_weights(len(self.images)):
             figures.append(self.figure(*(torch.tensordot(weights, part, dims=1) for part in parts)))
         return torch.stack(figures)
+
+
+def resample_weights(images: int) -> Iterator[Tensor]:
+    """Yield how often each of so many images is drawn."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(RESAMPLES):
+        yield torch.randint(images, (images,), generator=generator).bincount(minlength=images).double()
 
 
 def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> Measured:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import einsum, rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -116,10 +116,7 @@ def weighted_knn(
     """
     if bank_labels.shape != bank.shape[:1]:
         raise ValueError(f"the bank has {len(bank)} images, but {len(bank_labels)} labels")
-    available = len(bank) - (self_offset is not None)
-    if beyond := sorted(wanted for wanted in k if wanted > available):
-        text = "k-NN with k = %s: the bank has only %s, and all of them vote"
-        log.warning(text, str(beyond)[1:-1], plural(available, "image"))
+    _warn_of_few(k, len(bank) - (self_offset is not None))
     device = device or queries.device
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
@@ -134,6 +131,40 @@ def weighted_knn(
         if progress:
             progress(len(block))
     return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
+
+
+def _warn_of_few(k: Sequence[int], available: int) -> None:
+    if beyond := sorted(wanted for wanted in k if wanted > available):
+        text = "k-NN with k = %s: the bank has only %s, and all of them vote"
+        log.warning(text, str(beyond)[1:-1], plural(available, "image"))
+
+
+def neighbour_means(
+    bank: Tensor,
+    targets: Tensor,
+    queries: Tensor,
+    *,
+    k: Sequence[int],
+    temperature: float = 0.07,
+    self_offset: int | None = None,
+    device: torch.device | None = None,
+) -> dict[int, Tensor]:
+    """Return, for each k, the mean targets (n, c) of the k nearest images of each query: (queries, c).
+
+    An image weighs as it does in `weighted_knn`, so that the mean of a 0 or 1 is a share of the votes.
+    """
+    _warn_of_few(k, len(bank) - (self_offset is not None))
+    means: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
+    size = max(1, min(_QUERIES // (queries.shape[1] + 2 * max(k)), _VOTES // (max(k) * targets.shape[1])))
+    for start in range(0, len(queries) or 1, size):
+        block = queries[start : start + size].to(device or queries.device)
+        itself = None if self_offset is None else self_offset + start
+        cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
+        weights, values = ((cosines - cosines[:, :1]) / temperature).exp(), targets.to(block.device)[rows]
+        for wanted in k:
+            of_k = F.normalize(weights[:, :wanted], p=1)
+            means[wanted].append(einsum(of_k, values[:, :wanted].float(), "q k, q k c -> q c"))
+    return {wanted: torch.cat(blocks) for wanted, blocks in means.items()}
 
 
 def _class_scores(

@@ -2,15 +2,16 @@
 
 import hashlib
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.commands import SupervisedConfig
+from dino_vit.config.commands import SupervisedConfig, Task
 from dino_vit.config.objects import is_object
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -19,6 +20,7 @@ from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.open import PathSource, open_source
 from dino_vit.data.sources.source import Source, Subset
+from dino_vit.data.targets import Targets, read_targets
 from dino_vit.eval.accuracy import Predictions
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
@@ -34,19 +36,26 @@ _DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
 
 @dataclass(frozen=True)
 class LabelledSubset:
-    """Images of a source that have a label, and their classes from 0 on."""
+    """Images of a source that have a label, and what is to be predicted of them."""
 
     name: str  # for messages
     source: Source
     indices: Rows  # in the source, ascending
-    targets: Rows
-    classes: tuple[str, ...]
+    targets: NDArray[Any]  # (n,) classes from 0 on; (n, c) several labels or numbers
+    classes: tuple[str, ...]  # or the names of labels or numbers
+    task: Task = "multiclass"
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def part(self, rows: NDArray[np.bool_], name: str) -> "LabelledSubset":
         return replace(self, name=name, indices=self.indices[rows], targets=self.targets[rows])
+
+    def describe(self) -> str:
+        """Return what the labels of a source say, and how many images have none."""
+        targets = Targets(self.task, self.indices, self.targets, self.classes)
+        left_out = plural(len(self.source) - len(self), "image")
+        return f"{targets}" + (f"; {left_out} without a label" if len(self) < len(self.source) else "")
 
     @property
     def is_whole_source(self) -> bool:
@@ -63,12 +72,31 @@ class LabelledSubset:
         return f"{self.images.fingerprint}-{hashlib.sha256(self.targets.tobytes()).hexdigest()[:16]}"
 
     def require_two_classes(self) -> None:
-        """Raise an error unless there is something to classify."""
+        """Raise an error unless there is something to predict."""
         if (self.targets == self.targets[0]).all():
+            if self.task != "multiclass":
+                what = "numbers" if self.task == "regression" else "labels"
+                raise ValueError(f"all labelled images of {self.name} have the same {what}")
             only = self.classes[int(self.targets[0])]
             raise ValueError(
                 f"all labelled images of {self.name} are of one class, {only}; two or more are needed"
             )
+
+    def require_one_class(self, what: str) -> None:
+        """Raise an error unless each image has one class."""
+        if self.task != "multiclass":
+            given = "several labels" if self.task == "multilabel" else "numbers"
+            advice = "task=multiclass takes each different label as a class"
+            raise ValueError(f"{what} needs one class for each image; {self.name} has {given}; {advice}")
+
+    def with_columns(self, classes: Sequence[str]) -> "LabelledSubset":
+        """Order the columns of labels or numbers by these names; labels that it has not are of no image."""
+        if self.task == "regression" and set(self.classes) != set(classes):
+            names = " and ".join(", ".join(map(brief, each)) for each in (self.classes, classes))
+            raise ValueError(f"the two sets have different numbers: {names}; name the columns the same")
+        targets = np.zeros((len(self), len(classes)), np.float32)
+        targets[:, [classes.index(name) for name in self.classes]] = self.targets
+        return replace(self, targets=targets, classes=tuple(classes))
 
     def with_classes_of(self, train: "LabelledSubset") -> "LabelledSubset":
         """Number the classes as the training set does, matched by name.
@@ -90,21 +118,30 @@ class LabelledSubset:
 
 def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
     """Open the training and the validation set: those given, or splits; with neither, all images are one."""
-    val = open_subset(config.source, config.labels)
+    train, val = None, open_subset(config.source, config.labels, config.task)
     if config.train is not None:
-        train = open_subset(config.train, config.train_labels)
+        train = open_subset(config.train, config.train_labels, config.task)
         refuse_same_images(config.source, val.images, config.train, train.images)
-    elif splits := choose_splits(val.source):
+        if train.task != val.task:  # a few whole numbers, or single labels, look like classes
+            task = val.task if train.task == "multiclass" else train.task
+            train, val = (_labelled(each.name, each.source, task) for each in (train, val))
+        log.info("%s: %s", train.name, train.describe())
+    log.info("%s: %s", val.name, val.describe())
+    if train is None:
+        if not (splits := choose_splits(val.source)):
+            val.require_two_classes()
+            return None, val
         log.info("%s", describe_use(val.source, *splits, config.source))
         train, val = (
             val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
             for name, images in splits
         )
-    else:
-        val.require_two_classes()
-        return None, val
     train.require_two_classes()
-    return train, val.with_classes_of(train)
+    if val.task == "multiclass":
+        return train, val.with_classes_of(train)
+    new = () if val.task == "regression" else sorted({*val.classes} - {*train.classes})
+    classes = (*train.classes, *new)
+    return train.with_columns(classes), val.with_columns(classes)
 
 
 def refuse_same_images(name: str, source: Source, of_train: str, train: Source) -> None:
@@ -157,33 +194,37 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     return train, val.part(chosen, f"a fifth of {val.name}")
 
 
-def open_subset(spec: str, labels: str | None) -> LabelledSubset:
-    """Open the labelled images of a source."""
-    source = open_source(spec, labels)
-    numbers = (source.label(index) for index in range(len(source)))
-    targets = np.fromiter((-1 if number is None else number for number in numbers), np.int64, len(source))
-    indices = np.flatnonzero(targets >= 0)
-    if not len(indices):
+def open_subset(spec: str, labels: str | None, task: Task | None = None) -> LabelledSubset:
+    """Open the labelled images of a source; without a task it is recognised by their labels."""
+    subset = _labelled(spec, open_source(spec, labels), task)
+    if not len(subset):
         advice = "sort them into one folder per class, or give labels=FILE or train_labels=FILE"
         advice = "let it have `targets` or `label(i)`, or " + advice if is_object(spec) else advice
-        raise ValueError(f"none of the {len(source)} images of {spec} has a label; {advice}")
-    return LabelledSubset(spec, source, indices, targets[indices], tuple(source.classes))
+        raise ValueError(f"none of the {len(subset.source)} images of {spec} has a label; {advice}")
+    return subset
+
+
+def _labelled(name: str, source: Source, task: Task | None) -> LabelledSubset:
+    targets = read_targets(source, task=task)
+    return LabelledSubset(name, source, targets.indices, targets.values, targets.names, targets.task)
 
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Features of images and their classes."""
+    """Features of images and what is to be predicted of them, as in a `LabelledSubset`."""
 
     features: Tensor  # (n, D)
-    targets: Tensor  # (n,)
+    targets: Tensor  # (n,) or (n, c)
     indices: Rows  # (n,), in the source
     classes: tuple[str, ...]
+    task: Task = "multiclass"
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, rows: Rows) -> "LabelledFeatures":
-        return LabelledFeatures(self.features[rows], self.targets[rows], self.indices[rows], self.classes)
+        features, targets, indices = self.features[rows], self.targets[rows], self.indices[rows]
+        return LabelledFeatures(features, targets, indices, self.classes, self.task)
 
     def predictions(self, ranked: Tensor) -> Predictions:
         """Return the classes that a classifier ranks first for each image, (n, k)."""
@@ -206,7 +247,7 @@ def labelled_features(
     device = frozen.device
     if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
         values, targets = values.to(device), targets.to(device)
-    return LabelledFeatures(values, targets, kept, subset.classes)
+    return LabelledFeatures(values, targets, kept, subset.classes, subset.task)
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:

@@ -7,7 +7,7 @@ probabilities minus the one-hot targets. With 26 heads of 100 classes, a step of
 on one CPU core; a layer, a loss and autograd for each head take 0.20 s.
 
 A logistic regression is the optimum of scikit-learn's objective, |W|² / 2 + C · Σ cross-entropy, with an
-unpenalised bias.
+unpenalised bias. Where images have several labels, both kinds learn each label for itself, by a sigmoid.
 
 n images, d columns that a head reads, r heads (one per learning rate), c classes
 """
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
+from torch.nn import functional as F
 
 from dino_vit.core.device import to_device
 from dino_vit.core.distributed import all_gather, rank_slice
@@ -29,6 +30,7 @@ from dino_vit.models.linear import linear
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9
+PENALTIES = tuple(10.0**exponent for exponent in range(-6, 3))  # of ridge regressions
 TOP_K = 5
 _INITIAL_STD = 0.01
 _MAX_SCORES = 1 << 24  # in memory at a time
@@ -62,8 +64,9 @@ def train_heads(
 ) -> list[LinearHeads]:
     """Train a head for every rate on every choice of columns, by SGD with momentum and a cosine to zero.
 
-    `features` (images, width) and `targets`, from 0 to classes - 1, may be on another device. All heads that
-    read the same columns start from the same weights. The processes share the rates; each returns all heads.
+    `features` (images, width) and `targets` may be on another device: classes from 0 on, or a 0 or 1 for each
+    of several labels, (images, classes). All heads that read the same columns start from the same weights.
+    The processes share the rates; each returns all heads.
     """
     local_rates = rank_slice(rates)
     heads = []
@@ -106,8 +109,12 @@ def _take_step(
     """Update every head by the gradient of its mean cross-entropy."""
     # Contiguous, because a CPU multiplies a transposed slice of the columns by plain loops.
     x = x[:, heads.columns].float().contiguous()
-    errors = heads.scores(x).softmax(dim=-1)
-    errors[torch.arange(len(x), device=x.device), :, y] -= 1
+    scores = heads.scores(x)
+    if y.ndim == 2:
+        errors = scores.sigmoid() - y[:, None]
+    else:
+        errors = scores.softmax(dim=-1)
+        errors[torch.arange(len(x), device=x.device), :, y] -= 1
     errors /= len(x)
     gradient = linear(rearrange(errors, "n r c -> (r c) n"), x.t())  # (r·c, d)
     gradients = gradient.view_as(heads.weight), errors.sum(dim=0)
@@ -130,6 +137,12 @@ def top_classes(heads: LinearHeads, features: Tensor, *, head: int = 0, k: int =
     """Return the k classes that one head scores highest, best first; all classes if they are fewer."""
     k = min(k, heads.bias.shape[1])
     return torch.cat([scores[:, head].topk(k).indices for _, scores in _scores_in_blocks(heads, features)])
+
+
+@torch.no_grad()
+def head_scores(heads: LinearHeads, features: Tensor) -> Tensor:
+    """Return the logits, or the numbers, of all heads: (n, r, c)."""
+    return torch.cat([scores for _, scores in _scores_in_blocks(heads, features)])
 
 
 def _scores_in_blocks(heads: LinearHeads, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -159,7 +172,7 @@ def sweep(
 ) -> Iterator[LogisticFit]:
     """Yield the optimum for each C, the smallest first, by L-BFGS that starts from the previous optimum.
 
-    Works on the device and in the precision of `features` (images, width).
+    Works on the device and in the precision of `features` (images, width). For targets see `train_heads`.
     """
     # L-BFGS takes far fewer steps on centred features, with each weight measured in a unit as large as its
     # curvature allows. Neither moves the optimum: the free bias absorbs the centering, and the penalty is
@@ -167,9 +180,10 @@ def sweep(
     features = features.contiguous()
     variance, mean = torch.var_mean(features, dim=0, correction=0)
     weight, bias = features.new_zeros(classes, features.shape[1]), features.new_zeros(classes)
+    of_softmax = 2 if targets.ndim == 2 else classes  # a sigmoid is curved like the softmax of two classes
     for c in sorted(cs):
         penalty = 1 / (len(features) * c)
-        unit = (variance + penalty * classes**2 / (classes - 1)).rsqrt()
+        unit = (variance + penalty * of_softmax**2 / (of_softmax - 1)).rsqrt()
         scaled = [(weight / unit).requires_grad_(), bias.clone().requires_grad_()]
         optimizer = torch.optim.LBFGS(
             scaled,
@@ -208,13 +222,29 @@ def _objective(
     bias_slope = torch.zeros_like(shifted)
     size = max(1, _MAX_SCORES // len(bias))
     for start in range(0, len(features), size):
-        x, y = features[start : start + size], targets[start : start + size, None]
-        logs = linear(x, weight, shifted).log_softmax(dim=-1)  # (n, c)
-        value -= logs.gather(1, y).sum() / len(features)
-        errors = logs.exp_().scatter_add_(1, y, -torch.ones_like(y, dtype=logs.dtype))
+        x, y = features[start : start + size], targets[start : start + size]
+        scores = linear(x, weight, shifted)  # (n, c)
+        if y.ndim == 2:
+            value += F.binary_cross_entropy_with_logits(scores, y, reduction="sum") / len(features)
+            errors = scores.sigmoid() - y
+        else:
+            logs, y = scores.log_softmax(dim=-1), y[:, None]
+            value -= logs.gather(1, y).sum() / len(features)
+            errors = logs.exp_().scatter_add_(1, y, -torch.ones_like(y, dtype=logs.dtype))
         errors /= len(features)
         slope += linear(errors.t(), x.t())
         bias_slope += errors.sum(dim=0)
     scaled[0].grad = (slope - torch.outer(bias_slope, mean)) * unit
     scaled[1].grad = bias_slope
     return value
+
+
+def ridge(features: Tensor, targets: Tensor, penalties: Sequence[float], columns: slice) -> LinearHeads:
+    """Return the optimum of Ridge for each penalty, which is times the images and the mean variance."""
+    x, y = features[:, columns].cpu().double(), targets.cpu().double()
+    mean, offset = x.mean(dim=0), y.mean(dim=0)
+    gram, moments = (x - mean).T @ (x - mean), (x - mean).T @ (y - offset)
+    unit = gram.trace() / len(gram) * torch.eye(len(gram), dtype=torch.double)
+    weight = torch.stack([torch.linalg.solve(gram + penalty * unit, moments).T for penalty in penalties])
+    weight, bias = (each.float().to(features.device) for each in (weight, offset - weight @ mean))
+    return LinearHeads(weight, bias, columns)

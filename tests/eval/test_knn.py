@@ -5,9 +5,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import KNeighborsRegressor
 
 from dino_vit.eval import knn
-from dino_vit.eval.knn import NO_CLASS, nearest, weighted_knn
+from dino_vit.eval.knn import NO_CLASS, nearest, neighbour_means, weighted_knn
 from tests.support.naive import ranked_classes
 
 
@@ -131,3 +132,19 @@ def test_no_temperature_is_too_low():
     bank, labels = clustered(40)
     coldest = weighted_knn(bank, labels, bank, k=(20,), self_offset=0, temperature=1e-5)[20]
     assert torch.equal(coldest[:, 0], weighted_knn(bank, labels, bank, k=(1,), self_offset=0)[1][:, 0])
+
+
+@pytest.mark.parametrize("self_offset", [None, 0])
+def test_means_are_those_of_scikit_learn(monkeypatch, self_offset):
+    monkeypatch.setattr("dino_vit.eval.knn._VOTES", 100)  # in several blocks
+    bank, targets = torch.randn(60, 8), torch.randn(60, 3)
+    queries = torch.randn(25, 8) if self_offset is None else bank
+    means = neighbour_means(bank, targets, queries, k=[1, 7, 100], self_offset=self_offset)
+    for k, found in means.items():
+        for query in range(len(queries)):
+            others = [row for row in range(60) if self_offset is None or row != query]
+            peer = KNeighborsRegressor(
+                min(k, len(others)), weights=lambda far: np.exp(-far / 0.07), metric="cosine"
+            )
+            expected = peer.fit(bank[others], targets[others]).predict(queries[query : query + 1])
+            assert found[query].numpy() == pytest.approx(expected[0], abs=1e-4)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_vit.commands.classification.supervised import SupervisedLoader
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets, open_subset
-from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
 from tests.support.backbones import backbone

@@ -1,9 +1,20 @@
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression, Ridge
 from torch import nn
+from torch.nn import functional as F
 
 from dino_vit.eval import linear
-from dino_vit.eval.linear import count_correct, grid_steps, sweep, top_classes, train_heads
+from dino_vit.eval.linear import (
+    count_correct,
+    grid_steps,
+    head_scores,
+    initial_weight,
+    ridge,
+    sweep,
+    top_classes,
+    train_heads,
+)
 from dino_vit.views.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -114,3 +125,38 @@ def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores)
 
 def test_a_grid_trains_ten_epochs_but_neither_too_few_nor_too_many_steps():
     assert [grid_steps(images, 100) for images in (100, 50_000, 10_000_000)] == [1250, 5000, 12_500]
+
+
+def test_several_labels_are_logistic_regressions_of_their_own():
+    features = torch.randn(150, 6, dtype=torch.double)
+    targets = (features[:, :3] + torch.randn(150, 3) > 0.5).double()
+    for fit in sweep(features, targets, cs=[0.1], classes=3):
+        for label in range(3):
+            peer = LogisticRegression(C=fit.c, tol=1e-10, max_iter=10_000).fit(features, targets[:, label])
+            assert fit.head.weight[0, label].numpy() == pytest.approx(peer.coef_[0], abs=1e-4)
+            assert float(fit.head.bias[0, label]) == pytest.approx(peer.intercept_[0], abs=1e-4)
+
+
+def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():
+    features, targets = torch.randn(64, 5), (torch.rand(64, 3) < 0.4).float()
+    settings = {"columns": [slice(1, 5)], "rates": [0.5], "batch_size": 64, "seed": 0, "classes": 3}
+    (head,) = train_heads(features, targets, **settings, steps=1, device=CPU)
+    start = initial_weight(3, 4, 0).requires_grad_()
+    bias = torch.zeros(3, requires_grad=True)
+    logits = features[:, 1:] @ start.T + bias
+    loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / 64
+    loss.backward()
+    torch.testing.assert_close(head.weight[0], start.detach() - 0.5 * start.grad)
+    torch.testing.assert_close(head.bias[0], -0.5 * bias.grad)
+
+
+def test_a_ridge_regression_is_that_of_scikit_learn():
+    features, targets = torch.randn(80, 7) * torch.logspace(-1, 1, 7) + 3, torch.randn(80, 2)
+    heads = ridge(features, targets, [1e-4, 0.3], slice(2, 7))
+    x = features[:, 2:].double()
+    for penalty, weight, bias in zip([1e-4, 0.3], heads.weight, heads.bias, strict=True):
+        alpha = penalty * 80 * float(x.var(dim=0, correction=0).mean())
+        peer = Ridge(alpha=alpha).fit(x, targets)
+        assert weight.numpy() == pytest.approx(peer.coef_, abs=1e-5)
+        assert bias.numpy() == pytest.approx(peer.intercept_, abs=1e-5)
+    assert head_scores(heads, features).shape == (80, 2, 2)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from dino_vit.commands.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.config.commands import Dino2021
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.storage import pickled, write_bytes
@@ -21,7 +22,6 @@ from dino_vit.eval.accuracy import Predictions
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledSubset, labelled_features
 from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight, top_classes
-from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.augment import ViewAugment

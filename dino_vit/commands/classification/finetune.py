@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.knn import classify
+from dino_vit.commands.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.config.commands import FinetuneConfig, KnnConfig
 from dino_vit.config.loading import replace
 from dino_vit.core import height_width, log
@@ -27,7 +28,6 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import labelled_features, open_sets
 from dino_vit.eval.linear import TOP_K
-from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method import optim
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone
@@ -61,6 +61,7 @@ class Finetuning(EpochTraining):
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
         self.train, self.val = open_sets(config)
+        self.train.require_one_class("finetune")
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.train.classes)).to(accelerator.device)
         bf16 = choose_precision(config.precision, accelerator.device) == "bf16"

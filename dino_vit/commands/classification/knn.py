@@ -1,4 +1,7 @@
-"""Classify images by their nearest neighbours on frozen features, and rank them: mAP and recall at 1."""
+"""Classify images by their nearest neighbours on frozen features, and rank them: mAP and recall at 1.
+
+Several labels of an image, and numbers, are predicted by the mean of the neighbours.
+"""
 
 from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
+from dino_vit.commands.classification.predicted import Predicted, few_images, judge, predict, two_class_auroc
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -21,6 +25,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
+from dino_vit.eval.metrics import TITLES, measure_main, require_value
 from dino_vit.models.tokens import FeatureSpec
 
 REPEATS = 5  # random choices of the images for each of `shots`
@@ -29,12 +34,16 @@ _COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
-def run(config: KnnConfig) -> Classification:
-    """Classify; with an output, write the JSON. The result's own figures are those of the first k."""
+def run(config: KnnConfig) -> Classification | Any:
+    """Classify; with an output, write the JSON. The result's own figures are those of the first k.
+
+    Of several labels or numbers the result is a `Predicted`.
+    """
+    # Any, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 
-def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification:
+def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Predicted:
     """Do the same with a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     train, val = given_sets(config)
@@ -45,27 +54,35 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification:
         bank = labelled_features(frozen, train, spec, "features of the bank")
         queries = labelled_features(frozen, val, spec, "features of the query images")
         among = f"{len(bank):,} of {train.name}"
-    predictions = classify(bank, queries, config.k, frozen.device)
-    figures = {k: of_k.figures() for k, of_k in predictions.items()}
-    ranking = _rank(bank, queries, frozen.device)
-    few_shot = list(_few_shot(config, bank, queries, frozen.device))
-    first = config.k[0]
     details = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
         "images": len(queries),
         "bank": len(bank) - (queries is bank),  # no image is its own neighbour
         "classes": len(val.classes),
+    }
+    on = f"on {plural(len(queries), 'image')} of {val.name}, by their neighbours among {among}\n"
+    if val.task != "multiclass":
+        return _predict(config, bank, queries, frozen.device, details, on)
+    predictions = classify(bank, queries, config.k, frozen.device)
+    figures = {k: of_k.figures() for k, of_k in predictions.items()}
+    if len(val.classes) == 2:
+        for k, of_k in predict(bank, queries, config.k, frozen.device).items():
+            figures[k]["auroc"] = two_class_auroc(queries, of_k)
+    ranking = _rank(bank, queries, frozen.device)
+    few_shot = list(_few_shot(config, bank, queries, frozen.device))
+    few, few_text = few_images(bank, queries)
+    details |= {
         "results": [{"k": k, **of_k} for k, of_k in figures.items()],
         "ranking": ranking,
         "few_shot": few_shot,
+        "few_images": few,
     }
-    rows = [[str(k), str(of_k["top1"]), str(of_k["top5"])] for k, of_k in figures.items()]
-    lines = [
-        f"per cent, on {plural(len(queries), 'image')} of {val.name}, by their neighbours among {among}\n",
-        format_table(["k", "top-1", "top-5"], rows),
-        predictions[first].guesses(),
-    ]
+    first, columns = config.k[0], {"top1": "top-1", "top5": "top-5", "auroc": "AUROC"}
+    columns = {name: title for name, title in columns.items() if name in figures[first]}
+    rows = [[str(k), *(str(of_k[name]) for name in columns)] for k, of_k in figures.items()]
+    lines = [f"per cent, {on}", format_table(["k", *columns.values()], rows), predictions[first].guesses()]
+    lines += few_text
     if ranking:
         line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
         lines.append(
@@ -76,6 +93,28 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification:
     lines.append(_class_table(first, figures[first]["per_class"]))
     title, text = f"k-NN top-1, k={first}", "\n".join(lines)
     return classification("knn", config.output, title, predictions[first], details, text)
+
+
+def _predict(
+    config: KnnConfig,
+    bank: LabelledFeatures,
+    queries: LabelledFeatures,
+    device: torch.device,
+    details: dict[str, Any],
+    on: str,
+) -> Predicted:
+    """Predict several labels or numbers for each k, and judge the first in full."""
+    if config.shots:
+        raise ValueError("shots are images of each class, but these images have several labels or numbers")
+    measured = {
+        k: require_value(measure_main(queries.task, "k-NN", queries.indices, outputs, queries.targets))
+        for k, outputs in predict(bank, queries, config.k, device).items()
+    }
+    rows = [[str(k), str(of_k.mean)] for k, of_k in measured.items()]
+    details |= {"results": [{"k": k, "score": of_k.interval} for k, of_k in measured.items()]}
+    first, lines = config.k[0], [on, format_table(["k", TITLES[queries.task]], rows)]
+    title = f"{measured[first].title}, k={first}"
+    return judge("knn", config.output, title, measured[first], bank, queries, details, lines)
 
 
 def classify(

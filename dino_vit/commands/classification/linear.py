@@ -1,65 +1,79 @@
 """Linear classifiers on a frozen backbone: a grid of probes, logistic regressions, or the protocol of 2021.
 
 The first two train on features that are computed once and cached: the CLS tokens of the last blocks, then the
-mean patch token of the last block. Each head reads a contiguous range of these columns.
+mean patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an
+image are learned each for itself; numbers are predicted by ridge regressions.
 """
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.dino2021 import train_on_views
+from dino_vit.commands.classification.predicted import Predicted, few_images, judge, two_class_auroc
 from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
 from dino_vit.core.text import plural, progress
-from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy
+from dino_vit.eval.accuracy import Accuracy, accuracy
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
 from dino_vit.eval.linear import (
+    PENALTIES,
     LinearHeads,
     count_correct,
     grid_steps,
+    head_scores,
     join_heads,
+    ridge,
     sweep,
     top_classes,
     train_heads,
 )
+from dino_vit.eval.metrics import TITLES, measure_main, require_value
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 BATCH = 1024  # images per step of a grid
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
 
 
-def run(config: LinearConfig) -> Classification:
-    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
+def run(config: LinearConfig) -> Classification | Any:
+    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
+
+    Of several labels or numbers the result is a `Predicted`.
+    """
+    # Any, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 
-def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification:
+def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | Predicted:
     """Do the same with a backbone that is loaded already."""
     train, val = open_sets(config)
-    if config.method == "dino2021":
-        if config.output is None:
-            raise ValueError("method=dino2021 needs output=FILE.json: the head and its state go beside it")
-        head = Path(config.output).with_suffix(".pth")
-        results, text, predictions = train_on_views(config.dino2021, frozen, train, val, config.seed, head)
-    else:
-        results, text, predictions = _train_on_features(config, frozen, train, val)
     settings = config.model_dump(mode="json", exclude={"grid", "logistic", "dino2021"} - {config.method})
-    weights = frozen.describe_weights()
-    details = {"method": config.method, "weights": weights, "settings": settings, **results}
-    return classification("linear", config.output, "linear top-1", predictions, details, text)
+    details = {"method": config.method, "weights": frozen.describe_weights(), "settings": settings}
+    if config.method != "dino2021":
+        return _train_on_features(config, frozen, train, val, details)
+    train.require_one_class("method=dino2021")
+    if config.output is None:
+        raise ValueError("method=dino2021 needs output=FILE.json: the head and its state go beside it")
+    head = Path(config.output).with_suffix(".pth")
+    results, text, predictions = train_on_views(config.dino2021, frozen, train, val, config.seed, head)
+    return classification("linear", config.output, "linear top-1", predictions, details | results, text)
 
 
 def _train_on_features(
-    config: LinearConfig, frozen: FrozenBackbone, train_set: LabelledSubset, val_set: LabelledSubset
-) -> tuple[dict[str, Any], str, Predictions]:
+    config: LinearConfig,
+    frozen: FrozenBackbone,
+    train_set: LabelledSubset,
+    val_set: LabelledSubset,
+    details: dict[str, Any],
+) -> Classification | Predicted:
     """Train heads on cached features, evaluate all of them and choose the best."""
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     if config.method == "logistic":
@@ -67,21 +81,16 @@ def _train_on_features(
     train = labelled_features(frozen, train_set, inputs[-1], "training features")
     val = labelled_features(frozen, val_set, inputs[-1], "evaluation features")
     train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
-    values: Sequence[float]
-    if config.method == "grid":
-        setting, values = "rate", config.grid.rates
-        columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
-        heads = _train_grid(config, train, columns, frozen.device)
-    else:
-        setting, values = "C", sorted(config.logistic.cs)
-        heads = [_fit_logistic(values, train, frozen.device)]
-    top1 = _top1(heads, val)
-    chosen_by = top1 if chosen_on is val else _top1(heads, chosen_on)
+    columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+    setting, values, heads = _fit(config, train, columns, frozen.device)
+    key = "top1" if val.task == "multiclass" else "score"
+    judged = _judge_heads(heads, val)
+    chosen_by = judged if chosen_on is val else _judge_heads(heads, chosen_on)
     cells: list[dict[str, Any]] = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, "top1": of_head}
-        for (value, spec), of_head in zip(product(values, inputs), top1, strict=True)
+        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, key: of_head}
+        for (value, spec), of_head in zip(product(values, inputs), judged, strict=True)
     ]
-    best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
+    best = max(range(len(cells)), key=lambda index: _percent(chosen_by[index]))
     how_chosen = (
         "chosen on the images that it is evaluated on, as published: slightly optimistic; "
         "select=train chooses on a tenth of the training images"
@@ -90,23 +99,52 @@ def _train_on_features(
         for cell, on_held_out in zip(cells, chosen_by, strict=True):
             cell["held_out"] = on_held_out
         images = f"{plural(len(chosen_on), 'training image')} that no head was trained on"
-        how_chosen = f"chosen on {images}: {chosen_by[best]} %"
+        figure = chosen_by[best]
+        how_chosen = f"chosen on {images}: {f'{figure:.2f}' if isinstance(figure, float) else figure} %"
     row, column = divmod(best, len(inputs))
-    predictions = val.predictions(top_classes(heads[column], val.features, head=row))
-    results = {
+    details |= {
         "images": {"train": len(train), "val": len(val)},
         "chosen_on": config.select,
         "classes": len(val.classes),
-        "best": cells[best] | predictions.figures(),
         "table": cells,
     }
+    title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
     text = [
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
-        _table(setting, values, inputs, top1, best),
-        f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {predictions.summary()}",
-        how_chosen,
+        _table(setting, values, inputs, list(map(_percent, judged)), best),
     ]
-    return results, "\n".join(text), predictions
+    if val.task != "multiclass":
+        outputs = _outputs(heads[column], val)[:, row]
+        measured = measure_main(val.task, "linear", val.indices, outputs, val.targets)
+        text += [f"{title}: {TITLES[val.task]} {measured.mean}", how_chosen]
+        details["best"] = cells[best]
+        return judge("linear", config.output, measured.title, measured, train, val, details, text)
+    predictions = val.predictions(top_classes(heads[column], val.features, head=row))
+    few, few_text = few_images(train, val)
+    details |= {"best": cells[best] | predictions.figures(), "few_images": few}
+    text += [f"{title}: {predictions.summary()}", how_chosen, *few_text]
+    if len(val.classes) == 2:
+        scores = head_scores(heads[column], val.features)[:, row].cpu()
+        details["best"]["auroc"] = two_class_auroc(val, scores[:, 1:] - scores[:, :1])
+        text.append(f"AUROC {details['best']['auroc']} %")
+    return classification("linear", config.output, "linear top-1", predictions, details, "\n".join(text))
+
+
+def _fit(
+    config: LinearConfig, train: LabelledFeatures, columns: Sequence[slice], device: torch.device
+) -> tuple[str, Sequence[float], list[LinearHeads]]:
+    """Return the setting that differs between heads, its values, and for each choice of columns the heads."""
+    if train.task == "regression":
+        if config.method == "logistic":
+            raise ValueError(
+                "method=logistic learns classes or labels; numbers are predicted with method=grid"
+            )
+        fits = [ridge(train.features, train.targets, PENALTIES, each) for each in columns]
+        return "penalty", PENALTIES, fits
+    if config.method == "grid":
+        return "rate", config.grid.rates, _train_grid(config, train, columns, device)
+    cs = sorted(config.logistic.cs)
+    return "C", cs, [_fit_logistic(cs, train, device)]
 
 
 def _train_grid(
@@ -147,17 +185,34 @@ def _fit_logistic(cs: Sequence[float], train: LabelledFeatures, device: torch.de
     return join_heads(fits)
 
 
-def _top1(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accuracy]:
-    """Return the accuracy of every head: for each rate or C that of each input."""
-    correct = [count_correct(each, images.features, images.targets) for each in heads]
-    return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]
+def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
+    """Return what all heads predict: the probability of each label, or numbers, (n, r, c)."""
+    scores = head_scores(heads, images.features)
+    return scores.sigmoid() if images.task == "multilabel" else scores
+
+
+def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accuracy] | list[float]:
+    """Return the accuracy, or mAP or R² in per cent, of every head: for each rate or C that of each input."""
+    if images.task == "multiclass":
+        correct = [count_correct(each, images.features, images.targets) for each in heads]
+        return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]
+    task, indices, targets = images.task, images.indices, images.targets
+    outputs = [_outputs(each, images).unbind(1) for each in heads]
+    heads_of = chain.from_iterable(zip(*outputs, strict=True))
+    return [
+        100 * require_value(measure_main(task, "", indices, of_head, targets)).value for of_head in heads_of
+    ]
+
+
+def _percent(figure: Accuracy | float) -> float:
+    return figure if isinstance(figure, float) else figure.percent
 
 
 def _table(
-    setting: str, values: Sequence[float], inputs: Sequence[FeatureSpec], top1: Sequence[Accuracy], best: int
+    setting: str, values: Sequence[float], inputs: Sequence[FeatureSpec], percents: Sequence[float], best: int
 ) -> str:
     """Return a table with a row for each rate or C and a column for each input."""
-    cells = [f"{of_head.percent:.2f}{'*' if index == best else ' '}" for index, of_head in enumerate(top1)]
+    cells = [f"{percent:.2f}{'*' if index == best else ' '}" for index, percent in enumerate(percents)]
     width = len(inputs)
     rows = [[f"{value:.3g}", *cells[row * width : (row + 1) * width]] for row, value in enumerate(values)]
     return format_table([setting, *(spec.title for spec in inputs)], rows)
