@@ -1,4 +1,4 @@
-"""Evaluation during training: accuracies where there are labels, always the rank and what colours explain."""
+"""Evaluation during training: accuracies, mAP or R² by labels, always the rank and what colours explain."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,9 +15,11 @@ from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
+from dino_vit.data.targets import read_targets
 from dino_vit.eval.accuracy import trivial_baselines
 from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
-from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.knn import neighbour_means, weighted_knn
+from dino_vit.eval.metrics import TITLES, measure_main
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 from dino_vit.views.eval_transform import EvalTransform
@@ -87,7 +89,7 @@ def random_indices(source: Source, seed: int) -> list[int]:
 
 
 class OnlineFigures(NamedTuple):
-    """What an evaluation measured; accuracies are top-1 in per cent, missing without labels.
+    """What an evaluation measured; accuracies are in per cent, by the labels top-1, mAP or R².
 
     `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
     that vote in k-NN and tested on its queries; without splits on one half of all and tested on the other,
@@ -105,20 +107,26 @@ class OnlineFigures(NamedTuple):
     knn_answers: str | None = None
     best_knn_answers: str | None = None
     probe_answers: str | None = None
+    # Standard errors in points, where a figure is mAP or R², which no image is right or wrong by.
+    knn_error: float | None = None
+    best_knn_error: float | None = None
+    probe_error: float | None = None
 
 
-class _Classified(NamedTuple):
+class _Judged(NamedTuple):
     percent: float
-    answers: str | None  # of which images they were right
+    answers: str | None = None  # of which images they were right
+    error: float | None = None
 
 
 class Guesses(NamedTuple):
     """What needs no network, in per cent, and the number of images that all accuracies are of."""
 
+    metric: str  # of these and of all accuracies: top-1, mAP of several labels, R² of numbers
     raw_pixels: float
     colours: float  # a probe of the mean and std of each channel
-    largest_class: float
-    chance: float
+    largest_class: float | None
+    chance: float  # of several labels and of numbers: always guessing their mean
     queries: int
     leave_one_out: bool  # whether images are classified by each other, not those of one split by another's
 
@@ -160,6 +168,8 @@ class OnlineEvaluation:
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
         self.row = {index: row for row, index in enumerate(self.indices)}
+        targets = read_targets(source, self.indices)
+        self.task, self.targets = targets.task, torch.from_numpy(targets.values)
 
     def __call__(self, backbone: Backbone) -> OnlineFigures:
         """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""
@@ -194,6 +204,9 @@ class OnlineEvaluation:
             knn_answers=right[CLS].answers,
             best_knn_answers=right[best].answers,
             probe_answers=probe.answers,
+            knn_error=right[CLS].error,
+            best_knn_error=right[best].error,
+            probe_error=probe.error,
         )
 
     def guesses(self) -> Guesses | None:
@@ -202,11 +215,15 @@ class OnlineEvaluation:
             return None
         bank = set() if self.bank is None else set(self.bank.tolist())
         queries = [index for index in self.indices if index not in bank]
-        targets = np.array([self.source.label(index) for index in queries], np.int64)
-        trivial = trivial_baselines(targets, self.source.classes)
-        largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
-        pixels, of_colours = self._raw_pixels()
-        return Guesses(pixels, of_colours, largest, chance, len(queries), leave_one_out=self.bank is None)
+        targets = self._targets(torch.tensor(queries))
+        if self.task == "multiclass":
+            trivial = trivial_baselines(targets.numpy(), self.source.classes)
+            largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
+        else:
+            guess = targets.mean(dim=0).expand_as(targets)
+            largest, chance = None, self._judge(guess, targets, torch.tensor(queries)).percent
+        title, alone = TITLES[self.task], self.bank is None
+        return Guesses(title, *self._raw_pixels(), largest, chance, len(queries), leave_one_out=alone)
 
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
@@ -238,39 +255,54 @@ class OnlineEvaluation:
         order = torch.tensor([self.row[index] for index in indices.tolist()]).argsort()
         return torch.zeros(len(order), dtype=torch.bool).index_fill(0, order[::2], True)
 
-    def _labels(self, indices: Tensor) -> Tensor:
-        return torch.tensor([self.source.label(index) for index in indices.tolist()])
+    def _targets(self, indices: Tensor) -> Tensor:
+        return self.targets[[self.row[index] for index in indices.tolist()]]
 
-    def _probe(self, features: Tensor, indices: Tensor) -> _Classified:
-        """Classify images by a ridge regression to their labels."""
-        classes, targets = torch.unique(self._labels(indices), return_inverse=True)
-        features, wanted = features.cpu(), F.one_hot(targets, len(classes)).float()
+    def _probe(self, features: Tensor, indices: Tensor) -> _Judged:
+        """Predict labels by a ridge regression to them."""
+        labels = targets = self._targets(indices)
+        if self.task == "multiclass":
+            classes, labels = torch.unique(labels, return_inverse=True)
+            targets = F.one_hot(labels, len(classes)).float()
         if self.bank is None:
-            scores = cross_predictions(features, wanted, self._first_half(indices))
-            return self._count(scores.argmax(dim=1) == targets, indices)
-        train = torch.isin(indices, self.bank)
-        if not train.any() or train.all():  # most images became unreadable
-            return _Classified(math.nan, None)
-        scores = ridge_predictions(features, wanted, train)
-        return self._count(scores.argmax(dim=1) == targets[~train], indices[~train])
+            judged = torch.ones(len(indices), dtype=torch.bool)
+            outputs = cross_predictions(features.cpu(), targets, self._first_half(indices))
+        else:
+            judged = ~torch.isin(indices, self.bank)
+            if not judged.any() or judged.all():  # most images became unreadable
+                return _Judged(math.nan)
+            outputs = ridge_predictions(features.cpu(), targets, ~judged)
+        if self.task == "multiclass":
+            return self._count(outputs.argmax(dim=1) == labels[judged], indices[judged])
+        return self._judge(outputs, targets[judged], indices[judged])
 
-    def _count(self, right: Tensor, indices: Tensor) -> _Classified:
+    def _judge(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> _Judged:
+        """Judge outputs for several labels, or numbers."""
+        measured = measure_main(self.task, "", indices.numpy(), outputs, targets)
+        return _Judged(100 * measured.value, error=measured.standard_error)
+
+    def _count(self, right: Tensor, indices: Tensor) -> _Judged:
         """Count right answers; the bit of an image is its place in the evaluation."""
         bits = sum(1 << self.row[index] for index in indices[right].tolist())
-        return _Classified(100 * float(right.float().mean()), f"{bits:x}")
+        return _Judged(100 * float(right.float().mean()), f"{bits:x}")
 
-    def _classified(self, features: Tensor, indices: Tensor) -> _Classified:
-        """Classify images by their neighbours."""
-        labels = self._labels(indices)
+    def _classified(self, features: Tensor, indices: Tensor) -> _Judged:
+        """Predict labels by the neighbours."""
+        labels = self._targets(indices)
         votes = queries = torch.arange(len(indices))  # rows
         if self.bank is not None:
             in_bank = torch.isin(indices, self.bank)
             votes, queries = votes[in_bank], queries[~in_bank]
         k = min(NEIGHBOURS, len(votes) - (self.bank is None))
         if k < 1 or not len(queries):  # most images became unreadable
-            return _Classified(math.nan, None)
+            return _Judged(math.nan)
         of_queries = indices[queries]
         labels, votes, queries = (part.to(features.device) for part in (labels, votes, queries))
         offset = 0 if self.bank is None else None
+        if self.task != "multiclass":
+            means = neighbour_means(
+                features[votes], labels[votes], features[queries], k=[k], self_offset=offset
+            )
+            return self._judge(means[k], labels[queries], of_queries)
         ranked = weighted_knn(features[votes], labels[votes], features[queries], k=[k], self_offset=offset)
         return self._count((ranked[k][:, 0] == labels[queries]).cpu(), of_queries)

@@ -65,6 +65,9 @@ class MetricsRecord:
     knn_answers: Answers | None = None
     best_knn_answers: Answers | None = None
     probe_answers: Answers | None = None
+    knn_error: float | None = None  # standard errors, where these are mAP or R²
+    best_knn_error: float | None = None
+    probe_error: float | None = None
     state: str = ""  # what the records so far say about the run
 
     def to_record(self) -> dict[str, Any]:
@@ -120,6 +123,10 @@ class Baseline:
     knn_answers: Answers | None = None
     best_knn_answers: Answers | None = None
     probe_answers: Answers | None = None
+    knn_error: Number | None = None
+    best_knn_error: Number | None = None
+    probe_error: Number | None = None
+    metric: Literal["top-1", "mAP", "R²"] = "top-1"  # what all accuracies are
     raw_pixels: Number | None = None
     colours: Number | None = None  # a probe that sees nothing else
     largest_class: Number | None = None  # always guessed

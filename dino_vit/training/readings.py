@@ -40,6 +40,7 @@ class Reading(NamedTuple):
     before: float
     images: int
     answers: tuple[str | None, str | None] = None, None  # which images were right, now and before
+    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP and R²
 
     @property
     def rise(self) -> float:
@@ -51,7 +52,10 @@ class Reading(NamedTuple):
         now, before = (int(answers, 16) if answers else None for answers in self.answers)
         if now is not None and before is not None:
             return mcnemar((now & ~before).bit_count(), (before & ~now).bit_count())
-        # Of a run without recorded answers, as if the two were of different images, which is cautious.
+        # Without recorded answers, as if the two were of different images, which is cautious.
+        squares = [error * error for error in self.errors if error is not None]
+        if len(squares) == 2:
+            return math.erfc(abs(self.rise) / math.sqrt(2 * sum(squares))) if any(squares) else 1.0
         shares = (min(max(percent / 100, 0.0), 1.0) for percent in (self.percent, self.before))
         variance = sum(share * (1 - share) for share in shares) / self.images
         return math.erfc(abs(self.rise) / (100 * math.sqrt(2 * variance))) if variance else 1.0
@@ -69,8 +73,11 @@ def readings_of(
     ):
         now, then = getattr(metrics, field), getattr(before, field)
         if now is not None and then is not None and math.isfinite(now - then):
-            answers = getattr(metrics, f"{field}_answers"), getattr(before, f"{field}_answers")
-            readings.append(Reading(title, now, then, baseline.queries or QUERIES, answers))
+            answers, errors = (
+                (getattr(metrics, f"{field}_{name}"), getattr(before, f"{field}_{name}"))
+                for name in ("answers", "error")
+            )
+            readings.append(Reading(title, now, then, baseline.queries or QUERIES, answers, errors))
     return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
 
 
@@ -93,14 +100,16 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str
         compared = ", ".join(
             f"{text} {levels[name]:.1f}" for name, text in COMPARED.items() if name in levels
         )
-        knn = f"k-NN {last.knn:.1f} ± {_margin(last.knn, baseline.queries):.1f} %"
+        metric = "" if baseline.metric == "top-1" else f" {baseline.metric}"
+        knn = f"k-NN{metric} {last.knn:.1f} ± {_margin(last.knn, baseline.queries, last.knn_error):.1f} %"
         # Photos of one place or moment are easy neighbours: on new images the figure may be far lower.
         knn += " among the training images" if baseline.leave_one_out else ""
         figures.append(f"{knn} ({compared})" if compared else knn)
         if last.best_features not in (None, "CLS") and last.best_knn is not None:
             figures.append(f"{last.best_knn:.1f} % by {last.best_features}")
     if last.probe is not None:
-        probe = f"ridge probe {last.probe:.1f} ± {_margin(last.probe, baseline.queries):.1f} %"
+        margin = _margin(last.probe, baseline.queries, last.probe_error)
+        probe = f"ridge probe {last.probe:.1f} ± {margin:.1f} %"
         figures.append(probe + _before(levels, "probe"))
     figures.append(f"effective rank {last.rankme:.1f}{_before(levels, 'rankme')}")
     if last.knn is None and last.entropy_gap is not None:
@@ -112,8 +121,10 @@ def _before(levels: dict[str, float], name: str) -> str:
     return f" (before training {levels[name]:.1f})" if name in levels else ""
 
 
-def _margin(percent: float, images: int | None) -> float:
+def _margin(percent: float, images: int | None, error: float | None) -> float:
     """Return half the width of the interval that holds an accuracy with 95 % confidence."""
+    if error is not None:
+        return 1.96 * error
     share = min(max(percent / 100, 0.0), 1.0)
     return 196 * math.sqrt(share * (1 - share) / (images or QUERIES))
 

@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from PIL import Image
+from sklearn.metrics import average_precision_score, r2_score
 from torch import nn
 from torch.nn import functional as F
 
 from dino_vit.core.distributed import end_processes
-from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
@@ -230,3 +232,34 @@ def _evaluate(number, rendezvous, weights):
     finally:
         end_processes()
     torch.save([tuple(one) for one in figures], f"{rendezvous.removeprefix('file://')}{number}")
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_several_labels_and_numbers_are_judged_too(tmp_path, task):
+    """Images of one colour each, which is the label, in features of raw pixels too."""
+    colours = np.random.default_rng(0).integers(256, size=(80, 3))
+    lines = []
+    for number, colour in enumerate(colours.tolist()):
+        Image.new("RGB", (32, 32), tuple(colour)).save(tmp_path / f"{number:02}.png")
+        tags = ";".join(name for name, value in zip("rgb", colour, strict=True) if value > 150) or ";"
+        lines.append(f"{number:02}.png,{tags if task == 'multilabel' else colour[0] / 7}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    source, model = open_source(str(tmp_path), tmp_path / "labels.csv"), backbone()
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
+    figures, guesses = evaluation(model), evaluation.guesses()
+    values = read_targets(source, evaluation.indices).values
+    frozen = FrozenBackbone(model=model, **SETTINGS, batch_size=50)
+    features = F.normalize(frozen.extract(source, evaluation.indices).values)
+    cosines = (features @ features.T).fill_diagonal_(-torch.inf)
+    nearest = cosines.topk(20)
+    weights = (nearest.values / 0.07).exp()[..., None].numpy()
+    outputs = (weights * values[nearest.indices]).sum(1) / weights.sum(1)
+    score = average_precision_score if task == "multilabel" else r2_score
+    assert figures.knn == pytest.approx(100 * score(values, outputs), abs=0.01)
+    assert guesses.metric == ("mAP" if task == "multilabel" else "R²")
+    assert guesses.raw_pixels > 60 > guesses.chance
+    constant = np.broadcast_to(values.mean(axis=0), values.shape)
+    assert guesses.chance == pytest.approx(100 * score(values, constant), abs=1e-3)
+    assert guesses.largest_class is figures.knn_answers is None
+    assert 0 < figures.knn_error < 15
+    assert figures.probe > figures.knn - 5

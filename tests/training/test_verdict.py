@@ -166,6 +166,19 @@ def test_all_accuracies_decide():
     assert mixed.diagnosis.state == MIXED
 
 
+def test_figures_of_other_labels_have_their_name_and_standard_errors():
+    """A rise of 6 points: sure with a standard error of one point each, not of three."""
+    before = {"knn": 40.0, "knn_error": 1.0, "metric": "mAP"}
+    knn = [40.0, 43.0, 46.0]
+    said = evaluated(knn=knn, knn_error=[1.0] * 3, before=before)
+    assert said.figures.startswith("k-NN mAP 46.0 ± 2.0 %")
+    assert "the k-NN rose by 6.0 points (p < 0.001)" in said.figures
+    assert said.diagnosis.state == LEARNING
+    unsure = evaluated(knn=knn, knn_error=[3.0] * 3, before=before | {"knn_error": 3.0})
+    assert unsure.diagnosis.state == NO_BETTER
+    assert "(p = 0.47 on" in unsure.figures  # three times the chance of 6 / (3 * sqrt(2)) deviations
+
+
 def test_the_same_images_before_and_after_are_compared_one_by_one():
     """21 of 341 images more: as if of other images that may be chance, of the same images it is not."""
     before = {"knn": 40.0, "knn_answers": f"{(1 << 136) - 1:x}"}
