@@ -221,7 +221,7 @@ class OnlineEvaluation:
             largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
         else:
             guess = targets.mean(dim=0).expand_as(targets)
-            largest, chance = None, self._judge(guess, targets, torch.tensor(queries)).percent
+            largest, chance = None, max(0.0, self._judge(guess, targets, torch.tensor(queries)).percent)
         title, alone = TITLES[self.task], self.bank is None
         return Guesses(title, *self._raw_pixels(), largest, chance, len(queries), leave_one_out=alone)
 

@@ -102,7 +102,8 @@ class Reporter:
         if baseline.best_features == "CLS":  # which `knn` is of
             del titles["best_knn"]
         texts = [f"{title} {figures[name]:.1f}" for name, title in titles.items() if name in figures]
-        self.progress.notice(f"before the first step: {', '.join(texts)}")
+        of_labels = "" if baseline.metric == "top-1" else f" ({baseline.metric} in per cent)"
+        self.progress.notice(f"before the first step{of_labels}: {', '.join(texts)}")
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
             with self._full_disk_allowed():
