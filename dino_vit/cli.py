@@ -20,11 +20,24 @@ from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt(3)
+GREETING = """\
+Start here, with your own folder of images in place of photos:
+
+  dino-vit demo                    # generated images: see in minutes what pretraining does
+  dino-vit inspect-data photos     # how many images, of which sizes, and which cannot be read
+  dino-vit pretrain photos runs/photos recipe=auto budget.minutes=60
+  dino-vit report runs/photos      # one page about the run, also while it runs
+  dino-vit knn photos runs/photos  # what its features are worth, with folders as labels
+
+`dino-vit --help` lists all commands, `dino-vit COMMAND --help` the settings of one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `dino-vit`."""
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        print(f"{dino_vit.__doc__}\n\n{GREETING}")
+        return 0
     parser, names = build_parser(argv), (*COMMANDS, "config")
     given = next((text for text in argv if not text.startswith("-")), "")
     if given not in names and (similar := get_close_matches(given, names, n=1)):

@@ -1,5 +1,6 @@
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 import dino_vit
-from dino_vit.cli import main
+from dino_vit.cli import build_parser, main
 from dino_vit.commands import COMMANDS, Command
-from dino_vit.config.loading import load
+from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of
 
@@ -63,6 +64,15 @@ def test_the_help_has_a_line_for_every_command(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert " knn classify images by their nearest neighbours, on features of a frozen backbone " in shown
     assert all(f" {name} {command.help}" in shown for name, command in COMMANDS.items())
+
+
+def test_without_arguments_it_shows_five_commands_that_parse(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [shlex.split(line, comments=True) for line in lines if line.startswith("  dino-vit")]
+    assert [name for _, name, *_ in shown] == ["demo", "inspect-data", "pretrain", "report", "knn"]
+    for _, name, *arguments in shown:
+        config_from(parse_arguments(build_parser([name]), [name, *arguments]), COMMANDS[name].config_class)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

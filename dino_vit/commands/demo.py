@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -52,6 +53,10 @@ def run(config: DemoConfig) -> DemoResult:
         f"k-NN accuracy; the pretraining used no labels: {percents}",
         f"Attention maps: {maps.resolve()}",
         f"Report: {page.resolve()} (open it in a browser)",
+        "Try next:",
+        f"  dino-vit linear synthetic:2000 {quote(textures.output)}  # a linear classifier on the features",
+        f"  dino-vit dense synthetic:scenes:200 {quote(scenes.output)}  # the texture of every patch",
+        "  dino-vit pretrain photos runs/photos recipe=auto budget.minutes=10  # photos: a folder of yours",
     ]
     return DemoResult(folder=folder, knn=knn, text="\n".join(lines))
 

@@ -1,13 +1,14 @@
 """The demo on a small scale: what it writes, what it reuses, and that its settings are in the package."""
 
 import json
+import shlex
 
 import pytest
 
-from dino_vit.cli import main
+from dino_vit.cli import build_parser, main
 from dino_vit.commands import demo
 from dino_vit.config.commands import DemoConfig
-from dino_vit.config.loading import load
+from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.training.metrics import METRICS, read_records
 from dino_vit.weights import load_backbone
@@ -36,22 +37,27 @@ def small(monkeypatch):
 
 
 def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
-    command = ["demo", f"output={tmp_path / 'run'}", "seed=5"]
+    command = ["demo", f"output={tmp_path / 'a run'}", "seed=5"]
     assert main(command) == 0
     output = capsys.readouterr().out
-    knn = read_records(tmp_path / "run" / "metrics.jsonl", METRICS)[-1].knn
-    baseline = json.loads((tmp_path / "run" / "baseline.json").read_text())
+    knn = read_records(tmp_path / "a run" / "metrics.jsonl", METRICS)[-1].knn
+    baseline = json.loads((tmp_path / "a run" / "baseline.json").read_text())
     for network, percent in (
         ("untrained", baseline["knn"]),
         ("trained", knn),
         ("raw pixels", baseline["raw_pixels"]),
     ):
         assert f" {network} {percent:.1f} %" in output
-    assert str(tmp_path / "run" / "report.html") in output
-    assert len(list((tmp_path / "run" / "attention").glob("sheet-*.png"))) == 1
-    assert load_backbone(tmp_path / "run" / "scenes").mask_token is not None  # it has learned of patches
+    assert str(tmp_path / "a run" / "report.html") in output
+    assert len(list((tmp_path / "a run" / "attention").glob("sheet-*.png"))) == 1
+    assert load_backbone(tmp_path / "a run" / "scenes").mask_token is not None  # it has learned of patches
     assert main(command) == 0
     assert capsys.readouterr().out == output
+    linear, dense, pretrain = (shlex.split(line, comments=True) for line in output.splitlines()[-3:])
+    assert main([*linear[1:], "source=synthetic:240:32", "grid.steps=20"]) == 0
+    assert main([*dense[1:], "source=synthetic:scenes:8:64"]) == 0
+    args = parse_arguments(build_parser(pretrain[1:]), pretrain[1:])
+    assert config_from(args, PretrainConfig).budget.minutes == 10
 
 
 def test_the_recipes_come_with_the_package():
