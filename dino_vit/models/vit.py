@@ -304,9 +304,13 @@ def _validate(arguments: dict[str, Any]) -> None:
         raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {channels}")
 
 
-# Widths, depths and heads are in `VIT_SIZES`.
 vit_tiny = partial(VisionTransformer, **VIT_SIZES["vit_tiny"])
+"""ViT-Ti/16: width 192, 12 blocks, 3 heads. Keywords are those of VisionTransformer."""
 vit_small = partial(VisionTransformer, **VIT_SIZES["vit_small"])
+"""ViT-S/16: width 384, 12 blocks, 6 heads. Keywords are those of VisionTransformer."""
 vit_base = partial(VisionTransformer, **VIT_SIZES["vit_base"])
+"""ViT-B/16: width 768, 12 blocks, 12 heads. Keywords are those of VisionTransformer."""
 vit_large = partial(VisionTransformer, **VIT_SIZES["vit_large"])
+"""ViT-L/16: width 1024, 24 blocks, 16 heads. Keywords are those of VisionTransformer."""
 vit_huge = partial(VisionTransformer, **VIT_SIZES["vit_huge"])
+"""ViT-H/14: width 1280, 32 blocks, 16 heads. Keywords are those of VisionTransformer."""

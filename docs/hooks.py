@@ -1,0 +1,156 @@
+"""Pages that mkdocs builds beside those in docs/: every command, every function, and files of the repository."""
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import dino_vit
+from dino_vit.commands import COMMANDS, Command
+from dino_vit.config.loading import write_yaml
+from dino_vit.config.settings import Settings, section_of, settings_of
+
+ROOT = Path(__file__).parents[1]
+# Files of the repository, by their page.
+COPIED = {
+    "project/readme.md": "README.md",
+    "project/changelog.md": "CHANGELOG.md",
+    "project/contributing.md": "CONTRIBUTING.md",
+    "project/security.md": "SECURITY.md",
+    "background/measured.md": "benchmarks/RESULTS.md",
+}
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
+log = get_plugin_logger("dino_vit")  # a warning fails the build
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are made of code and of other files."""
+    pages = {page: (ROOT / path).read_text() for page, path in COPIED.items()}
+    pages |= {f"reference/commands/{name}.md": command_page(name, COMMANDS[name]) for name in COMMANDS}
+    pages["reference/commands/index.md"] = list_of_commands()
+    pages["reference/functions.md"] = functions_page()
+    for page, content in pages.items():
+        files.append(File.generated(config, page, content=content))
+    for name in undocumented():
+        log.warning("%s has no docstring", name)
+    named = set(re.findall(r"^::: dino_vit\.(?:\w+\.)*(\w+)$", all_markdown(pages), flags=re.MULTILINE))
+    for name in sorted(set(dino_vit.__all__) - named):
+        log.warning("dino_vit.%s is on no page of the reference", name)
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links between files of the repository to their pages."""
+    here = page.file.src_uri
+    pages = {path: copied for copied, path in COPIED.items()}
+    folder = posixpath.dirname(COPIED.get(here, f"docs/{here}"))
+
+    def lead(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[1]))
+        target = pages.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}"
+
+    return LINK.sub(lead, markdown)
+
+
+def all_markdown(generated: dict[str, str]) -> str:
+    """Return the text of all pages."""
+    written = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    return "\n".join([*written, *generated.values()])
+
+
+def undocumented() -> Iterator[str]:
+    """Yield what is public but has no docstring: names of the package, and methods of its classes."""
+    package = griffe.load("dino_vit", search_paths=[ROOT])
+    for name in dino_vit.__all__:
+        documented: Any = package[name]
+        members = documented.members if documented.is_class else {}
+        public = {f"{name}.{key}": member for key, member in members.items() if not key.startswith("_")}
+        methods = {key: member for key, member in public.items() if member.is_function}
+        yield from (key for key, value in {name: documented, **methods}.items() if not value.docstring)
+
+
+def list_of_commands() -> str:
+    """Return the page with a line for each command."""
+    rows = "\n".join(f"| [`{name}`]({name}.md) | {command.help} |" for name, command in COMMANDS.items())
+    return f"""# Commands
+
+Values come from the defaults, then from `--config FILE`, then from `key=value` (or `--key value`) on the command
+line. `dino-vit config COMMAND` prints all settings of a command as YAML, which `--config` reads.
+
+| `dino-vit ...` | |
+|---|---|
+{rows}
+"""
+
+
+def command_page(name: str, command: Command) -> str:
+    """Return the page of a command: what it does, examples and every setting."""
+    cls: type[Settings] = command.config_class
+    examples = [f"dino-vit {example}" for example in cls.examples or (name,)]
+    function = name.replace("-", "_")
+    parts = [f"# {name}", str(cls.__doc__), "```bash\n" + "\n".join(examples) + "\n```"]
+    if cls.positional:
+        names = " ".join(key.rpartition(".")[2].upper() for key in cls.positional)
+        parts.append(f"By position: `dino-vit {name} {names}`.")
+    if cls.resumes:
+        parts.append("The same command resumes what was interrupted; *resumable* settings may change then.")
+    parts += [f"In Python: [`dino_vit.{function}`](../functions.md#dino_vit.{function}).", "## Settings"]
+    parts += settings_list(cls, resumes=cls.resumes)
+    for key, field in cls.model_fields.items():
+        if section := section_of(field.annotation):
+            parts += [f"## {key}", str(section.__doc__), *settings_list(section, f"{key}.", cls.resumes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def settings_list(cls: type[Settings], prefix: str = "", resumes: bool = False) -> Iterator[str]:
+    """Yield each setting with its default, meaning and choices."""
+    for key, info in settings_of(cls, prefix).items():
+        if key.rpartition(".")[2] not in cls.model_fields or not key.startswith(prefix):
+            continue
+        choices = ", ".join(f"`{choice}`" for choice in info.choices)
+        meaning = info.meaning.removesuffix(f" [{'|'.join(info.choices)}]").replace("*", r"\*")
+        default = "required" if info.required else f"default `{write_yaml(info.default)}`"
+        texts = [meaning, f"one of {choices}" if choices else "", "*resumable*" * (resumes and info.resumable)]
+        yield f"`{key}`{{ #{key} }} — {default}\n:   " + "; ".join(filter(None, texts))
+
+
+def functions_page() -> str:
+    """Return the page of the functions, whose texts and signatures are in the stub."""
+    tree = ast.parse((ROOT / "dino_vit/__init__.pyi").read_text())
+    docs = {node.name: ast.get_docstring(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    parts = [FUNCTIONS]
+    for name in COMMANDS:
+        function = name.replace("-", "_")
+        text = str(docs[function]).partition("The settings and their defaults:")[0].strip()
+        text = re.sub(r"(?m)^    (dino_vit\..*)$", r"```python\n\1\n```", text)
+        parts.append(f"## {function} {{ #dino_vit.{function} }}\n\n{text}\n")
+        parts.append(f"Its settings are those of [`dino-vit {name}`](commands/{name}.md).\n")
+        parts.append(f"::: dino_vit.{function}\n{OPTIONS}")
+    return "\n".join(parts)
+
+
+OPTIONS = """    options:
+      show_root_heading: false
+      show_root_toc_entry: false
+      show_docstring_description: false
+"""
+FUNCTIONS = """# Functions
+
+Every command is a function of `dino_vit` with the same settings. A section is a dictionary: `optim={"lr": 1e-3}`.
+
+- `config` is a YAML file or an object of settings, which the others change.
+- Files are written only where `output` is given. `verbose=False` prints nothing but warnings.
+- A mistake raises a `ValueError` with the sentence that the command would print.
+- A source may be an object of your own, a `torch.utils.data.Dataset` for example ([sources](../data.md#sources)).
+- What one function returns another takes: a run for `weights`, embeddings for `search`.
+
+"""
