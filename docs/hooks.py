@@ -1,4 +1,4 @@
-"""Pages that mkdocs builds beside those in docs/: every command, every function, and files of the repository."""
+"""Pages that the site has beside those in docs/: commands, functions, and other files of the repository."""
 
 import ast
 import posixpath
@@ -83,8 +83,8 @@ def list_of_commands() -> str:
     rows = "\n".join(f"| [`{name}`]({name}.md) | {command.help} |" for name, command in COMMANDS.items())
     return f"""# Commands
 
-Values come from the defaults, then from `--config FILE`, then from `key=value` (or `--key value`) on the command
-line. `dino-vit config COMMAND` prints all settings of a command as YAML, which `--config` reads.
+Values come from the defaults, then from `--config FILE`, then from `key=value` (or `--key value`) on the
+command line. `dino-vit config COMMAND` prints all settings of a command as YAML, which `--config` reads.
 
 | `dino-vit ...` | |
 |---|---|
@@ -119,7 +119,11 @@ def settings_list(cls: type[Settings], prefix: str = "", resumes: bool = False) 
         choices = ", ".join(f"`{choice}`" for choice in info.choices)
         meaning = info.meaning.removesuffix(f" [{'|'.join(info.choices)}]").replace("*", r"\*")
         default = "required" if info.required else f"default `{write_yaml(info.default)}`"
-        texts = [meaning, f"one of {choices}" if choices else "", "*resumable*" * (resumes and info.resumable)]
+        texts = [
+            meaning,
+            f"one of {choices}" if choices else "",
+            "*resumable*" * (resumes and info.resumable),
+        ]
         yield f"`{key}`{{ #{key} }} — {default}\n:   " + "; ".join(filter(None, texts))
 
 
@@ -132,25 +136,22 @@ def functions_page() -> str:
         function = name.replace("-", "_")
         text = str(docs[function]).partition("The settings and their defaults:")[0].strip()
         text = re.sub(r"(?m)^    (dino_vit\..*)$", r"```python\n\1\n```", text)
-        parts.append(f"## {function} {{ #dino_vit.{function} }}\n\n{text}\n")
-        parts.append(f"Its settings are those of [`dino-vit {name}`](commands/{name}.md).\n")
-        parts.append(f"::: dino_vit.{function}\n{OPTIONS}")
+        options = "heading_level: 2\n      show_docstring_description: false"
+        parts.append(f"::: dino_vit.{function}\n    options:\n      {options}\n\n{text}\n")
+        parts.append(f"Settings: [`dino-vit {name}`](commands/{name}.md#settings).\n")
     return "\n".join(parts)
 
 
-OPTIONS = """    options:
-      show_root_heading: false
-      show_root_toc_entry: false
-      show_docstring_description: false
-"""
 FUNCTIONS = """# Functions
 
-Every command is a function of `dino_vit` with the same settings. A section is a dictionary: `optim={"lr": 1e-3}`.
+Every command is a function of `dino_vit` with the same settings; a section is a dictionary, as
+`optim={"lr": 1e-3}`.
 
 - `config` is a YAML file or an object of settings, which the others change.
 - Files are written only where `output` is given. `verbose=False` prints nothing but warnings.
 - A mistake raises a `ValueError` with the sentence that the command would print.
-- A source may be an object of your own, a `torch.utils.data.Dataset` for example ([sources](../data.md#sources)).
+- A source may be an object of your own, such as a `torch.utils.data.Dataset`
+  ([sources](../data.md#sources)).
 - What one function returns another takes: a run for `weights`, embeddings for `search`.
 
 """
