@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
+DOCS := .venv/.docs
 
-.PHONY: demo test test-slow test-gpu fuzz lint bench
+.PHONY: demo test test-slow test-gpu fuzz lint bench docs
 
 demo: $(RUNTIME)
 	$(BIN)/dino-vit demo
@@ -29,6 +30,10 @@ lint: $(DEV)
 bench: $(DEV)
 	$(BIN)/python -m benchmarks
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "The site is in site/. To look at it: $(BIN)/mkdocs serve"
+
 $(RUNTIME): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "dino-vit needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
@@ -41,4 +46,9 @@ $(RUNTIME): pyproject.toml
 $(DEV): $(RUNTIME)
 	@echo "Installing the test tools and the peers that the tests compare with ..."
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(RUNTIME)
+	@echo "Installing what makes the site ..."
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@

@@ -1,0 +1,58 @@
+"""Files of a release agree with the project: metadata, changelog, citation and the workflow."""
+
+import re
+import tomllib
+
+import yaml
+from packaging.specifiers import SpecifierSet
+
+import dino_vit
+from dino_vit.config.commands import KnnConfig
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import sections, settings_of
+from tests.support.documents import ROOT, quoted, rows
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
+
+
+def test_the_version_is_the_same_everywhere():
+    assert PROJECT["version"] == dino_vit.__version__
+
+
+def test_the_workflow_tests_every_python_that_is_supported():
+    supported = SpecifierSet(PROJECT["requires-python"])
+    versions = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in supported]
+    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"] == versions
+    stated = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.MULTILINE)
+    assert stated == versions
+
+
+def test_the_workflow_runs_targets_that_exist_and_pins_actions():
+    targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    run = [step["run"].split() for step in STEPS if "run" in step]
+    assert {words[1] for words in run if words[0] == "make"} == {"lint", "test", "docs"} <= {*targets}
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in STEPS if "uses" in step)
+
+
+def test_the_changelog_says_what_settings_are_called_now():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    renamed = rows(changelog.split("### Renamed")[1].split("### ")[0])
+    names = {*settings_of(PretrainConfig), *settings_of(KnnConfig)}
+    names |= {f"{section}.*" for section in sections(PretrainConfig)}
+    for before, now in ((quoted(old)[0], quoted(new)[0]) for old, new in renamed):
+        assert before not in names
+        assert now in names
+    left = changelog.split("### What left")[1].split("### ")[0]
+    assert [name for name in re.findall(r"`(\w+\.\w+)`", left) if name in names] == ["augment.module"]
+    programs = re.findall(r"`(eval/\w+\.py)`", left)
+    assert len(programs) == 4
+    assert all((ROOT / program).is_file() for program in programs)
+
+
+def test_the_citation_is_of_this_project():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["title"].startswith(f"{PROJECT['name']}: ")
+    assert citation["license"] == PROJECT["license"]
+    assert citation.keys() >= {"cff-version", "message", "title", "authors"}
