@@ -31,7 +31,7 @@ bench: $(DEV)
 	$(BIN)/python -m benchmarks
 
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "The site is in site/. To look at it: $(BIN)/mkdocs serve"
 
 $(RUNTIME): pyproject.toml
