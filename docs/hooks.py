@@ -42,7 +42,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for name in undocumented():
         log.warning("%s has no docstring", name)
     named = set(re.findall(r"^::: dino_vit\.(?:\w+\.)*(\w+)$", all_markdown(pages), flags=re.MULTILINE))
-    for name in sorted(set(dino_vit.__all__) - named):
+    for name in sorted(set(dir(dino_vit)) - named):
         log.warning("dino_vit.%s is on no page of the reference", name)
     return files
 
@@ -70,7 +70,7 @@ def all_markdown(generated: dict[str, str]) -> str:
 def undocumented() -> Iterator[str]:
     """Yield what is public but has no docstring: names of the package, and methods of its classes."""
     package = griffe.load("dino_vit", search_paths=[ROOT])
-    for name in dino_vit.__all__:
+    for name in dir(dino_vit):
         documented: Any = package[name]
         members = documented.members if documented.is_class else {}
         public = {f"{name}.{key}": member for key, member in members.items() if not key.startswith("_")}
