@@ -61,6 +61,7 @@ class _Data(TypedDict, total=False):
     window: int
     cache: str | os.PathLike[str] | None
     cache_gb: float
+    timeout: float
     channels: int
     bits: Literal[8, 16] | None
     range: collections.abc.Sequence[float] | None
@@ -342,6 +343,7 @@ def pretrain(
       data.window=16                      shards that data.order=window mixes at a time
       data.cache=null                     copies of remote shards; null: ~/.cache/dino-vit
       data.cache_gb=50                    size of data.cache; 0: a request for each image
+      data.timeout=180                    seconds until a remote file that fails ends a run
       data.channels=3                     of an image; grey is repeated to make 3, alpha counts in 2 and 4
       data.bits=null                      8: bytes; 16: anything deeper; null: as the images have [8|16]
       data.range=null                     values of black and white; null: of the type

@@ -2,17 +2,21 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 Items = TypeVar("Items", bound=Sequence[Any])
+T = TypeVar("T")
+_shares_work = ContextVar("_shares_work", default=False)
 START = timedelta(minutes=30)  # for collectives until `limit_waits`: each host sets up at its own pace
 
 
@@ -49,6 +53,32 @@ def limit_waits(minutes: float) -> None:
 def is_main_process() -> bool:
     """Return whether this is rank 0, the process that prints and writes."""
     return rank() == 0
+
+
+@contextmanager
+def in_all_processes() -> Iterator[None]:
+    """Let `from_rank_0` and `gather_objects` share work in this block, which all processes must enter."""
+    token = _shares_work.set(world_size() > 1)
+    try:
+        yield
+    finally:
+        _shares_work.reset(token)
+
+
+def from_rank_0(work: Callable[[], T]) -> T:
+    """Return what `work` returns on rank 0, or raise its error, in all processes of `in_all_processes`."""
+    if not _shares_work.get():
+        return work()
+    outcome: list[Any] = [None, None]
+    if is_main_process():
+        try:
+            outcome[0] = work()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, group=_host_group())
+    if outcome[1] is not None:
+        raise outcome[1]
+    return cast("T", outcome[0])
 
 
 def rank_slice(items: Items) -> Items:

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
-from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, SourceLost, read_file, retry
+from dino_vit.data.sources.files import ByteRangeReader, read_file
 from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
+from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost, retry
 from dino_vit.data.sources.source import Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
@@ -53,9 +54,13 @@ class ShardedSource(IndexedSource):
         sizes: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(index)
-        self.ranges = ByteRangeReader(files, index.file_signatures)
+        self.ranges = ByteRangeReader(files, index.file_signatures, self._is_same)
         sizes = index.file_signatures[:, 0] if sizes is None else sizes
         self.local_copies = LocalCopies(self.ranges, sizes, unpack)
+
+    def _is_same(self, file: int) -> bool:
+        """Tell whether a local shard whose time has changed still has the items of the index."""
+        return False
 
     @property
     def shards(self) -> NDArray[np.int32]:
@@ -222,7 +227,7 @@ class Prefetch:
     ) -> None:
         self.copies, self.next_uses, self.ahead = copies, next_uses, ahead
         self.position = 0
-        self.failure: ValueError | ChangedFile | None = None  # why a run must end
+        self.failure: ValueError | ChangedFile | Refused | None = None  # why a run must end
 
     @contextmanager
     def running(self, position: int) -> Iterator[None]:
@@ -241,7 +246,7 @@ class Prefetch:
         while not stop.is_set():
             try:
                 pause = 0.0 if self.copy_next(stop) else POLL_S
-            except (ValueError, ChangedFile) as error:
+            except (ValueError, ChangedFile, Refused) as error:
                 self.failure = error
                 return
             except SourceLost:  # logged already; a run may do without as long as there are other copies
@@ -291,7 +296,7 @@ def _read_sums(folder: str) -> dict[str, str]:
         return b""
 
     try:
-        text = retry(read, url, timeout_s=SUMS_TIMEOUT_S).decode(errors="replace")
+        text = retry(read, url, within_s=SUMS_TIMEOUT_S).decode(errors="replace")
     except SourceLost as error:
         reason = brief(error.__cause__, 200)
         log.warning("copies of shards are not verified by %s, which cannot be read (%s)", url, reason)

@@ -16,11 +16,12 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.distributed import all_equal, apply_fsdp
+from dino_vit.core.distributed import all_equal, apply_fsdp, in_all_processes
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
+from dino_vit.data.sources import remote
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
@@ -88,7 +89,9 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     if Path(config.output).resolve() == Path(config.data.images).resolve():
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    source = open_source(config.data.images, config.data.labels)
+    remote.timeout_s = config.data.timeout
+    with in_all_processes():
+        source = open_source(config.data.images, config.data.labels)
     sampling = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:

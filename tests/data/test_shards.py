@@ -14,9 +14,9 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data import shards as module
 from dino_vit.data.shards import Prefetch, shards_of
-from dino_vit.data.sources import files
-from dino_vit.data.sources.files import ChangedFile, SourceLost
+from dino_vit.data.sources import remote
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost
 from dino_vit.views import build
 from dino_vit.views.sampler import Sampler
 from tests.support import runs
@@ -31,7 +31,7 @@ COUNT, IMAGES = 8, 16
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART", 4096)  # so that a shard takes several requests
-    monkeypatch.setattr(files, "RETRY_TIMEOUT_S", 1)
+    monkeypatch.setattr(remote, "timeout_s", 4)
     write_shards(tmp_path / "shards", COUNT, IMAGES)
     return tmp_path / "shards"
 
@@ -78,12 +78,43 @@ def test_a_copy_is_read_as_the_shard_would_be(server, folder, tmp_path):
 def test_a_server_that_is_gone_is_a_sentence_and_asks_for_a_restart(server, tmp_path):
     source, copies = opened(server.url, tmp_path / "copies")
     server.down = True
-    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 1 seconds.*run the same command"):
+    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 4 seconds.*run the same command"):
         source.read(0)
     assert SourceLost.exit_code == 75
     with pytest.raises(SourceLost):
         copies.copy(0)
     assert list((tmp_path / "copies").iterdir()) == []
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_shard_that_the_server_refuses_ends_a_run_at_once(server, tmp_path, monkeypatch, status):
+    monkeypatch.setattr(remote, "timeout_s", 600)
+    source, copies = opened(server.url, tmp_path / "copies")
+    server.statuses["000.tar"] = [status] * 9
+    with pytest.raises(Refused, match=rf"000\.tar is not there or may not be read \(.*{status}") as refused:
+        source.read(0)
+    assert refused.value.exit_code == 2
+    prefetch = Prefetch(copies, lambda _: np.arange(COUNT), ahead=1)
+    with prefetch.running(0):
+        while prefetch.failure is None:
+            time.sleep(0.01)
+    assert isinstance(prefetch.failure, Refused)
+    assert len(server.statuses["000.tar"]) >= 5  # a HEAD and a GET for each of the two
+
+
+@pytest.mark.parametrize("fault", ["redirect", "drip", "short"])
+def test_redirects_in_a_circle_drops_and_false_lengths_end_in_a_sentence(server, tmp_path, fault):
+    source, _ = opened(server.url, tmp_path / "copies")
+    server.faults = [fault] * 100
+    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 4 seconds \(.+\)"):
+        source.read(0)
+
+
+def test_a_server_that_states_a_false_length_ends_in_a_sentence(server, folder):
+    (folder / "false.tar").write_bytes((folder / "000.tar").read_bytes())
+    server.longer["false.tar"] = 10**6
+    with pytest.raises((ValueError, SourceLost), match=r"false\.tar (could not be read|is truncated)"):
+        open_source(f"{server.url}/false.tar")
 
 
 def test_a_shard_that_was_changed_is_refused(server, folder, tmp_path):

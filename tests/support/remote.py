@@ -5,7 +5,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,8 +41,10 @@ class Server(ThreadingHTTPServer):
         self.folder, self.latency = folder, latency
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[Request] = []
-        self.faults: list[str] = []  # of the next requests for ranges: 500, cut, short, long or late
+        # Of the next requests for ranges: 500, cut, short, long, late, redirect or drip.
+        self.faults: list[str] = []
         self.statuses: dict[str, list[int]] = {}  # of the next answers, by name
+        self.longer: dict[str, int] = {}  # bytes that are stated and not there, by name
         self.down = False
         self.lock = threading.Lock()
 
@@ -95,6 +97,16 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(Request(self.command, name, start, end - start, ranged))
         fault = self.server.next_fault() if ranged and content else ""
         time.sleep(2 * (fault == "late"))
+        if path.is_dir():
+            self.send_page(path, content)
+            return
+        if fault == "redirect":
+            self.send_response(302)
+            self.send_header("Location", self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            self.server.faults.append("redirect")
+            return
         status = self.server.statuses[name].pop() if self.server.statuses.get(name) else 0
         if fault == "500" or self.server.down or status or not path.is_file():
             self.send_response(status or (404 if not path.is_file() else 500))
@@ -104,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         with path.open("rb") as file:
             file.seek(start)
             data = file.read(end - start) if content else b""
-        length = end - start
+        length = end - start + (0 if content else self.server.longer.get(name, 0))
         if fault in ("short", "long"):
             data = data[:-1] if fault == "short" else data + b"x"
             length = len(data)
@@ -115,11 +127,27 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
         self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
         self.end_headers()
-        if fault == "cut":
+        if fault == "drip":
+            with suppress(OSError):  # until the client hangs up
+                for byte in data:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.2)
+            self.close_connection = True
+        elif fault == "cut":
             self.wfile.write(data[: len(data) // 2])
             self.close_connection = True
         else:
             self.wfile.write(data)
+
+    def send_page(self, folder: Path, content: bool) -> None:
+        """Answer with links to the files and folders in one."""
+        names = (f"{path.name}/" if path.is_dir() else path.name for path in sorted(folder.iterdir()))
+        page = "".join(f'<a href="{name}">{name}</a>' for name in names).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page * content)
 
     def log_message(self, format: str, *values: object) -> None:
         """Print nothing."""
@@ -184,14 +212,25 @@ def write_shards(folder: Path, shards: int = 8, images: int = 16, suffix: str = 
     folder.mkdir(parents=True, exist_ok=True)
     source, sums = SyntheticSource(length=shards * images), ""
     for shard in range(shards):
-        path, pictures = folder / f"{shard:03d}{suffix}", {}
-        for index in range(shard * images, (shard + 1) * images):
-            file = io.BytesIO()
-            Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
-            pictures[f"{index:06d}.png"] = file.getvalue()
+        path, indices = folder / f"{shard:03d}{suffix}", range(shard * images, (shard + 1) * images)
+        pictures = {f"{index:06d}.png": as_png(source, index) for index in indices}
         (write_tar if suffix == ".tar" else write_parquet)(path, pictures)
         sums += f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
     (folder / "SHA256SUMS").write_text(sums)
+
+
+def write_pngs(folder: Path, images: int) -> None:
+    """Write generated textures as files."""
+    folder.mkdir(parents=True)
+    source = SyntheticSource(length=images)
+    for index in range(images):
+        (folder / f"{index:06d}.png").write_bytes(as_png(source, index))
+
+
+def as_png(source: SyntheticSource, index: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
+    return file.getvalue()
 
 
 def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.data.sources import files
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
-from tests.support.remote import s3_bucket, s3_environ, serving, write_shards
+from tests.support.remote import s3_bucket, s3_environ, serving, write_pngs, write_shards
 from tests.support.runs import Run
 
 pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
@@ -51,10 +50,6 @@ def settings_of(url, tmp_path, suffix=".tar", **settings):
     return {**SETTINGS, "data.source": source, "data.cache": tmp_path / "copies", **settings}
 
 
-def impatient():
-    files.RETRY_TIMEOUT_S = 2
-
-
 def test_a_run_survives_faults_of_the_server_and_learns_the_same(folder, expected, tmp_path):
     with serving(folder, latency=0.01) as server:
         server.faults = ["500", "cut", "short", "long"] * 10
@@ -68,11 +63,11 @@ def test_a_run_survives_faults_of_the_server_and_learns_the_same(folder, expecte
 def test_a_server_that_stays_away_ends_a_run_that_goes_on_when_it_is_back(folder, expected, tmp_path):
     with serving(folder) as server:
         settings = settings_of(server.url, tmp_path)
-        run = Run(tmp_path / "run", settings, before=impatient)
+        run = Run(tmp_path / "run", {**settings, "data.timeout": 4})
         run.wait_until(lambda: "step 12/50" in run.said)
         server.down = True
         assert run.wait() == 75, run.said
-        assert "could not be read for 2 seconds (" in run.said
+        assert "could not be read for 4 seconds (" in run.said
         assert "run the same command again" in run.said
         assert "Traceback" not in run.said
         server.down = False
@@ -106,16 +101,26 @@ def test_two_processes_share_the_copies_and_end_together(folder, tmp_path, suffi
     run_in_two(tmp_path / "local", {**local, "data.batch_size": BATCH // 2})
     with serving(tmp_path / "served") as server:
         settings = settings_of(server.url, tmp_path, suffix, **{"data.batch_size": BATCH // 2})
-        started = pair(tmp_path / "run", settings, torchrun_environs(), before=impatient)
+        started = pair(tmp_path / "run", {**settings, "data.timeout": 4}, torchrun_environs())
         started[0].wait_until(lambda: "step 12/50" in started[0].said)
         server.down = True
         codes = [process.wait() for process in started]
         assert 75 in codes
-        assert "could not be read for 2 seconds (" in "".join(process.said for process in started)
+        assert "could not be read for 4 seconds (" in "".join(process.said for process in started)
         server.down = False
         finish(pair(tmp_path / "run", settings, torchrun_environs()))
     assert len(list((tmp_path / "copies").glob("*.shard"))) > COUNT / 2
     assert_equal(tmp_path / "run", tensors_of(tmp_path / "local"))
+
+
+def test_a_remote_folder_is_listed_by_one_of_two_processes(tmp_path):
+    for label in ("cat", "dog"):
+        write_pngs(tmp_path / "served" / "photos" / label, 8)
+    with serving(tmp_path / "served") as server:
+        settings = {"data.source": f"{server.url}/photos/", "data.batch_size": 4, "budget.steps": 4}
+        run_in_two(tmp_path / "run", settings)
+        pages = [one.name for one in server.requests if one.name.rstrip("/") == "photos/cat"]
+    assert len(pages) == 1
 
 
 @pytest.mark.slow

@@ -15,11 +15,13 @@ import numpy as np
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
 from dino_vit.data.shards import ShardedSource
-from dino_vit.data.sources.files import exists, in_threads, open_file, read_file
+from dino_vit.data.sources.files import exists, open_file, read_file
 from dino_vit.data.sources.index import IndexContents, WriteImages, open_index
+from dino_vit.data.sources.remote import in_threads
 from dino_vit.data.sources.source import is_image
 
 CLASS_NAMES = "classes.txt"  # beside shards whose labels are its lines, counted from 0
+FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 DECOMPRESS: dict[int, Callable[[bytes], bytes]] = {
     zipfile.ZIP_STORED: bytes,
@@ -60,6 +62,20 @@ class ArchiveSource(ShardedSource):
             data = self.ranges.read(*stored)
         return data if self._suffix == ".tar" else _unzip(data, item["method"], item["crc"])
 
+    def _is_same(self, file: int) -> bool:
+        columns = self.index.columns
+        rows = np.flatnonzero(columns["file"] == file)
+        try:
+            members = sorted(ARCHIVES[self._suffix](self._files[file]), key=lambda member: member.start)
+        except (OSError, ValueError):
+            return False
+        rows = rows[np.argsort(columns["start"][rows], kind="stable")]
+        return len(rows) == len(members) and all(
+            self.raw_name(row).endswith(member.name)
+            and all(columns[field][row] == getattr(member, field) for field in FIELDS)
+            for row, member in zip(rows.tolist(), members, strict=True)
+        )
+
     def _build(self, _: WriteImages) -> IndexContents:
         list_images = ARCHIVES[self._suffix]
         with progress(f"Indexing {self._spec}") as advance:
@@ -76,8 +92,7 @@ class ArchiveSource(ShardedSource):
             prefixes = [os.fsencode(os.path.basename(archive)) for archive in self._files]
             names = [prefixes[number] + b"/" + name for number, name in zip(file, names, strict=True)]
         labels = [image.label for image in images]
-        fields = ("start", "stored", "size", "method", "crc")
-        columns = {field: np.array([getattr(image, field) for image in images]) for field in fields}
+        columns = {field: np.array([getattr(image, field) for image in images]) for field in FIELDS}
         return IndexContents(
             names=names,
             sizes=columns["size"],

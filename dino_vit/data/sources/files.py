@@ -1,66 +1,34 @@
-"""Read files: local ones by the system's own calls, URLs through fsspec."""
+"""Read files: local ones by the system's own calls, URLs by `remote.py`."""
 
-import math
 import os
-import threading
-import time
-import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from io import BufferedReader, RawIOBase
-from itertools import count
-from multiprocessing.synchronize import Event
-from typing import Any, BinaryIO, TypeVar
+from io import BufferedReader
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core import log
-from dino_vit.core.process import REQUEUE
-from dino_vit.core.text import brief, progress
-
-T = TypeVar("T")
-R = TypeVar("R")
-FileSignature = tuple[int, int, int]  # size, version and time of change
+from dino_vit.core.text import progress
+from dino_vit.data.sources.remote import (
+    MOST_REQUESTED,
+    ChangedFile,
+    FileSignature,
+    RemoteFile,
+    check_length,
+    in_threads,
+    is_http,
+    is_url,
+    remote_info,
+    remote_signature,
+    remotely,
+    request,
+    retry,
+    time_limit,
+)
 
 FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no folder
-DECODED = ("gzip", "deflate", "br", "zstd")  # by aiohttp, to any length
-PAGES = 10_000  # of a website: more are links that lead to each other
 OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
-THREADS = 16  # they mostly wait for disks and networks
-RETRY_TIMEOUT_S = 180  # for which a remote range is requested again before the run ends
-REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
-MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
-# What file systems call the version of a file. Not fsspec's `ukey`, which over HTTP is the same whatever the
-# file holds.
-VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModified", "Last-Modified")
-
-
-Stop = threading.Event | Event
-process_stops: Stop = threading.Event()  # another one in a DataLoader worker
-_last_warning = [-math.inf]
-
-
-class SourceLost(Exception):
-    """A remote file could not be read for minutes; the run may be started again."""
-
-    exit_code = REQUEUE
-
-
-class ChangedFile(OSError):
-    """A file is not the one that was indexed."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path} was changed after it was indexed; start again to rebuild its index")
-
-
-def is_url(path: str) -> bool:
-    return "://" in path
-
-
-def is_http(path: str) -> bool:
-    return path.startswith(("http://", "https://"))
 
 
 def plain(path: str) -> str:
@@ -70,21 +38,10 @@ def plain(path: str) -> str:
     return path if is_url(path) else os.path.expanduser(path)
 
 
-def filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's filesystem and the path in it; each process has filesystems of its own."""
-    import fsspec
-
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{brief(url, 200)} cannot be reached: {error}") from error
-
-
 def exists(path: str) -> bool:
     if not is_url(path):
         return os.path.exists(path)
-    system, inner = filesystem(path)
-    return bool(system.exists(inner))
+    return bool(remotely(path, lambda system, inner: system.exists(inner, **time_limit(system))))
 
 
 def is_folder(path: str) -> bool:
@@ -92,15 +49,14 @@ def is_folder(path: str) -> bool:
         return os.path.isdir(path)
     if is_http(path) and path.lower().endswith(FILE_SUFFIXES):  # else it may be read whole, for links
         return False
-    system, inner = filesystem(path)
-    return bool(system.isdir(inner))
+    return bool(remotely(path, lambda system, inner: system.isdir(inner, **time_limit(system))))
 
 
 def read_file(path: str) -> bytes:
     if not is_url(path):
         with open(path, "rb", buffering=0) as file:
             return file.readall()
-    return remotely(path, lambda system, inner: system.cat_file(inner))
+    return remotely(path, lambda system, inner: system.cat_file(inner, **time_limit(system)))
 
 
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
@@ -111,86 +67,6 @@ def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
     if size is None:
         raise OSError(f"{path} has no known size, so it cannot be read at random")
     return BufferedReader(RemoteFile(path, int(size)), buffer)
-
-
-class RemoteFile(RawIOBase):
-    """A remote file for random access, read by requests that are made again if they fail."""
-
-    def __init__(self, url: str, length: int) -> None:
-        self.url, self.length, self.position = url, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = offset + (0, self.position, self.length)[whence]
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self.length - self.position))
-        end = self.position + size
-
-        def part(start: int) -> bytes:
-            return retry(lambda: request(self.url, start, min(MOST_REQUESTED, end - start)), self.url)
-
-        buffer[:size] = b"".join(in_threads(part, range(self.position, end, MOST_REQUESTED)))
-        self.position = end
-        return size
-
-
-def remotely(url: str, work: Callable[[Any, str], R]) -> R:
-    """Call `work` with a URL's file system and its path there; whatever fails is an OSError."""
-    system, inner = filesystem(url)
-    try:
-        return work(system, inner)
-    except OSError:
-        raise
-    except Exception as error:  # each file system has errors of its own
-        raise OSError(f"{url}: {error}") from error
-
-
-def retry(work: Callable[[], R], path: str, stop: Stop | None = None, timeout_s: float | None = None) -> R:
-    """Read from a remote file, again and again if it fails, until the time is over or `stop` is set."""
-    timeout_s = RETRY_TIMEOUT_S if timeout_s is None else timeout_s
-    end = time.monotonic() + timeout_s
-    for attempt in count():
-        try:
-            return work()
-        except ChangedFile:
-            raise
-        except OSError as error:
-            not_found = isinstance(error, FileNotFoundError)
-            reason = "it is not found" if not_found else brief(str(error).removeprefix(f"{path}: "), 300)
-            left = end - time.monotonic()
-            if left <= 0:
-                raise SourceLost(
-                    f"{path} could not be read for {timeout_s:g} seconds ({reason}). "
-                    "When it can be reached again, run the same command again"
-                ) from error
-            if attempt == 5 and _last_warning[0] < end - 2 * timeout_s:  # not from each thread
-                _last_warning[0] = end - timeout_s
-                log.warning("%s cannot be read (%s); retrying for %.0f more seconds", path, reason, left)
-            if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
-                raise SourceLost(f"{path} is no longer needed") from error
-    raise AssertionError
-
-
-def in_threads(
-    work: Callable[[T], R],
-    items: Sequence[T],
-    done: Callable[[R], object] = lambda _: None,
-    threads: int = THREADS,
-) -> list[R]:
-    """Map items in threads, in order, and call `done` with each result; the first error cancels the rest."""
-    results = []
-    with ThreadPoolExecutor(threads) as pool:
-        for result in pool.map(work, items):
-            results.append(result)
-            done(result)
-    return results
 
 
 def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
@@ -216,54 +92,20 @@ def file_signature(path: str) -> FileSignature:
         return -1, -1, 0
 
 
-def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
-    """Return what the file system knows of a file; `fresh`: not as it was when a folder was listed."""
-
-    def ask(system: Any, inner: str) -> dict[str, Any]:
-        if fresh:
-            system.invalidate_cache()
-        info = dict(system.info(inner))
-        return {**info, "version": _version(info) or system.ukey(inner)}
-
-    return remotely(url, ask)
-
-
-def remote_signature(info: dict[str, Any]) -> FileSignature:
-    version = info.get("version") or _version(info)  # in a listing as far as it has one
-    return info.get("size") or 0, zlib.crc32(str(version).encode()), 0
-
-
-def _version(info: dict[str, Any]) -> object:
-    return next((info[key] for key in VERSIONS if info.get(key)), None)
-
-
-def list_remote(root: str) -> dict[str, FileSignature]:
-    """Return the files below a folder, and their signatures as far as the listing has them."""
-    system, inner = filesystem(root)
-    system.invalidate_cache()
-    with progress(f"Listing {root}") as advance:
-        infos = _linked(system, inner) if is_http(root) else system.find(inner, detail=True)
-        advance(len(infos))
-    return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
-
-
-def _linked(system: Any, root: str) -> dict[str, Any]:
-    """Return the files that the pages of a website link to."""
-    infos: dict[str, Any] = {}
-    for number, (_, _, files) in enumerate(system.walk(root, detail=True)):
-        if number == PAGES:
-            raise ValueError(f"{root} links to more than {PAGES:,} pages; give a list of the images (.txt)")
-        infos |= {info["name"]: info for info in files.values()}
-    return infos
-
-
 class ByteRangeReader:
     """Read ranges of bytes of files, from several threads and processes at once."""
 
-    def __init__(self, paths: Sequence[str], file_signatures: NDArray[np.int64]) -> None:
-        self.paths, self.file_signatures = paths, file_signatures
+    def __init__(
+        self,
+        paths: Sequence[str],
+        file_signatures: NDArray[np.int64],
+        is_same: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        """`is_same` tells of a local file whose time alone has changed whether its contents are the same."""
+        self.paths, self.file_signatures, self.is_same = paths, file_signatures, is_same
         self.is_remote = any(map(is_url, paths))
         self._unchanged: set[int] = set()  # remote files that were checked
+        self._times: dict[int, int] = {}  # of local files that were looked at again
 
     def read(self, file: int, start: int, size: int) -> bytes:
         path = self.paths[file]
@@ -271,11 +113,20 @@ class ByteRangeReader:
             return retry(lambda: self.request(file, start, size), path)
         opened = _opened(self, file)  # kept until the read is done: another thread may push it out
         status = os.fstat(opened.number)
-        if [status.st_size, status.st_mtime_ns] != self.file_signatures[file, :2].tolist():
+        if not self._is_unchanged(file, status):
             raise ChangedFile(path)
         # Without moving a position, so that processes can share the open file.
         within = min(size, max(0, status.st_size - start))  # a damaged archive may state any size
         return check_length(os.pread(opened.number, within, start), size, path)
+
+    def _is_unchanged(self, file: int, status: os.stat_result) -> bool:
+        """Tell whether a local file is the one in the index; programs that purge disks change its times."""
+        size, changed = self.file_signatures[file, :2].tolist()
+        if status.st_size != size or status.st_mtime_ns in (changed, self._times.get(file)):
+            return bool(status.st_size == size)
+        if same := self.is_same(file):
+            self._times[file] = status.st_mtime_ns
+        return same
 
     def request(self, file: int, start: int, size: int) -> bytes:
         """Read a range of a remote file by one request, after a look whether it is still the same."""
@@ -289,34 +140,6 @@ class ByteRangeReader:
         if remote_signature(info) != tuple(self.file_signatures[file].tolist()):
             raise ChangedFile(self.paths[file])
         self._unchanged.add(file)
-
-
-def request(url: str, start: int, size: int) -> bytes:
-    """Return a range of a remote file; what fails is an OSError."""
-
-    async def check(answer: Any) -> None:
-        """Refuse what is more than was asked for, before it is read into memory."""
-        packed, length = answer.headers.get("Content-Encoding"), answer.content_length
-        if answer.ok and (packed in DECODED or length is None or length > size):
-            answered = "any length" if length is None else f"{length:,} bytes"
-            answered = f"{packed} of {answered}" if packed in DECODED else answered
-            raise OSError(f"{url}: the server answers with {answered}, where {size:,} bytes were asked for")
-
-    def ask(system: Any, inner: str) -> Any:
-        limits: dict[str, Any] = {"timeout": REQUEST_TIMEOUT_S} if system.async_impl else {}
-        if is_http(url):
-            headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-            limits |= {"headers": headers, "raise_for_status": check}
-        # By name: another argument comes first on S3.
-        return system.cat_file(inner, start=start, end=start + size, **limits)
-
-    return check_length(remotely(url, ask), size, url)
-
-
-def check_length(data: bytes, size: int, path: str) -> bytes:
-    if len(data) != size:
-        raise OSError(f"{path} is truncated: {len(data):,} bytes instead of {size:,}")
-    return data
 
 
 @lru_cache(OPEN_FILES)

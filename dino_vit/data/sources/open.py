@@ -28,19 +28,12 @@ from numpy.typing import NDArray
 
 from dino_vit.config.objects import is_object
 from dino_vit.core import log
+from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries
-from dino_vit.data.sources.files import (
-    exists,
-    file_signatures,
-    is_folder,
-    is_url,
-    list_remote,
-    plain,
-    read_file,
-    remotely,
-)
+from dino_vit.data.sources.files import exists, file_signatures, is_folder, plain, read_file
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
+from dino_vit.data.sources.remote import is_url, list_remote, remotely
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, is_image, suffix_of
 
 __all__ = ["FolderSource", "Source", "open_source"]
@@ -231,7 +224,7 @@ class FolderSource(PathSource):
         if not is_folder(root):
             raise ValueError(f"{root} is not a folder. Give a folder with images in it, at any depth.")
         with indexing(root):
-            remote = list_remote(root) if is_url(root) else {}
+            remote = from_rank_0(lambda: list_remote(root)) if is_url(root) else {}
             names = _images_among(root, list(remote) if is_url(root) else _list_local(root))
         signatures = np.array([remote[name] for name in names]) if remote else None
         super().__init__(self.open_files("folder", root, names, signatures))

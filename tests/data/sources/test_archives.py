@@ -1,4 +1,5 @@
 import io
+import os
 import pickle
 import subprocess
 import tarfile
@@ -8,7 +9,7 @@ from functools import lru_cache
 
 import pytest
 
-from dino_vit.data.sources import files
+from dino_vit.data.sources import files, remote
 from dino_vit.data.sources.archives import list_members
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, items, write_tar, write_zip
@@ -165,6 +166,19 @@ def test_broken_and_encrypted_zips(tmp_path):
     path.write_bytes(locked)
     with pytest.raises(ValueError, match="encrypted"):
         open_source(str(path))
+
+
+def test_a_later_time_is_no_change_of_an_archive_and_another_member_is(tmp_path):
+    path = tmp_path / "a.tar"
+    write_tar(path)
+    source = open_source(str(path))
+    expected = [source.read(index) for index in range(len(source))]
+    os.utime(path, (2e9, 2e9))
+    assert [source.read(index) for index in range(len(source))] == expected
+    write_tar(path, {name.replace("cat/", "cow/"): data for name, data in FILES.items()})
+    os.utime(path, (2.1e9, 2.1e9))
+    with pytest.raises(remote.ChangedFile, match="changed after it was indexed"):
+        source.read(0)
 
 
 def test_a_range_beyond_the_end_of_a_file_is_truncated(tmp_path):
