@@ -28,6 +28,7 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.layout import ShardLayout
 from dino_vit.data.shards import LocalCopies, Prefetch, ShardedSource
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset
@@ -39,6 +40,7 @@ from dino_vit.training.loop import pretrain
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_eval_transform, build_views
 from dino_vit.views.loader import PREFETCH, Loader
+from dino_vit.views.order import WindowOrder
 from dino_vit.views.sampler import Sampler, ShardUses
 from dino_vit.weights import load_backbone
 from tests.support.remote import Server, write_parquet
@@ -164,10 +166,10 @@ def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, LocalCopie
     assert isinstance(source, ShardedSource)
     disk = source.local_copies
     disk.folder, disk.limit = copies or Path(), float(np.sort(disk.sizes)[-2 * WINDOW :].sum())
-    shards = source.shards
-    sampler = Sampler(length=len(source), batch_size=BATCH, seed=0, shards=shards, window=WINDOW)
-    ahead = sampler.span // 2 + (PREFETCH + 1) * BATCH
-    prefetch = Prefetch(disk, ShardUses(sampler, shards).next, ahead) if copies else None
+    layout = source.layout
+    sampler = Sampler(length=len(source), batch_size=BATCH, seed=0, layout=layout, window=WINDOW)
+    ahead = WindowOrder(layout, 0, WINDOW).span // 2 + (PREFETCH + 1) * BATCH
+    prefetch = Prefetch(disk, ShardUses(sampler, len(layout.sizes)).next, ahead) if copies else None
     views = build_views(PretrainConfig())
     return Loader(source=source, views=views, sampler=sampler, prefetch=prefetch, workers=1), disk
 
@@ -214,9 +216,8 @@ def mixing() -> Table:
     shards = np.repeat(np.arange(MIXED, dtype=np.int32), ROOMS)
     rows = []
     for window in (4, 16, 64, None):
-        sampler = Sampler(
-            length=len(shards), batch_size=64, seed=0, shards=shards if window else None, window=window or 1
-        )
+        layout = ShardLayout.of(shards) if window else None
+        sampler = Sampler(length=len(shards), batch_size=64, seed=0, layout=layout, window=window or 1)
         orders = [shards[sampler.order(epoch)] for epoch in range(20)]
         middle = len(shards) // 2
         places = {"begin": 0, "middle of an epoch": middle, "end": len(shards) - 64}

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
+from dino_vit.data.layout import ShardLayout
 from dino_vit.data.sources.files import ByteRangeReader, read_file
 from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
 from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost, retry
@@ -63,17 +64,26 @@ class ShardedSource(IndexedSource):
         return False
 
     @property
-    def shards(self) -> NDArray[np.int32]:
-        """Return the file of each image."""
-        return self.index.columns["file"].astype(np.int32, copy=False)
+    def layout(self) -> ShardLayout:
+        """Return which images lie in which file."""
+        return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self.ranges.paths))
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return the file of each image, and where or in which row it is there."""
+        columns = self.index.columns
+        place = columns["start" if "start" in columns else "row"]
+        return list(zip(columns["file"].tolist(), place.tolist(), strict=True))
 
 
-def shards_of(source: Source) -> tuple[ShardedSource, NDArray[np.int32]] | None:
-    """Return the source that reads a source's images from shards, and the shard of each image."""
+def shards_of(source: Source) -> tuple[ShardedSource, ShardLayout] | None:
+    """Return the source that reads a source's images from shards, and which images lie in which shard."""
     if isinstance(source, Subset):
         sharded = shards_of(source.source)
-        return sharded and (sharded[0], sharded[1][np.asarray(source.indices)])
-    return (source, source.shards) if isinstance(source, ShardedSource) else None
+        if sharded is None or (isinstance(source.indices, range) and len(source) == len(source.source)):
+            return sharded
+        shards = sharded[1].shards(np.asarray(source.indices))
+        return sharded[0], ShardLayout.of(shards, len(sharded[1].sizes))
+    return (source, source.layout) if isinstance(source, ShardedSource) else None
 
 
 class LocalCopies:
@@ -260,7 +270,8 @@ class Prefetch:
         """Copy the nearest shard that is missing; return False if there is none."""
         copies = self.copies
         uses = self.next_uses(self.position)
-        near = [shard for shard in np.argsort(uses, kind="stable").tolist() if uses[shard] < self.ahead]
+        near = np.flatnonzero(uses < self.ahead)
+        near = near[np.argsort(uses[near], kind="stable")].tolist()
         near = near[: np.searchsorted(np.cumsum(copies.sizes[near]), copies.limit, side="right")]
         for shard in near:
             if copies.is_whole(shard):

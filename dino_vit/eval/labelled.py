@@ -166,9 +166,8 @@ def _origins(source: Source) -> list[Hashable]:
     if isinstance(source, PathSource):
         return [_file_at(source.path(index)) for index in range(len(source))]
     if isinstance(source, ShardedSource):
-        files, columns = [_file_at(path) for path in source.ranges.paths], source.index.columns
-        places = columns["start" if "start" in columns else "row"].tolist()
-        return [(files[shard], place) for shard, place in zip(source.shards, places, strict=True)]
+        files = [_file_at(path) for path in source.ranges.paths]
+        return [(files[shard], place) for shard, place in source.places()]
     return [(source.fingerprint, index) for index in range(len(source))]
 
 

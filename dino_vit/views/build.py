@@ -17,6 +17,7 @@ from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.data.images.pixels import Pixels, reduced_size
+from dino_vit.data.layout import ShardLayout
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
@@ -24,6 +25,7 @@ from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader, choose_workers
 from dino_vit.views.masks import Masking
+from dino_vit.views.order import WindowOrder
 from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
@@ -134,7 +136,7 @@ def build_loader(
         world_size=world_size,
         accumulate=config.optim.accumulate,
         weights=weights,
-        shards=sharded[1] if sharded and config.data.order == "window" else None,
+        layout=sharded[1] if sharded and config.data.order == "window" else None,
         window=config.data.window,
     )
     return Loader(
@@ -152,10 +154,10 @@ def build_loader(
 
 
 def build_prefetch(
-    config: PretrainConfig, sharded: tuple[ShardedSource, NDArray[np.int32]], sampler: Sampler
+    config: PretrainConfig, sharded: tuple[ShardedSource, ShardLayout], sampler: Sampler
 ) -> Prefetch | None:
     """Let the source read from copies of its shards, if they help; one process of a host makes them."""
-    source, shards = sharded
+    source, layout = sharded
     copies, data = source.local_copies, config.data
     if data.cache:
         copies.folder = Path(data.cache).expanduser()
@@ -165,7 +167,7 @@ def build_prefetch(
     room = disk_usage(copies.folder).free + copies.present()
     copies.limit = min(data.cache_gb * 1e9, ROOM * room)
     sizes = np.sort(copies.sizes)[::-1]
-    if sampler.shards is None and sizes.sum() > copies.limit:
+    if sampler.layout is None and sizes.sum() > copies.limit:
         return None
     needed = sizes[: data.window + 2].sum()
     if data.order == "window" and needed > copies.limit:
@@ -178,10 +180,11 @@ def build_prefetch(
         return None
     # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
     batches = choose_workers(config.data.workers, sampler.world_size) * PREFETCH + 1
-    ahead = sampler.span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
-    if sampler.shards is None:
-        ahead = 2 * sampler.length
-    return Prefetch(copies, ShardUses(sampler, shards).next, ahead)
+    ahead = 2 * sampler.length
+    if sampler.layout is not None:
+        span = WindowOrder(sampler.layout, sampler.seed, sampler.window).span
+        ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
+    return Prefetch(copies, ShardUses(sampler, len(layout.sizes)).next, ahead)
 
 
 def make_views(
