@@ -27,6 +27,8 @@ from torch import Tensor
 from dino_vit.commands import Result
 from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
+from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
+from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, read_item
@@ -35,8 +37,10 @@ from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
 from dino_vit.data.sources.archives import CLASS_NAMES
-from dino_vit.data.sources.index import IndexedSource
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.catalogue import Shard, index_shard, write_catalogue
+from dino_vit.data.sources.catalogued import CATALOGUE
+from dino_vit.data.sources.open import archive_files, open_source
+from dino_vit.data.sources.remote import in_threads
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 from dino_vit.eval.features import in_batches
 from dino_vit.views.eval_transform import resize
@@ -67,6 +71,10 @@ class _Item(NamedTuple):
 
 def run(config: PackConfig) -> PackResult:
     """Pack the source into a hidden folder, and rename it when it is complete."""
+    if config.index_only:
+        return _index(config)
+    if config.output is None:
+        raise ValueError("output is missing: give the folder to write, or index_only=true")
     output = Path(config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} already exists; give another folder, or remove it")
@@ -101,6 +109,7 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
     Images are reduced to a shorter side of `size` pixels.
     """
     shards, unreadable, sums, images, reduced = list[Path](), list[UnreadableImage](), "", 0, 0
+    indexed, classes = list[Shard](), list(map(printable, source.classes))
     labelled = any(source.label(index) is not None for index in range(len(source)))
     items = _readable_items(source, unreadable, size, labelled)
     item = next(items, None)
@@ -113,16 +122,39 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
                     images, reduced = images + 1, reduced + item.reduced
                     item = next(items, None)
             with temporary.open("rb") as written:
-                sums += f"{hashlib.file_digest(written, 'sha256').hexdigest()}  {path.name}\n"
+                digest = hashlib.file_digest(written, "sha256").hexdigest()
+        sums += f"{digest}  {path.name}\n"
         shards.append(path)
+        indexed.append(index_shard(str(folder), path.name, digest=digest, classes=classes))
     if not shards:
         raise ValueError(f"none of {len(source):,} images can be read, the first is {unreadable[0]}")
     if labelled:
-        names = "".join(f"{printable(name)}\n" for name in source.classes).encode()
+        names = "".join(f"{name}\n" for name in classes).encode()
         write_bytes(folder / CLASS_NAMES, names)
         sums += f"{hashlib.sha256(names).hexdigest()}  {CLASS_NAMES}\n"
     write_bytes(folder / SUMS, sums.encode())
+    write_catalogue(str(folder), indexed)
     return PackResult(shards=shards, images=images, unreadable=unreadable, reduced=reduced)
+
+
+def _index(config: PackConfig) -> PackResult:
+    """Write the catalogue of archives that lie somewhere already, by all processes of a launch."""
+    given = {"output": config.output, "labels": config.labels, "size": config.size}
+    if extra := [f"{name}={value}" for name, value in given.items() if value is not None]:
+        raise ValueError(f"index_only=true changes no archive; leave out {', '.join(extra)}")
+    start_processes()
+    with in_all_processes():
+        folder, files = from_rank_0(lambda: archive_files(config.source))
+        with progress(f"Indexing {folder}", len(files)) as advance:
+            index = partial(in_threads, partial(index_shard, folder), done=lambda _: advance(1))
+            shards = share_work(index, files)
+        metadata = from_rank_0(lambda: write_catalogue(folder, shards))
+    images = metadata["statistics"]["images"]
+    counts = f"{plural(images, 'image')} in {plural(len(files), 'archive')}"
+    order = "by name" if metadata["ordered"] else "by archive, as their names overlap"
+    text = f"{folder}/{CATALOGUE}: {counts}, ordered {order}, {plural(len(metadata['classes']), 'label')}"
+    paths = [Path(folder, file) for file in files]
+    return PackResult(shards=paths, images=images, unreadable=[], reduced=0, text=text)
 
 
 def _readable_items(
@@ -143,7 +175,8 @@ def _readable_items(
 def _read(source: Source, index: int, *, size: int | None, labelled: bool) -> _Item | UnreadableImage:
     """Read an item, as it is or reduced, with its label."""
     inner = source.source if isinstance(source, LabelledSource) else source
-    name = os.fsdecode(inner.raw_name(index)) if isinstance(inner, IndexedSource) else inner.name(index)
+    raw_name = getattr(inner, "raw_name", None)
+    name = os.fsdecode(raw_name(index)) if raw_name else inner.name(index)
     try:
         item = read_item(source, index)
         image = item if isinstance(item, Tensor) else decode(item, name)

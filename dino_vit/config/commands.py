@@ -295,11 +295,12 @@ class InspectConfig(Settings):
 class PackConfig(Settings):
     """Pack a source of images into tar shards."""
 
-    examples: ClassVar = ("pack photos photos-packed",)
+    examples: ClassVar = ("pack photos photos-packed", "pack shards index_only=true")
     positional: ClassVar = ("source", "output")
     source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
-    output: str = Field(description="folder to write; it must not exist or be empty")
+    output: str | None = setting(None, "folder to write; it must not exist or be empty")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
+    index_only: bool = setting(False, "write only a catalogue of tar or zip archives, beside them")
     shard_size: Count = setting(512, "approximate size of a shard in MiB")
     size: Count | None = setting(None, "reduce larger images to this shorter side in pixels; null: none")
 

@@ -57,7 +57,7 @@ def is_main_process() -> bool:
 
 @contextmanager
 def in_all_processes() -> Iterator[None]:
-    """Let `from_rank_0` and `gather_objects` share work in this block, which all processes must enter."""
+    """Let `from_rank_0` and `share_work` divide work in this block, which all processes must enter."""
     token = _shares_work.set(world_size() > 1)
     try:
         yield
@@ -79,6 +79,28 @@ def from_rank_0(work: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return cast("T", outcome[0])
+
+
+def share_work(work: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any]) -> list[T]:
+    """Return `work(items)`, to which each process of `in_all_processes` contributes its part."""
+    if not _shares_work.get():
+        return list(work(items))
+    outcome: tuple[Sequence[T], Exception | None] = [], None
+    try:
+        outcome = work(rank_slice(items)), None
+    except Exception as error:
+        outcome = [], error
+    outcomes: list[Any] = [None] * world_size()
+    dist.all_gather_object(outcomes, outcome, group=_host_group())
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [result for results, _ in outcomes for result in results]
+
+
+def missing_anywhere(value: object) -> bool:
+    """Tell whether a value is None in one of the processes of `in_all_processes`."""
+    return any_process(value is None) if _shares_work.get() else value is None
 
 
 def rank_slice(items: Items) -> Items:

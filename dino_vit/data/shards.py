@@ -10,15 +10,16 @@ import os
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +44,24 @@ POLL_S = 0.2  # between two looks at the position of the run
 Unpack = Callable[[str, BinaryIO, BinaryIO], None]
 
 
-class ShardedSource(IndexedSource):
+class ShardedSource(ABC):
     """Images in some large files. Remote files are copied to a local disk, shard by shard."""
+
+    ranges: "ByteRangeReader"
+    local_copies: "LocalCopies"
+
+    @property
+    @abstractmethod
+    def layout(self) -> ShardLayout:
+        """Return which images lie in which file."""
+
+    @abstractmethod
+    def places(self) -> Iterable[tuple[int, int]]:
+        """Return the file of each image, and where or in which row it is there."""
+
+
+class IndexedShards(IndexedSource, ShardedSource):
+    """Images in some large files, all in one index."""
 
     def __init__(
         self,
@@ -65,14 +82,12 @@ class ShardedSource(IndexedSource):
 
     @property
     def layout(self) -> ShardLayout:
-        """Return which images lie in which file."""
         return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self.ranges.paths))
 
-    def places(self) -> list[tuple[int, int]]:
-        """Return the file of each image, and where or in which row it is there."""
+    def places(self) -> Iterable[tuple[int, int]]:
         columns = self.index.columns
         place = columns["start" if "start" in columns else "row"]
-        return list(zip(columns["file"].tolist(), place.tolist(), strict=True))
+        return zip(columns["file"].tolist(), place.tolist(), strict=True)
 
 
 def shards_of(source: Source) -> tuple[ShardedSource, ShardLayout] | None:
@@ -93,29 +108,49 @@ class LocalCopies:
     """
 
     def __init__(
-        self, ranges: ByteRangeReader, sizes: NDArray[np.int64], unpack: Unpack | None = None
+        self,
+        ranges: ByteRangeReader,
+        sizes: NDArray[np.int64],
+        unpack: Unpack | None = None,
+        digests: Sequence[Any] | None = None,
     ) -> None:
-        self.ranges, self.unpack = ranges, unpack
+        """`digests` are those of the shards, as Arrow has them, where a catalogue states some."""
+        self.ranges, self.unpack, self._digests = ranges, unpack, digests
         self.sizes = sizes + TRAILER  # about how long each copy is
         self.folder, self.limit = cache_folder() / "shards", math.inf
         self.opened = time.time()  # copies that are older are verified before they are used
         self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
 
+    def name(self, shard: int) -> str:
+        """Return the name of a copy, another one if a shard was changed."""
+        size, version, _ = self.ranges.file_signatures[shard].tolist()
+        stated = self._digest_of(shard) or f"{size}\0{version}"
+        key = f"{self.ranges.paths[shard]}\0{stated}\0{TRAILER}"
+        return f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}"
+
     @cached_property
-    def names(self) -> list[str]:
-        """The names of the copies, other ones if a shard was changed."""
-        keys = (
-            f"{url}\0{size}\0{version}\0{TRAILER}"
-            for url, (size, version, _) in zip(self.ranges.paths, self.ranges.file_signatures, strict=True)
-        )
-        return [f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}" for key in keys]
+    def _sorted_names(self) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+        """The names of all copies, sorted, and their shards: some bytes for each of a million shards."""
+        names = np.fromiter((self.name(n).encode() for n in range(len(self.sizes))), "S30", len(self.sizes))
+        order = np.argsort(names)
+        return names[order], order
+
+    def _shard_called(self, name: str) -> int | None:
+        """Return the shard whose copy has a name, or None for a copy of another source."""
+        names, shards = self._sorted_names
+        place = int(np.searchsorted(names, name.encode()))
+        return int(shards[place]) if names[place : place + 1].tolist() == [name.encode()] else None
+
+    def _digest_of(self, shard: int) -> str | None:
+        """Return the digest of a shard that the catalogue states, if one does."""
+        return self._digests[shard].as_py() or None if self._digests is not None else None
 
     def path(self, shard: int) -> Path:
-        return self.folder / self.names[shard]
+        return self.folder / self.name(shard)
 
     def present(self) -> int:
-        """Return the bytes of the copies that there are."""
-        return sum(int(size) for shard, size in enumerate(self.sizes) if self.path(shard).exists())
+        """Return the bytes of the copies that there are, of other sources too."""
+        return sum(path.stat().st_size for path in self.folder.glob(f"*{SUFFIX}"))
 
     def read(self, shard: int, start: int, size: int) -> bytes | None:
         """Return a range of the copy of a shard, or None if there is none.
@@ -185,18 +220,18 @@ class LocalCopies:
             with ThreadPoolExecutor(REQUESTS) as pool:
                 deque(pool.map(download, range(0, size, PART)), maxlen=0)
             retry(lambda: self.ranges.check_unchanged(shard), url, stop)
-            if self._has_stated_digest(url, descriptor):
+            if self._has_stated_digest(shard, descriptor):
                 return
         raise ValueError(
             f"{url} is damaged: its digest is not the one in {SUMS} beside it. Copy or pack it again"
         )
 
-    def _has_stated_digest(self, url: str, descriptor: int) -> bool:
+    def _has_stated_digest(self, shard: int, descriptor: int) -> bool:
         """Tell whether a file has the digest that is stated beside the shard, if one is."""
-        folder, _, name = url.rpartition("/")
-        if folder not in self._sums:
+        folder, _, name = self.ranges.paths[shard].rpartition("/")
+        if self._digests is None and folder not in self._sums:
             self._sums[folder] = _read_sums(folder)
-        stated = self._sums[folder].get(name)
+        stated = self._digest_of(shard) if self._digests is not None else self._sums[folder].get(name)
         return stated is None or _digest(descriptor, os.fstat(descriptor).st_size).hex() == stated
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
@@ -204,8 +239,7 @@ class LocalCopies:
 
         Copies in `keep` stay, and those of other runs as long as they are used, if that is enough.
         """
-        ours = dict(zip(self.names, uses.tolist(), strict=True))
-        kept = {self.names[number] for number in keep}
+        kept = set(keep)
         files, total = [], int(self.sizes[shard])
         self.folder.mkdir(parents=True, exist_ok=True)
         for entry in os.scandir(self.folder):
@@ -214,9 +248,11 @@ class LocalCopies:
                 if entry.name.endswith(PARTIAL) and _delete_if_abandoned(Path(entry.path)):
                     continue
                 total += status.st_size
-                if entry.name.endswith(SUFFIX) and entry.name not in kept:
-                    used = entry.name not in ours and time.time() - status.st_mtime < RECENT_S
-                    files.append((used, -ours.get(entry.name, 2**63), status.st_mtime, entry, status.st_size))
+                number = self._shard_called(entry.name) if entry.name.endswith(SUFFIX) else None
+                if entry.name.endswith(SUFFIX) and number not in kept:
+                    used = number is None and time.time() - status.st_mtime < RECENT_S
+                    needed = 2**63 if number is None else int(uses[number])
+                    files.append((used, -needed, status.st_mtime, entry, status.st_size))
         for *_, entry, size in sorted(files, key=lambda file: file[:3]):
             if total <= self.limit:
                 return

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20
+# Of a source with more images than MANY, evaluations choose among some that are drawn at random.
+MANY, DRAWN = 2**24, 2**16
 _QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
 _PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
@@ -83,7 +86,10 @@ class _WithColours(FeatureSpec):
 
 
 def random_indices(source: Source, seed: int) -> list[int]:
-    """Return the indices of a source in a random order."""
+    """Return the indices of a source in a random order; of a very large one some of them."""
+    if len(source) > MANY:
+        drawn = random_bits(seed, RngPurpose.EVALUATION, np.arange(DRAWN)) % np.uint64(len(source))
+        return list(dict.fromkeys(drawn.tolist()))
     bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
     return np.argsort(bits, kind="stable").tolist()
 
@@ -154,17 +160,21 @@ class OnlineEvaluation:
         self.batch_size, self.autocast = batch_size, autocast
         self.warned = False  # of unreadable images
         order = random_indices(source, seed)
-        labelled = [index for index in order if source.label(index) is not None]
+
+        def has_label(index: int) -> bool:
+            return source.label(index) is not None
+
         splits = choose_splits(source)
         self.bank: Tensor | None = None  # the images that vote; None: all vote on each other
         if splits:
             train, held_out = splits
-            queries = [index for index in labelled if index in held_out.images]
-            bank = [index for index in labelled if index in train.images]
-            queries = queries[: images // _QUERIES_SHARE]
-            bank = bank[: images - len(queries)]
+            of_held_out = filter(held_out.images.__contains__, order)
+            queries = list(islice(filter(has_label, of_held_out), images // _QUERIES_SHARE))
+            of_train = filter(train.images.__contains__, order)
+            bank = list(islice(filter(has_label, of_train), images - len(queries)))
             self.bank, labelled = torch.tensor(bank), bank + queries
-        labelled = labelled[:images]
+        else:
+            labelled = list(islice(filter(has_label, order), images))
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
         self.row = {index: row for row, index in enumerate(self.indices)}

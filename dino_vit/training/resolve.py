@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from dino_vit.weights.loading import TrainedTeacher
 
 
+GLOBAL_ORDER = 2**26  # images: an order of all takes 16 bytes of each in every process
+
+
 class Fit(NamedTuple):
     """What fits into `budget.minutes`: steps and evaluations, and the network and views chosen for them."""
 
@@ -269,12 +272,13 @@ def _pixel_statistics(
 
 
 def _order_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
-    """Walk through remote shards one after another, as their copies on the disk do."""
+    """Walk through remote shards one after another, as their copies on the disk do, and through very many."""
     sharded = shards_of(context.source)
     if config.data.order is not None or context.resumed or sharded is None:
         return []
-    if not sharded[0].ranges.is_remote:
+    if not sharded[0].ranges.is_remote and len(context.source) <= GLOBAL_ORDER:
         return []
-    shards = plural(len(sharded[0].ranges.paths), "remote shard")
+    where = "remote" if sharded[0].ranges.is_remote else "local"
+    shards = plural(len(sharded[0].ranges.paths), f"{where} shard")
     reason = f"of {shards}, {config.data.window} at a time are mixed (data.window)"
     return [Choice("data.order", "window", reason)]

@@ -37,7 +37,8 @@ def test_shards_hold_the_same_images_in_the_same_order(photos, tmp_path, capsys)
     packed = open_source(str(tmp_path / "out"))
     assert images(packed) == images(open_source(str(photos)))
     assert packed.name(1) == "cat/a-b.jpg", "its label is found by what stands before the first dot"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"000000.tar", "SHA256SUMS", "classes.txt"}
+    names = {"000000.tar", "000000.tar.arrow", "catalogue.arrow", "SHA256SUMS", "classes.txt"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
 def test_digests_are_what_sha256sum_takes(photos, tmp_path):

@@ -12,11 +12,12 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from dino_vit.core.distributed import share_work
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
-from dino_vit.data.shards import ShardedSource
+from dino_vit.data.shards import IndexedShards
 from dino_vit.data.sources.files import exists, open_file, read_file
-from dino_vit.data.sources.index import IndexContents, WriteImages, open_index
+from dino_vit.data.sources.index import IndexContents, WriteImages, indexing, open_index
 from dino_vit.data.sources.remote import in_threads
 from dino_vit.data.sources.source import is_image
 
@@ -28,6 +29,9 @@ DECOMPRESS: dict[int, Callable[[bytes], bytes]] = {
     zipfile.ZIP_DEFLATED: partial(zlib.decompress, wbits=-15),
     zipfile.ZIP_BZIP2: bz2.decompress,
 }
+HEADERS = 2**12  # bytes that are requested for a header in a remote archive
+TAR_BLOCK = 512  # bytes of the header before a member
+HEADER = -1  # method of a member of a tar, whose checksum is that of its header
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
 
@@ -43,7 +47,7 @@ class Member(NamedTuple):
     label: object = None
 
 
-class ArchiveSource(ShardedSource):
+class ArchiveSource(IndexedShards):
     """Images in archives of one kind. Their names are never used as paths.
 
     Labels are those in the archive, or else the first-level folders of the names. If several archives contain
@@ -52,7 +56,10 @@ class ArchiveSource(ShardedSource):
 
     def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
         self._suffix, self._spec, self._files = suffix, spec, list(files)
-        super().__init__(open_index(suffix[1:], spec, self._build, self._files), self._files)
+        self._listed: list[list[Member]] = []
+        index = open_index(suffix[1:], spec, self._build, self._files, prepare=self._list)
+        super().__init__(index, self._files)
+        self._listed.clear()
 
     def read(self, index: int) -> bytes:
         item = {name: int(column[index]) for name, column in self.index.columns.items()}
@@ -60,7 +67,7 @@ class ArchiveSource(ShardedSource):
         data = self.local_copies.read(*stored) if self.ranges.is_remote else None
         if data is None:
             data = self.ranges.read(*stored)
-        return data if self._suffix == ".tar" else _unzip(data, item["method"], item["crc"])
+        return data if self._suffix == ".tar" else decompress(data, item["method"], item["crc"])
 
     def _is_same(self, file: int) -> bool:
         columns = self.index.columns
@@ -76,13 +83,19 @@ class ArchiveSource(ShardedSource):
             for row, member in zip(rows.tolist(), members, strict=True)
         )
 
+    def _list(self) -> None:
+        """List the images of all archives, each process some of them."""
+        with progress(f"Indexing {self._spec}") as advance, indexing(self._spec):
+            list_images = partial(
+                in_threads, ARCHIVES[self._suffix], done=lambda images: advance(len(images))
+            )
+            self._listed = share_work(list_images, self._files)
+
     def _build(self, _: WriteImages) -> IndexContents:
-        list_images = ARCHIVES[self._suffix]
-        with progress(f"Indexing {self._spec}") as advance:
-            listed = in_threads(list_images, self._files, lambda members: advance(len(members)))
-        tables = [f"{archive.rpartition('/')[0] or '.'}/{CLASS_NAMES}" for archive in self._files]
-        classes = {path: read_file(path).decode().splitlines() for path in set(tables) if exists(path)}
-        listed = [_named(of, classes.get(path, [])) for of, path in zip(listed, tables, strict=True)]
+        listed = self._listed
+        folders = [os.path.dirname(path) for path in self._files]
+        classes = {folder: class_names(folder) for folder in set(folders)}
+        listed = [named(of, classes[folder]) for of, folder in zip(listed, folders, strict=True)]
         images = [image for members in listed for image in members]
         if not images:
             raise ValueError(f"{self._spec} contains no images.")
@@ -101,7 +114,13 @@ class ArchiveSource(ShardedSource):
         )
 
 
-def _named(members: list[Member], classes: Sequence[str]) -> list[Member]:
+def class_names(folder: str) -> list[str]:
+    """Return the names of the classes that are stated beside shards, if they are."""
+    path = os.path.join(folder, CLASS_NAMES)
+    return read_file(path).decode().splitlines() if exists(path) else []
+
+
+def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
     """Return members with the names of their classes, if all labels are numbers of these."""
     names: dict[object, str | None] = {str(number): name for number, name in enumerate(classes)}
     names[None] = None
@@ -110,7 +129,7 @@ def _named(members: list[Member], classes: Sequence[str]) -> list[Member]:
     return [member._replace(label=names[member.label]) for member in members]
 
 
-def _unzip(data: bytes, method: int, crc: int) -> bytes:
+def decompress(data: bytes, method: int, crc: int) -> bytes:
     """Decompress a member of a zip, and check its checksum; `zipfile` takes half as long again."""
     if method not in DECOMPRESS:
         raise OSError(f"compression method {method} is not supported")
@@ -125,12 +144,12 @@ def _unzip(data: bytes, method: int, crc: int) -> bytes:
 
 def tar_images(path: str) -> list[Member]:
     """List the images of a tar in WebDataset's layout: `key.jpg`, its label in `key.cls` or `key.json`."""
-    with open_file(path) as file:
+    with open_file(path, HEADERS) as file:
         members = list_members(path, file)
         images = [member for member in members if is_image(member.name)]
-        keys = [split_key(image.name) for image in images]
-        labels = _read_labels(path, file, members, {key for key, _ in keys})
-    return [image._replace(label=labels.get(key)) for image, (key, _) in zip(images, keys, strict=True)]
+    keys = [split_key(image.name)[0] for image in images]
+    labels = _read_labels(path, members, set(keys))
+    return [image._replace(label=labels.get(key)) for image, key in zip(images, keys, strict=True)]
 
 
 def list_members(path: str, file: BinaryIO) -> list[Member]:
@@ -148,7 +167,7 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
             with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
                 for info in tar:
                     if info.isreg() or info.islnk():
-                        member = _tar_member(info, members)
+                        member = _tar_member(info, members, file)
                         members[member.name] = member
                         listed.append(member)
             position = _skip_end(file, tar.offset)
@@ -158,10 +177,15 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
     return listed
 
 
-def _tar_member(info: tarfile.TarInfo, members: Mapping[bytes, Member]) -> Member:
+def _tar_member(info: tarfile.TarInfo, members: Mapping[bytes, Member], file: BinaryIO) -> Member:
+    """Return a member, with the checksum of its header and, if it may be a label, with its text."""
     name = _clean(info.name)
     if info.isreg():
-        return Member(name, info.offset_data, info.size, info.size)
+        file.seek(info.offset_data - TAR_BLOCK)
+        crc, text = zlib.crc32(file.read(TAR_BLOCK)), None
+        if split_key(name)[1] in (b"cls", b"json") and info.size <= LABEL_BYTES:
+            text = file.read(info.size).decode("utf-8", errors="replace").strip()
+        return Member(name, info.offset_data, info.size, info.size, HEADER, crc, text)
     target = members.get(_clean(info.linkname))
     if target is None:
         raise ValueError(f"{info.name!r} is a link to {info.linkname!r}, which does not come before it")
@@ -192,21 +216,17 @@ def split_key(name: bytes) -> tuple[bytes, bytes]:
     return folder + slash + key, extension
 
 
-def _read_labels(
-    path: str, file: BinaryIO, members: Iterable[Member], keys: set[bytes]
-) -> dict[bytes, object]:
+def _read_labels(path: str, members: Iterable[Member], keys: set[bytes]) -> dict[bytes, object]:
     """Return the labels by key; a .cls takes precedence over a .json."""
     labels: dict[bytes, object] = {}
     for member in members:
         key, extension = split_key(member.name)
-        if key not in keys or extension not in (b"cls", b"json") or member.size > LABEL_BYTES:
+        if key not in keys or not isinstance(member.label, str):
             continue
-        file.seek(member.start)
-        text = file.read(member.size).decode("utf-8", errors="replace").strip()
         if extension == b"cls":
-            labels[key] = text
+            labels[key] = member.label
         elif key not in labels:
-            labels[key] = _label_in_json(path, member.name, text)
+            labels[key] = _label_in_json(path, member.name, member.label)
     return labels
 
 
@@ -220,7 +240,7 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
 def zip_images(path: str) -> list[Member]:
     """List the images of a zip archive."""
     try:
-        with open_file(path) as file, zipfile.ZipFile(file) as archive:
+        with open_file(path, HEADERS) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if is_image(info.filename)]
             images = [_zip_member(file, info) for info in infos]
     except OSError:

@@ -1,7 +1,8 @@
 """Read files: local ones by the system's own calls, URLs by `remote.py`."""
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from io import BufferedReader
 from typing import BinaryIO
@@ -27,7 +28,10 @@ from dino_vit.data.sources.remote import (
     time_limit,
 )
 
+BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no folder
+UNKNOWN = -1  # version of a file, in a catalogue that was written elsewhere
 OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 
 
@@ -36,6 +40,21 @@ def plain(path: str) -> str:
     if path.startswith("file://"):
         return path.removeprefix("file://")
     return path if is_url(path) else os.path.expanduser(path)
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield what a pattern with `{000..010}` or `{a,b}` stands for."""
+    braces = BRACES.search(pattern)
+    if not braces:
+        yield pattern
+        return
+    choices: Iterable[str] = braces[1].split(",")
+    if numbers := _RANGE.fullmatch(braces[1]):
+        first, last = numbers.groups()
+        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    start, end = pattern[: braces.start()], pattern[braces.end() :]
+    for choice in choices:
+        yield from expand_braces(f"{start}{choice}{end}")
 
 
 def exists(path: str) -> bool:
@@ -103,7 +122,7 @@ class ByteRangeReader:
     ) -> None:
         """`is_same` tells of a local file whose time alone has changed whether its contents are the same."""
         self.paths, self.file_signatures, self.is_same = paths, file_signatures, is_same
-        self.is_remote = any(map(is_url, paths))
+        self.is_remote = is_url(paths[0])
         self._unchanged: set[int] = set()  # remote files that were checked
         self._times: dict[int, int] = {}  # of local files that were looked at again
 
@@ -137,7 +156,9 @@ class ByteRangeReader:
     def check_unchanged(self, file: int) -> None:
         """Raise if a remote file is not the one in the index."""
         info = remote_info(self.paths[file], fresh=True)
-        if remote_signature(info) != tuple(self.file_signatures[file].tolist()):
+        size, version, _ = self.file_signatures[file].tolist()
+        now = remote_signature(info)
+        if now[0] != size or version not in (UNKNOWN, now[1]):
             raise ChangedFile(self.paths[file])
         self._unchanged.add(file)
 

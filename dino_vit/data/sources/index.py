@@ -27,6 +27,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
+from dino_vit.core.distributed import missing_anywhere
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
@@ -67,8 +68,8 @@ class IndexContents:
             numbers, classes = folder_labels(names)
         else:
             numbers, classes = self.labels.numbers[rows], self.labels.classes
-        arrays = {"name": _bytes_to_arrow(names), "label": _to_arrow(numbers)}
-        arrays |= {name: _to_arrow(column[rows]) for name, column in self.columns.items()}
+        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(numbers)}
+        arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata |= {
             "fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}",
             "classes": classes,
@@ -85,13 +86,13 @@ Build = Callable[[WriteImages], IndexContents]
 # pyarrow's own conversions from NumPy and lists import pandas where it is installed: half a second and more.
 
 
-def _bytes_to_arrow(values: Sequence[bytes]) -> pa.Array:
+def bytes_to_arrow(values: Sequence[bytes]) -> pa.Array:
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
     return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
 
 
-def _to_arrow(values: NDArray[Any]) -> pa.Array:
+def to_arrow(values: NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
@@ -155,12 +156,17 @@ def cache_folder() -> Path:
 
 
 def open_index(
-    kind: str, spec: str, build: Build, files: Sequence[str], signatures: NDArray[np.int64] | None = None
+    kind: str,
+    spec: str,
+    build: Build,
+    files: Sequence[str],
+    signatures: NDArray[np.int64] | None = None,
+    prepare: Callable[[], object] = lambda: None,
 ) -> Index:
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
     `build` gets a function that writes images. `files` are those that the source has now. Without their
-    `signatures` each is looked at.
+    `signatures` each is looked at. If one process needs to build it, all first call `prepare`.
     """
     began = time.time_ns()  # before anything is read, so that a change meanwhile is noticed next time
     with indexing(spec):
@@ -178,6 +184,8 @@ def open_index(
         return index if newest < index.metadata["began"] - SETTLED else None
 
     index = load_current()
+    if missing_anywhere(index):
+        prepare()
     if index is None:
         with _lock(path, spec):
             index = load_current()

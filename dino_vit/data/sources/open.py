@@ -20,7 +20,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,15 @@ from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries
-from dino_vit.data.sources.files import exists, file_signatures, is_folder, plain, read_file
+from dino_vit.data.sources.files import (
+    BRACES,
+    exists,
+    expand_braces,
+    file_signatures,
+    is_folder,
+    plain,
+    read_file,
+)
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.remote import is_url, list_remote, remotely
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, is_image, suffix_of
@@ -44,9 +52,8 @@ ALLOWED = (
     ".npz file, "
     "hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
-CONTAINERS = (".tar", ".parquet", ".zip")
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+ARCHIVE_SUFFIXES = (".tar", ".zip")
+CONTAINERS = (*ARCHIVE_SUFFIXES, ".parquet")
 _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re.IGNORECASE)
 
 
@@ -71,9 +78,14 @@ def _open(spec: str) -> Source:
 
             return HubSource(rest)
     spec = plain(spec)
+    if suffix_of(spec) in ("", *ARCHIVE_SUFFIXES):
+        from dino_vit.data.sources.catalogued import find_catalogue, open_catalogued
+
+        if folder := find_catalogue(spec):
+            return open_catalogued(folder)
     if exists(spec):
         return _open_folder(spec) if is_folder(spec) else _open_files(spec, [spec])
-    if _BRACES.search(spec) or glob.has_magic(spec):
+    if BRACES.search(spec) or glob.has_magic(spec):
         files = expand(spec)
         if not files:
             raise ValueError(f"{spec!r} matches no file.")
@@ -127,7 +139,7 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     if len(suffixes) > 1:
         raise ValueError(f"{spec!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
-    if suffix in (".tar", ".zip"):
+    if suffix in ARCHIVE_SUFFIXES:
         from dino_vit.data.sources.archives import ArchiveSource
 
         return ArchiveSource(suffix, spec, files)
@@ -146,11 +158,28 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     raise ValueError(f"{spec!r} is of an unknown kind: {ALLOWED}.")
 
 
+def archive_files(spec: str) -> tuple[str, list[str]]:
+    """Return the folder of some archives, given by it or by a pattern, and their paths in it."""
+    spec = plain(spec)
+    folder, files = spec, list[str]()
+    if suffix_of(spec) not in ARCHIVE_SUFFIXES:
+        files = list(list_remote(spec) if is_url(spec) else _list_local(spec)) if is_folder(spec) else []
+    else:
+        folder = os.path.dirname(spec)
+        files = [path.removeprefix(folder).lstrip("/") for path in expand(spec)]
+    files = [file for file in files if suffix_of(file) in ARCHIVE_SUFFIXES]
+    if not files:
+        raise ValueError(
+            f"{spec} has no tar or zip archives; give their folder, or a pattern such as '*.tar'"
+        )
+    return folder, files
+
+
 def expand(pattern: str) -> list[str]:
     """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
     matches: set[str] = set()
     missing: list[str] = []
-    for path in _expand_braces(pattern):
+    for path in expand_braces(pattern):
         if glob.has_magic(path) and is_url(path):
             paths = remotely(path, lambda system, inner: map(system.unstrip_protocol, system.glob(inner)))
             matches.update(paths)
@@ -164,20 +193,6 @@ def expand(pattern: str) -> list[str]:
         example = brief(missing[0], 200)
         raise ValueError(f"{brief(pattern, 200)}: {plural(len(missing), 'missing file')}, such as {example}.")
     return sorted(matches, key=os.fsencode)
-
-
-def _expand_braces(pattern: str) -> Iterator[str]:
-    braces = _BRACES.search(pattern)
-    if not braces:
-        yield pattern
-        return
-    choices: Iterable[str] = braces[1].split(",")
-    if numbers := _RANGE.fullmatch(braces[1]):
-        first, last = numbers.groups()
-        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-    start, end = pattern[: braces.start()], pattern[braces.end() :]
-    for choice in choices:
-        yield from _expand_braces(f"{start}{choice}{end}")
 
 
 class NoImages(ValueError):

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dino_vit.core.text import brief, printable, progress
-from dino_vit.data.shards import ShardedSource
+from dino_vit.data.shards import IndexedShards
 from dino_vit.data.sources.files import ByteRangeReader, file_signatures, open_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.remote import RemoteFile, in_threads, retry
@@ -60,7 +60,7 @@ class ParquetSource(IndexedSource):
         return rows.index_contents(tables, size, {"start": np.cumsum(size) - size, "size": size})
 
 
-class ParquetShards(ShardedSource):
+class ParquetShards(IndexedShards):
     """The images in remote Parquet files: from an unpacked local copy, or otherwise from their row group."""
 
     def __init__(self, spec: str, files: Sequence[str]) -> None:

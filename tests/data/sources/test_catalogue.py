@@ -1,0 +1,174 @@
+"""Archives with a catalogue: the same images as without one, and no change of an archive goes unnoticed."""
+
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+
+from dino_vit.cli import main
+from dino_vit.data.shards import shards_of
+from dino_vit.data.sources.catalogued import CataloguedSource, StaleIndex
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import stamp_of
+from tests.support.image_sets import FILES, ORDER, items, write_tar, write_zip
+from tests.support.processes import command_in_two
+from tests.support.remote import serving, write_shards
+
+SORTED = {name: FILES[name] for name in ORDER}
+SPLITS = {f"set/{split}/{name}": FILES[name] for split in ("train", "val") for name in ORDER}
+LABELS = {"a.png": b"1", "a.cls": b"10", "b.png": b"2", "b.json": b'{"label": 9}', "c.png": b"3"}
+
+
+def write_archives(folder, files, count=2, suffix=".tar"):
+    """Write files into archives, as many in each, in their order."""
+    folder.mkdir()
+    names = list(files)
+    for number in range(count):
+        part = names[number * len(names) // count : (number + 1) * len(names) // count]
+        write = write_tar if suffix == ".tar" else write_zip
+        write(folder / f"{number:03d}{suffix}", {name: files[name] for name in part})
+    return folder
+
+
+def catalogue(folder):
+    assert main(["pack", str(folder), "index_only=true"]) == 0
+    source = open_source(str(folder))
+    assert isinstance(source, CataloguedSource)
+    return source
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".zip"])
+@pytest.mark.parametrize("files", [SORTED, SPLITS, {**SORTED, "z.png": b"z"}])
+def test_a_source_with_a_catalogue_is_the_source_without(tmp_path, files, suffix):
+    plain = open_source(str(write_archives(tmp_path / "plain", files, suffix=suffix)))
+    source = catalogue(write_archives(tmp_path / "set", files, suffix=suffix))
+    for each in (
+        source,
+        pickle.loads(pickle.dumps(source)),
+        open_source(str(tmp_path / "set" / f"*{suffix}")),
+    ):
+        assert list(items(each)) == list(items(plain))
+        assert (each.classes, each.splits) == (plain.classes, plain.splits)
+        assert each.fingerprint == plain.fingerprint
+        assert (shards_of(each)[1].starts == shards_of(plain)[1].starts).all()
+    assert [place[0] for place in source.places()] == [place[0] for place in plain.places()]
+
+
+def test_labels_beside_the_images_are_those_of_the_catalogue(tmp_path):
+    plain = open_source(str(write_archives(tmp_path / "plain", LABELS, 1)))
+    source = catalogue(write_archives(tmp_path / "set", LABELS, 1))
+    assert source.classes == plain.classes == ["9", "10"]
+    assert [source.label(index) for index in range(3)] == [1, 0, None]
+
+
+def test_names_that_overlap_begin_with_their_archive(tmp_path):
+    names = list(SORTED)
+    files = {name: SORTED[name] for name in [*names[::2], *names[1::2]]}
+    source = catalogue(write_archives(tmp_path / "set", files))
+    shown = [source.name(index) for index in range(len(source))]
+    assert shown == sorted(shown)
+    contents = {name.partition("/")[2]: source.read(index) for index, name in enumerate(shown)}
+    assert contents == {name.replace("\n", r"\n"): data for name, data in files.items()}
+    assert {source.classes[source.label(index)] for index in range(5)} == {"cat", "dog", "dog-2"}
+    assert len({source.fingerprint, open_source(str(tmp_path / "set" / "000.tar")).fingerprint}) == 2
+
+
+def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):
+    folder = write_archives(tmp_path / "set", SORTED)
+    before = catalogue(folder)
+    stamp = stamp_of(before)
+    os.utime(folder / "000.tar", (2e9, 2e9))
+    assert open_source(str(folder)).read(0) == SORTED[ORDER[0]], "a later time is no change"
+    assert stamp_of(open_source(str(folder))) != stamp, "but may be one of an image"
+    names = ORDER[: len(ORDER) // 2]
+    write_tar(folder / "000.tar", {f"cow{name[3:]}": SORTED[name] for name in names})
+    with pytest.raises(StaleIndex, match=r"000\.tar is not as it was.*index_only=true"):
+        before.read(0)
+    assert catalogue(folder).name(0).startswith("cow")
+    write_tar(folder / "000.tar", {"cat/larger.png": bytes(20_000)})
+    with pytest.raises(StaleIndex, match=r"1 archive changed, such as 000\.tar"):
+        open_source(str(folder))
+    catalogue(folder)
+    shutil.copy(folder / "000.tar", folder / "002.tar")
+    with pytest.raises(StaleIndex, match=r"1 archive changed, such as 002\.tar"):
+        open_source(str(folder))
+    (folder / "001.tar").unlink()
+    (folder / "002.tar").unlink()
+    with pytest.raises(StaleIndex, match=r"such as 001\.tar"):
+        open_source(str(folder))
+
+
+def test_an_index_and_a_catalogue_that_are_damaged_are_noticed(tmp_path):
+    folder = write_archives(tmp_path / "set", SORTED)
+    catalogue(folder)
+    shutil.copy(folder / "001.tar.arrow", folder / "000.tar.arrow")
+    with pytest.raises(StaleIndex, match=r"000\.tar\.arrow is not the one in the catalogue"):
+        open_source(str(folder)).read(0)
+    data = (folder / "catalogue.arrow").read_bytes()
+    (folder / "catalogue.arrow").write_bytes(data[: len(data) // 2])
+    with pytest.raises(StaleIndex, match=r"catalogue\.arrow is damaged"):
+        open_source(str(folder))
+
+
+def test_an_image_that_is_replaced_in_a_packed_shard_is_noticed(tmp_path):
+    write_archives(tmp_path / "set", SORTED, 1)
+    assert main(["pack", str(tmp_path / "set"), str(tmp_path / "packed")]) == 0
+    path = tmp_path / "packed" / "000000.tar"
+    source, data = open_source(str(tmp_path / "packed")), path.read_bytes()
+    expected = source.read(0)
+    path.write_bytes(data.replace(expected, expected[:-1] + b"?"))
+    with pytest.raises(OSError, match="checksum"):
+        source.read(0)
+    assert source.read(1)
+
+
+def test_only_the_headers_of_a_remote_archive_are_requested(tmp_path):
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
+    (tmp_path / "served").mkdir()
+    write_tar(tmp_path / "served" / "a.tar", {f"{number}.png": bytes(300_000) for number in range(9)})
+    with serving(tmp_path / "served") as server:
+        assert len(open_source(f"{server.url}/a.tar")) == 9
+        requested = sum(one.size for one in server.requests if one.method == "GET" and one.ranged)
+    assert requested < 100_000
+
+
+def test_a_remote_source_starts_from_its_catalogue(tmp_path):
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
+    write_shards(tmp_path / "served", 4, 8)
+    local = catalogue(tmp_path / "served")
+    with serving(tmp_path / "served") as server:
+        source = open_source(f"{server.url}/{{000..003}}.tar")
+        assert isinstance(source, CataloguedSource)
+        assert not server.requested()
+        source.local_copies.folder = tmp_path / "copies"
+        assert source.local_copies.copy(1)
+        server.requests.clear()
+        assert [source.read(index) for index in range(32)] == [local.read(index) for index in range(32)]
+        assert server.requested() == {"000.tar", "002.tar", "003.tar"}
+        shutil.copy(tmp_path / "served" / "000.tar", tmp_path / "served" / "003.tar")
+        with pytest.raises(StaleIndex, match=r"003\.tar is not as it was"):
+            open_source(f"{server.url}/{{000..003}}.tar").read(31)
+
+
+def test_two_processes_catalogue_what_one_does(tmp_path):
+    for name in ("one", "two"):
+        write_shards(tmp_path / name, 5, 4)
+    expected = catalogue(tmp_path / "one")
+    command_in_two(tmp_path / "log", "pack", tmp_path / "two", "index_only=true")
+    source = open_source(str(tmp_path / "two"))
+    assert list(items(source)) == list(items(expected))
+    assert source.fingerprint == expected.fingerprint
+    assert np.array_equal(source.starts, expected.starts)
+
+
+def test_what_cannot_be_catalogued_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["pack", str(tmp_path / "empty"), "index_only=true"]) == 2
+    assert "has no tar or zip archives" in capsys.readouterr().err
+    folder = write_archives(tmp_path / "set", SORTED)
+    assert main(["pack", str(folder), str(tmp_path / "out"), "index_only=true"]) == 2
+    assert "index_only=true changes no archive; leave out output=" in capsys.readouterr().err
+    assert main(["pack", str(folder)]) == 2
+    assert "output is missing" in capsys.readouterr().err
