@@ -100,9 +100,8 @@ def reading(folder: Path, repeats: int) -> list[Table]:
         copied, disk = loader_of(f"{url}/{paths(shards, 'tar')}", folder / "copies")
         requested, _ = loader_of(f"{url}/{paths(shards, 'tar')}", folder / "none")
         tables, _ = loader_of(f"{url}/{paths(shards, 'parquet')}", folder / "unpacked")
-        prefetch = copied.prefetch
-        requested.prefetch = None
-        assert prefetch is not None
+        (prefetch,) = copied.prefetch
+        requested.prefetch = ()
         first = first_batch(copied)
         whole = first + window_complete(prefetch)
         warm = first_batch(copied)
@@ -171,7 +170,9 @@ def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, LocalCopie
     ahead = WindowOrder(layout, 0, WINDOW).span // 2 + (PREFETCH + 1) * BATCH
     prefetch = Prefetch(disk, ShardUses(sampler, len(layout.sizes)).next, ahead) if copies else None
     views = build_views(PretrainConfig())
-    return Loader(source=source, views=views, sampler=sampler, prefetch=prefetch, workers=1), disk
+    return Loader(
+        source=source, views=views, sampler=sampler, prefetch=[prefetch] if prefetch else [], workers=1
+    ), disk
 
 
 def first_batch(loader: Loader) -> float:

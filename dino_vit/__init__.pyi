@@ -52,7 +52,8 @@ __version__: str
 class _Data(TypedDict, total=False):
     """The images, and how many of them a process takes at once."""
 
-    source: str | os.PathLike[str] | None
+    source: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] | None
+    mix: float | collections.abc.Sequence[float] | None
     labels: str | os.PathLike[str] | None
     weights: str | os.PathLike[str] | None
     batch_size: int
@@ -245,6 +246,7 @@ def demo(
 def inspect_data(
     source: str | os.PathLike[str] | object = ...,
     *,
+    mix: float | collections.abc.Sequence[float] | None = None,
     labels: str | os.PathLike[str] | None = None,
     count: int | None = 2000,
     max_pixels: int = 200000000,
@@ -263,6 +265,7 @@ def inspect_data(
     The settings and their defaults:
 
       source=...                          folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays
+      mix=null                            shares of several sources, as data.mix of a training
       labels=null                         file of labels by name, .csv or .json; null: the source's own
       count=2000                          images to inspect, evenly spread over the source; null: all
       max_pixels=200000000                a larger image is not decoded
@@ -273,9 +276,10 @@ def inspect_data(
 
 def pack(
     source: str | os.PathLike[str] | object = ...,
-    output: str | os.PathLike[str] = ...,
+    output: str | os.PathLike[str] | None = None,
     *,
     labels: str | os.PathLike[str] | None = None,
+    index_only: bool = False,
     shard_size: int = 512,
     size: int | None = None,
     config: str | os.PathLike[str] | PackConfig | None = None,
@@ -290,8 +294,9 @@ def pack(
     The settings and their defaults:
 
       source=...                          folder, list, archives, tables: see `dino-vit inspect-data --help`
-      output=...                          folder to write; it must not exist or be empty
+      output=null                         folder to write; it must not exist or be empty
       labels=null                         file of labels by name, .csv or .json; null: the source's own
+      index_only=false                    write only a catalogue of tar or zip archives, beside them
       shard_size=512                      approximate size of a shard in MiB
       size=null                           reduce larger images to this shorter side in pixels; null: none
     """
@@ -334,7 +339,8 @@ def pretrain(
       recipe=dino                         as published; auto: fit to the images [dino|auto]
       seed=0                              seed of every random number
       output=runs/pretrain                folder of the run; a run in it is resumed
-      data.source=null                    folder, list, archive, array, hf:NAME, `synthetic`
+      data.source=null                    folder, list, archive, array, hf:NAME, `synthetic`; or several
+      data.mix=null                       shares of several sources; null: by their sizes
       data.labels=null                    file of labels for evaluation; null: the source's
       data.weights=null                   file of (name, weight): how often to draw images
       data.batch_size=64                  images per process and forward pass

@@ -20,6 +20,7 @@ from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import splits_of
+from dino_vit.data.mixed import MixedSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
@@ -32,7 +33,8 @@ ROWS = 8  # images on the sheet
 
 def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
-    source, name = open_source(config.source, config.labels), printable(config.source)
+    source = open_source(config.source, config.labels, config.mix)
+    name = printable(config.source if isinstance(config.source, str) else ", ".join(config.source))
     indices = spread(len(source), config.count or len(source))
     summary = inspect_images(source, indices, max_pixels=config.max_pixels)
     training = training_config(config.pretrain, source, summary)
@@ -71,6 +73,7 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
         "images": len(source),
         "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
         "without_label": labels[None],
+        "epoch": source.describe_epoch() if isinstance(source, MixedSource) else None,
         "splits": {name: len(indices) for name, indices in splits_of(source).items()},
         "advice": advice,
         "looked_at": len(images) + len(summary.unreadable),
@@ -112,6 +115,8 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
     if single := [name for name, count in labels.items() if count == 1]:
         yield f"labels with a single image, perhaps mistyped: {brief(', '.join(single), 200)}"
+    if facts["epoch"]:
+        yield facts["epoch"]
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
     if facts["looked_at"] < facts["images"]:

@@ -31,14 +31,14 @@ from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
+from dino_vit.data.catalogue import Shard, index_shard, write_catalogue
+from dino_vit.data.catalogued import CATALOGUE
 from dino_vit.data.images.decode import UnreadableImage, decode, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
 from dino_vit.data.sources.archives import CLASS_NAMES
-from dino_vit.data.sources.catalogue import Shard, index_shard, write_catalogue
-from dino_vit.data.sources.catalogued import CATALOGUE
 from dino_vit.data.sources.open import archive_files, open_source
 from dino_vit.data.sources.remote import in_threads
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Fit, PositiveShare, Share, Side, Tokens, WeightsFormat
+from dino_vit.config.sections import Fit, PositiveShare, Share, Side, Sources, Tokens, WeightsFormat
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -283,7 +283,10 @@ class InspectConfig(Settings):
 
     examples: ClassVar = ("inspect-data photos sheet=views.png",)
     positional: ClassVar = ("source",)
-    source: str = Field(description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays")
+    source: Sources = Field(
+        description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays"
+    )
+    mix: tuple[Positive, ...] | None = setting(None, "shares of several sources, as data.mix of a training")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")

@@ -107,6 +107,7 @@ class PretrainConfig(Settings):
             for problem in check(self):
                 if not filled_later.intersection(_KEY.findall(problem)):
                     yield problem
+        yield from self.data.contradictions()
         if self.budget.epochs is not None and "budget.epochs" not in filled_later:
             yield from check_phases(self, self.budget.epochs, given_keys(self))
 

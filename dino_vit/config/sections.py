@@ -3,6 +3,7 @@
 `pretrain.py` puts the sections together, and says which combinations are refused.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -19,6 +20,7 @@ from dino_vit.config.settings import (
     Probability,
     Settings,
     setting,
+    several,
     whole,
 )
 from dino_vit.core import VIT_SIZES, Size, height_width
@@ -44,11 +46,17 @@ Share = tuple[PositiveShare, PositiveShare]
 Triple = tuple[Probability, Probability, Probability]
 
 
+Sources = Annotated[str | tuple[str, ...], BeforeValidator(several)]
+
+
 class Data(Settings):
     """The images, and how many of them a process takes at once."""
 
     # It is resumable where the same images are in another place, as their fingerprint tells.
-    source: str | None = setting(None, "folder, list, archive, array, hf:NAME, `synthetic`", resumable=True)
+    source: Sources | None = setting(
+        None, "folder, list, archive, array, hf:NAME, `synthetic`; or several", resumable=True
+    )
+    mix: tuple[Positive, ...] | None = setting(None, "shares of several sources; null: by their sizes")
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
     weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
@@ -76,7 +84,23 @@ class Data(Settings):
                 "no images are given: name a folder, list, archive, table or array, as in `dino-vit pretrain"
             )
             raise ValueError(f"{text} photos` (data.source); `synthetic` are generated textures")
-        return self.source
+        return self.source if isinstance(self.source, str) else ", ".join(self.source)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of a run, mostly one."""
+        return (self.images,) if isinstance(self.source, str) else self.source or ()
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield what does not go with the number of sources."""
+        several = isinstance(self.source, tuple)
+        for key in ("labels", "weights"):
+            if several and getattr(self, key):
+                given = f"data.{key}={getattr(self, key)}"
+                yield f"{given} is a file for one source; remove it, or give one data.source"
+        if self.mix and (not several or len(self.mix) != len(self.sources)):
+            shares, sources = plural(len(self.mix), "share"), plural(len(self.sources), "source")
+            yield f"data.mix has {shares}, but data.source names {sources}; give one for each, or remove it"
 
 
 class Model(Settings):

@@ -11,6 +11,13 @@ from pydantic_core import PydanticCustomError
 T = TypeVar("T")
 
 
+def several(value: object) -> object:
+    """Read `[a, b]` as several texts where one would do too."""
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]") and "," in value:
+        return tuple(part.strip() for part in value[1:-1].split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
 def whole(value: object) -> object:
     """Turn a whole float into an int, so that an integer setting takes 1e6."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

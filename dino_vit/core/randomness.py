@@ -29,6 +29,7 @@ class RngPurpose(IntEnum):
     MASKS = 10
     SHARDS = 11
     WINDOW = 12
+    MIX = 13
 
 
 def random_bits(seed: int, purpose: RngPurpose, *keys: Key) -> NDArray[np.uint64]:

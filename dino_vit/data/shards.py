@@ -269,9 +269,14 @@ class Prefetch:
     """
 
     def __init__(
-        self, copies: LocalCopies, next_uses: Callable[[int], NDArray[np.int64]], ahead: int
+        self,
+        copies: LocalCopies,
+        next_uses: Callable[[int], NDArray[np.int64]],
+        ahead: int,
+        limit: float | None = None,
     ) -> None:
-        self.copies, self.next_uses, self.ahead = copies, next_uses, ahead
+        """`limit` are the bytes that copies of this source may take, where several share the folder."""
+        self.copies, self.next_uses, self.ahead, self.limit = copies, next_uses, ahead, limit
         self.position = 0
         self.failure: ValueError | ChangedFile | Refused | None = None  # why a run must end
 
@@ -308,7 +313,9 @@ class Prefetch:
         uses = self.next_uses(self.position)
         near = np.flatnonzero(uses < self.ahead)
         near = near[np.argsort(uses[near], kind="stable")].tolist()
-        near = near[: np.searchsorted(np.cumsum(copies.sizes[near]), copies.limit, side="right")]
+        near = near[
+            : np.searchsorted(np.cumsum(copies.sizes[near]), self.limit or copies.limit, side="right")
+        ]
         for shard in near:
             if copies.is_whole(shard):
                 continue

@@ -19,6 +19,7 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public
+from dino_vit.data.mixed import images_per_epoch
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
@@ -182,7 +183,7 @@ def start_record(run: ReadyRun) -> Start:
         precision=state.precision,
         workers=state.loader.workers,
         global_batch=plan.global_batch,
-        images=len(state.source),
+        images=images_per_epoch(state.source),
         steps_per_epoch=plan.steps_per_epoch,
         total_steps=plan.total_steps,
         parameters={"backbone": backbone, "head": total - backbone},
@@ -202,7 +203,7 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
     )
     yield (
-        f"{start.images:,} images of {config.data.source}: {plural(start.steps_per_epoch, 'step')} "
+        f"{start.images:,} images of {config.data.images}: {plural(start.steps_per_epoch, 'step')} "
         f"per epoch, {plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
     )
     if verbose or not run.resumed:  # or its first start has said it

@@ -19,6 +19,7 @@ from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather
 from dino_vit.core.text import plural, printable
+from dino_vit.data.mixed import images_per_epoch, parts_of
 from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, channel_statistics, inspect_images, sample
@@ -79,7 +80,8 @@ def resolve_config(
     A run that resumes keeps what was chosen at its start.
     """
     source, resumed, max_pixels = context.source, context.resumed, config.data.max_pixels
-    images = inspect_images(source, sample(source, config.seed, INSPECTED), max_pixels=max_pixels)
+    summary = inspect_images(source, sample(source, config.seed, INSPECTED), max_pixels=max_pixels)
+    images = images_per_epoch(source)
     made: dict[str, Choice] = {}
 
     def add(choices: Sequence[Choice]) -> None:
@@ -94,32 +96,32 @@ def resolve_config(
     add(
         auto_choices(
             config,
-            image_size=images.image_size,
-            images=len(source),
-            channels=images.channels,
+            image_size=summary.image_size,
+            images=images,
+            channels=summary.channels,
             global_batch=resumed.metadata["global_batch"] if resumed else batch,
             steps=context.fit.steps,
             evaluations=context.fit.evaluations,
         )
     )
-    global_batch = min(batch, len(source))  # more is refused by the plan
-    steps = context.fit.steps or config.budget.total_steps(len(source), global_batch)
-    shortened = [] if resumed else phase_choices(config, steps / (len(source) // global_batch))
+    global_batch = min(batch, images)  # more is refused by the plan
+    steps = context.fit.steps or config.budget.total_steps(images, global_batch)
+    shortened = [] if resumed else phase_choices(config, steps / (images // global_batch))
     add(shortened)
-    if not any(image.fits(config.data.channels) for image in images.images):
+    if not any(image.fits(config.data.channels) for image in summary.images):
         raise ValueError(
-            f"data.channels={config.data.channels}, but the images of {config.data.source} have "
-            f"{images.channels} channels; set data.channels, data.mean and data.std (null: measured)"
+            f"data.channels={config.data.channels}, but the images of {config.data.images} have "
+            f"{summary.channels} channels; set data.channels, data.mean and data.std (null: measured)"
         )
     if config.data.bits is None:
-        add([Choice("data.bits", images.bits, "as the images have")])
+        add([Choice("data.bits", summary.bits, "as the images have")])
     add(_order_choices(config, context))
     statistics, notes = _pixel_statistics(config, source, context.device)
     add(statistics)
     add(_batch_choices(config, context))
-    notes.insert(0, images.describe(build_pixels(config)))
-    sizes = [(image.height, image.width) for image in images.images]
-    if advice := advice_on_size(config, sizes, printable(config.data.source)):
+    notes.insert(0, summary.describe(build_pixels(config)))
+    sizes = [(image.height, image.width) for image in summary.images]
+    if advice := advice_on_size(config, sizes, printable(config.data.images)):
         notes.append(advice)
     return config, list(made.values()), notes
 
@@ -273,12 +275,13 @@ def _pixel_statistics(
 
 def _order_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     """Walk through remote shards one after another, as their copies on the disk do, and through very many."""
-    sharded = shards_of(context.source)
-    if config.data.order is not None or context.resumed or sharded is None:
+    sharded = [part for each in parts_of(context.source) if (part := shards_of(each))]
+    is_remote = any(source.ranges.is_remote for source, _ in sharded)
+    if config.data.order is not None or context.resumed or not sharded:
         return []
-    if not sharded[0].ranges.is_remote and len(context.source) <= GLOBAL_ORDER:
+    if not is_remote and len(context.source) <= GLOBAL_ORDER:
         return []
-    where = "remote" if sharded[0].ranges.is_remote else "local"
-    shards = plural(len(sharded[0].ranges.paths), f"{where} shard")
+    count = sum(len(source.ranges.paths) for source, _ in sharded)
+    shards = plural(count, "remote shard" if is_remote else "local shard")
     reason = f"of {shards}, {config.data.window} at a time are mixed (data.window)"
     return [Choice("data.order", "window", reason)]

@@ -21,6 +21,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
+from dino_vit.data.mixed import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.data.sources import remote
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
@@ -79,19 +80,25 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
         )
     if context.sampling is not None:
         notes.append(describe_sampling(context.sampling))
-    if splits := choose_splits(context.source):
-        use = describe_use(context.source, *splits, config.data.images)
+    if isinstance(context.source, MixedSource):
+        notes.append(context.source.describe_epoch())
+    evaluated, name = evaluated_part(context.source)
+    if name:
+        notes.append(f"the run is evaluated on {name}, the first source with labels, or the first of all")
+    if splits := choose_splits(evaluated):
+        use = describe_use(evaluated, *splits, name or config.data.images)
         notes.append(f"{use}; the run learns from all of them, without labels")
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 
 def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) -> RunContext:
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
-    if Path(config.output).resolve() == Path(config.data.images).resolve():
+    if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     remote.timeout_s = config.data.timeout
     with in_all_processes():
-        source = open_source(config.data.images, config.data.labels)
+        data = config.data
+        source = open_source(data.source or data.images, data.labels, data.mix)
     sampling = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:
@@ -162,7 +169,7 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 
 def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accelerator) -> TrainingState:
     device, processes = accelerator.device, context.processes
-    plan = make_plan(config, len(context.source), processes, context.fit.steps)
+    plan = make_plan(config, images_per_epoch(context.source), processes, context.fit.steps)
     student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
     precision = choose_precision(config.run.precision, device)
@@ -189,7 +196,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         pin=device.type == "cuda",
     )
     evaluation = OnlineEvaluation(
-        source=context.source,
+        source=evaluated_part(context.source)[0],
         transform=build_eval_transform(config),
         seed=config.seed,
         autocast=DTYPES[precision] if precision != "no" else None,

@@ -18,6 +18,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.layout import ShardLayout
+from dino_vit.data.mixed import MixedSource, images_per_epoch, parts_of
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
@@ -25,7 +26,7 @@ from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader, choose_workers
 from dino_vit.views.masks import Masking
-from dino_vit.views.order import WindowOrder
+from dino_vit.views.order import GlobalOrder, MixedOrder, PartOfMix, WeightedWindowOrder, WindowOrder
 from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
@@ -121,30 +122,33 @@ def build_loader(
     pin: bool,
 ) -> Loader:
     """Return the loader of one process."""
-    sharded = shards_of(source)
-    if config.data.order == "window" and sharded is None:
+    sharded = [shards_of(part) for part in parts_of(source)]
+    if config.data.order == "window" and not any(sharded):
         raise ValueError(
             "data.order=window walks through tar shards, zips or remote Parquet files, but "
-            f"data.source={config.data.source} has none: give data.order=global, or write shards with "
+            f"data.source={config.data.images} has none: give data.order=global, or write shards with "
             "`dino-vit pack`"
         )
+    windows = [part[1] if part and config.data.order == "window" else None for part in sharded]
+    mixed = _mixed_order(config, source, windows) if isinstance(source, MixedSource) else None
     sampler = Sampler(
-        length=len(source),
+        length=images_per_epoch(source),
         batch_size=global_batch,
         seed=config.seed,
         rank=rank,
         world_size=world_size,
         accumulate=config.optim.accumulate,
         weights=weights,
-        layout=sharded[1] if sharded and config.data.order == "window" else None,
+        layout=None if mixed else windows[0],
         window=config.data.window,
+        mixed=mixed,
     )
     return Loader(
         source=source,
         views=build_views(config),
         sampler=sampler,
         pixels=build_pixels(config),
-        prefetch=build_prefetch(config, sharded, sampler) if sharded else None,
+        prefetch=build_prefetches(config, sharded, sampler),
         augment=build_augment(config) if config.data.augment_on == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
@@ -153,24 +157,59 @@ def build_loader(
     )
 
 
+def _mixed_order(
+    config: PretrainConfig, source: MixedSource, windows: Sequence[ShardLayout | None]
+) -> MixedOrder:
+    """Return the order of several sources, each in its own."""
+    orders = [
+        GlobalOrder(len(part), config.seed)
+        if layout is None
+        else WindowOrder(layout, config.seed, config.data.window)
+        for part, layout in zip(source.parts, windows, strict=True)
+    ]
+    return MixedOrder(orders, source.counts, source.starts.tolist(), config.seed)
+
+
+def build_prefetches(
+    config: PretrainConfig, sharded: Sequence[tuple[ShardedSource, ShardLayout] | None], sampler: Sampler
+) -> list[Prefetch]:
+    """Let remote sources read from copies of their shards, if they help; one process of a host makes them."""
+    remote = [part for part in sharded if part and part[0].ranges.is_remote]
+    folder = Path(config.data.cache).expanduser() if config.data.cache else None
+    if not config.data.cache_gb or not remote:
+        for source, _ in remote:
+            source.local_copies.folder = folder or source.local_copies.folder
+        return []
+    made = [
+        build_prefetch(config, part, sampler, number, len(remote))
+        for number, part in enumerate(sharded)
+        if part and part[0].ranges.is_remote
+    ]
+    return [prefetch for prefetch in made if prefetch]
+
+
 def build_prefetch(
-    config: PretrainConfig, sharded: tuple[ShardedSource, ShardLayout], sampler: Sampler
+    config: PretrainConfig,
+    sharded: tuple[ShardedSource, ShardLayout],
+    sampler: Sampler,
+    number: int = 0,
+    sources: int = 1,
 ) -> Prefetch | None:
-    """Let the source read from copies of its shards, if they help; one process of a host makes them."""
+    """Let a source, by its number in a mix, read from copies; it may fill its part of the cache."""
     source, layout = sharded
     copies, data = source.local_copies, config.data
     if data.cache:
         copies.folder = Path(data.cache).expanduser()
-    if not data.cache_gb or not source.ranges.is_remote:
-        return None
     copies.folder.mkdir(parents=True, exist_ok=True)
     room = disk_usage(copies.folder).free + copies.present()
     copies.limit = min(data.cache_gb * 1e9, ROOM * room)
+    order = sampler.mixed.orders[number] if sampler.mixed else sampler.build_order()
+    span = order.span if isinstance(order, WindowOrder | WeightedWindowOrder) else None
     sizes = np.sort(copies.sizes)[::-1]
-    if sampler.layout is None and sizes.sum() > copies.limit:
+    if span is None and sizes.sum() > copies.limit / sources:
         return None
     needed = sizes[: data.window + 2].sum()
-    if data.order == "window" and needed > copies.limit:
+    if data.order == "window" and needed > copies.limit / sources:
         raise ValueError(
             f"data.window={data.window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
             f"data.cache_gb={data.cache_gb:g} and the disk of {copies.folder} allow: give a larger cache or "
@@ -178,13 +217,15 @@ def build_prefetch(
         )
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # one process of a host makes copies
         return None
-    # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
-    batches = choose_workers(config.data.workers, sampler.world_size) * PREFETCH + 1
     ahead = 2 * sampler.length
-    if sampler.layout is not None:
-        span = WindowOrder(sampler.layout, sampler.seed, sampler.window).span
+    if span is not None:
+        # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
+        batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
         ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
-    return Prefetch(copies, ShardUses(sampler, len(layout.sizes)).next, ahead)
+        if sampler.mixed:  # in images of the mix
+            ahead = ahead * sampler.length // sampler.mixed.counts[number]
+    part = PartOfMix(sampler.mixed, number) if sampler.mixed else None
+    return Prefetch(copies, ShardUses(sampler, len(layout.sizes), part).next, ahead, copies.limit / sources)
 
 
 def make_views(

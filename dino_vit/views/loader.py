@@ -7,7 +7,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -90,12 +90,13 @@ class Loader(Dataset[Batch | Exception]):
     augment: nn.Module | None = None
     masking: Masking | None = None
     scaled_decoding: bool = False
-    prefetch: Prefetch | None = None
+    prefetch: Sequence[Prefetch] = ()  # one for each remote source
     workers: int = 0
     pin: bool = False
 
     def __post_init__(self) -> None:
-        assert len(self.source) == self.sampler.length, (len(self.source), self.sampler.length)
+        lengths = len(self.source), self.sampler.length
+        assert self.sampler.mixed or lengths[0] == lengths[1], lengths
         self.by_size: dict[Size, list[int]] = {}
         for index, view in enumerate(self.views):
             self.by_size.setdefault(view.size, []).append(index)
@@ -106,7 +107,7 @@ class Loader(Dataset[Batch | Exception]):
         """Yield the batches from a step on, without end; closing the iterator ends the workers."""
         stops = multiprocessing.Event()
         loader: DataLoader[Batch | Exception] = DataLoader(
-            replace(self, prefetch=None),  # whose thread stays in this process
+            replace(self, prefetch=()),  # whose threads stay in this process
             batch_size=None,
             sampler=self.sampler.batch_specs(position),
             num_workers=self.workers,
@@ -117,15 +118,15 @@ class Loader(Dataset[Batch | Exception]):
         )
         with _signals_blocked():
             batches: Any = iter(loader)
-        # After the fork of the workers, which would inherit its files.
-        shards = self.prefetch.running(position) if self.prefetch else nullcontext()
         try:
-            with shards:
+            with ExitStack() as threads:
+                for prefetch in self.prefetch:  # after the fork of the workers, which would inherit its files
+                    threads.enter_context(prefetch.running(position))
                 for taken, batch in enumerate(batches):
-                    if self.prefetch:
-                        self.prefetch.position = position + taken // self.sampler.accumulate
-                        if self.prefetch.failure:
-                            raise self.prefetch.failure
+                    for prefetch in self.prefetch:
+                        prefetch.position = position + taken // self.sampler.accumulate
+                        if prefetch.failure:
+                            raise prefetch.failure
                     if isinstance(batch, Exception):
                         raise batch
                     yield batch

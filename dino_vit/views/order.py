@@ -1,7 +1,9 @@
 """The order of an epoch: a function of the seed and the epoch, of which any part is drawn by itself."""
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +14,18 @@ from dino_vit.data.layout import ShardLayout
 BLOCK = 2**18  # images, at least, that a window order draws at a time
 
 
-class Order(Protocol):
+class Uses(Protocol):
+    """When each epoch needs the shards."""
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
+
+
+class Order(Uses, Protocol):
     """The images of each epoch."""
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the images at the positions from `start` to `stop` of an epoch."""
-
-    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
 
 
 class GlobalOrder:
@@ -28,6 +34,9 @@ class GlobalOrder:
     def __init__(self, length: int, seed: int, weights: NDArray[np.float64] | None = None) -> None:
         self.length, self.seed, self.weights = length, seed, weights
         self._order = lru_cache(1)(self._draw)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GlobalOrder, (self.length, self.seed, self.weights)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         return self._order(epoch)[start:stop]
@@ -74,6 +83,9 @@ class WindowOrder:
         self.span = min(window * squares // self.length, self.length) if span is None else span
         self._shard_size = squares // self.length
         self._shuffled, self._block = lru_cache(2)(self._shuffle), lru_cache(2)(self._draw)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WindowOrder, (self.layout, self.seed, 0, self.span)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         number = start // self._block_size
@@ -161,3 +173,60 @@ class WeightedWindowOrder:
         drawn = self.drawn.take(epoch, 0, len(self.layout))
         layout = ShardLayout.of(self.layout.shards(drawn), len(self.layout.sizes))
         return WindowOrder(layout, self.seed, self.window, self.span)
+
+
+class MixedOrder:
+    """Some images of each of several orders in an epoch, in the same shares all along.
+
+    Image j of the n that an order gives lies at random between j / n and (j + 1) / n of the epoch.
+    """
+
+    def __init__(
+        self, orders: Sequence[Order], counts: Sequence[int], starts: Sequence[int], seed: int
+    ) -> None:
+        """`starts` are where the images of each order begin, and where the last end."""
+        self.orders, self.counts, self.starts, self.seed = orders, counts, starts, seed
+        self.length = sum(counts)
+
+    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        # Before each of these times there are at most `start` images, and at least `stop`.
+        margin = len(self.orders)
+        early, late = (start - margin) / self.length, (stop + margin) / self.length
+        first = [max(0, math.floor(early * count) - 1) for count in self.counts]
+        rows = [
+            np.arange(low, min(count, math.ceil(late * count) + 1))
+            for low, count in zip(first, self.counts, strict=True)
+        ]
+        times = [
+            (of_order + random_uniform(self.seed, RngPurpose.MIX, epoch, number, of_order)) / count
+            for number, (of_order, count) in enumerate(zip(rows, self.counts, strict=True))
+        ]
+        numbers = np.repeat(np.arange(margin), list(map(len, rows)))
+        chosen = np.argsort(np.concatenate(times), kind="stable")[start - sum(first) : stop - sum(first)]
+        row, number = np.concatenate(rows)[chosen], numbers[chosen]
+        images = np.empty(len(chosen), dtype=np.int64)
+        for each, order in enumerate(self.orders):
+            if len(of_order := row[number == each]):  # they follow each other
+                taken = order.take(epoch, int(of_order[0]), int(of_order[-1]) + 1)
+                images[number == each] = taken + self.starts[each]
+        return images
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        raise NotImplementedError("each order has shards of its own: PartOfMix")
+
+    def range_around(self, image: int) -> tuple[int, int]:
+        """Return the first image of the order that gives an image, and its last one plus 1."""
+        number = int(np.searchsorted(self.starts, image, side="right"))
+        return int(self.starts[number - 1]), int(self.starts[number])
+
+
+class PartOfMix:
+    """When a mixed order needs the shards of one of its orders."""
+
+    def __init__(self, mixed: MixedOrder, number: int) -> None:
+        self.order, self.count, self.length = mixed.orders[number], mixed.counts[number], mixed.length
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        uses = self.order.next_uses(epoch, start * self.count // self.length)
+        uses[uses >= self.count] = -1
+        return np.where(uses < 0, -1, uses * self.length // self.count)

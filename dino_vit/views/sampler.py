@@ -19,7 +19,15 @@ from dino_vit.data.labels import values_by_name
 from dino_vit.data.layout import ShardLayout
 from dino_vit.data.sources.source import Source
 from dino_vit.data.targets import as_number
-from dino_vit.views.order import GlobalOrder, Order, WeightedWindowOrder, WindowOrder, draw_by_weight
+from dino_vit.views.order import (
+    GlobalOrder,
+    MixedOrder,
+    Order,
+    Uses,
+    WeightedWindowOrder,
+    WindowOrder,
+    draw_by_weight,
+)
 
 WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 
@@ -53,6 +61,7 @@ class Sampler:
     weights: NDArray[np.float64] | None = None
     layout: ShardLayout | None = None
     window: int = 16
+    mixed: MixedOrder | None = None  # of several sources, instead of these
 
     def __post_init__(self) -> None:
         assert 0 < self.batch_size <= self.length, (self.batch_size, self.length)
@@ -66,6 +75,8 @@ class Sampler:
 
     def build_order(self) -> Order:
         """Return the order, which draws any part of an epoch."""
+        if self.mixed is not None:
+            return self.mixed
         if self.layout is None:
             return GlobalOrder(self.length, self.seed, self.weights)
         if self.weights is None:
@@ -81,8 +92,9 @@ class Sampler:
         keys = self.seed, RngPurpose.REPLACEMENT, sample, np.arange(count)
         if self.weights is not None:
             yield from draw_by_weight(self.weights, random_uniform(*keys)).tolist()
-        else:
-            yield from (random_bits(*keys) % np.uint64(self.length)).tolist()
+            return
+        start, stop = self.mixed.range_around(sample) if self.mixed else (0, self.length)
+        yield from (start + (random_bits(*keys) % np.uint64(stop - start)).astype(np.int64)).tolist()
 
     def batch_specs(self, position: int = 0) -> Iterator[BatchSpec]:
         """Yield this process's part of each micro-batch, from a position (in steps) on, without end."""
@@ -106,8 +118,8 @@ class Sampler:
 class ShardUses:
     """When a run needs each shard: known ahead, as the order is a function of the epoch."""
 
-    def __init__(self, sampler: Sampler, shards: int) -> None:
-        self.sampler, self.shards, self.order = sampler, shards, sampler.build_order()
+    def __init__(self, sampler: Sampler, shards: int, order: Uses | None = None) -> None:
+        self.sampler, self.shards, self.order = sampler, shards, order or sampler.build_order()
 
     def next(self, position: int) -> NDArray[np.int64]:
         """Return for each shard after about how many images it is needed, from a position (in steps) on.

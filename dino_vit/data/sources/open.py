@@ -31,6 +31,7 @@ from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries
+from dino_vit.data.mixed import MixedSource
 from dino_vit.data.sources.files import (
     BRACES,
     exists,
@@ -57,8 +58,15 @@ CONTAINERS = (*ARCHIVE_SUFFIXES, ".parquet")
 _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re.IGNORECASE)
 
 
-def open_source(spec: str, labels: str | Path | None = None) -> Source:
-    """Open a set of images; `labels` is a file of labels by name that replace its own."""
+def open_source(
+    spec: str | Sequence[str], labels: str | Path | None = None, mix: Sequence[float] | None = None
+) -> Source:
+    """Open a set of images; `labels` is a file of labels by name that replace its own.
+
+    Several sets become one, of which each gives its share of `mix`.
+    """
+    if not isinstance(spec, str):
+        return MixedSource(spec, [_open(each) for each in spec], mix)
     source = _open(spec)
     return source if labels is None else join_labels(source, labels)
 
@@ -79,7 +87,7 @@ def _open(spec: str) -> Source:
             return HubSource(rest)
     spec = plain(spec)
     if suffix_of(spec) in ("", *ARCHIVE_SUFFIXES):
-        from dino_vit.data.sources.catalogued import find_catalogue, open_catalogued
+        from dino_vit.data.catalogued import find_catalogue, open_catalogued
 
         if folder := find_catalogue(spec):
             return open_catalogued(folder)

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import brief
+from dino_vit.data.catalogued import CATALOGUE, DIGESTS, INDEX, NUMBERS, VERSION, read_index
 from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
 from dino_vit.data.sources.archives import ARCHIVES, FIELDS, Member, class_names, named
-from dino_vit.data.sources.catalogued import CATALOGUE, DIGESTS, INDEX, NUMBERS, VERSION, read_index
 from dino_vit.data.sources.files import UNKNOWN, file_signature
 from dino_vit.data.sources.index import bytes_to_arrow, to_arrow
 from dino_vit.data.sources.remote import is_url, remotely
