@@ -116,7 +116,8 @@ def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     }
     columns: dict[str, Any] = {"file": pa.array([shard.file for shard in shards], pa.large_string())}
     columns |= {name: pa.array([getattr(shard, name) for shard in shards], pa.int64()) for name in NUMBERS}
-    columns |= {name: pa.array([getattr(shard, name) for shard in shards], pa.string()) for name in DIGESTS}
+    for name in DIGESTS:
+        columns[name] = pa.array([bytes.fromhex(getattr(shard, name)) for shard in shards], pa.binary())
     batch = pa.record_batch(columns, metadata={"dino_vit": json.dumps(metadata)})
     write_anywhere(os.path.join(folder, CATALOGUE), _to_bytes(batch))
     return metadata

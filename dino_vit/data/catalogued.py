@@ -166,7 +166,7 @@ class _Items(NamedTuple):
 
 @lru_cache(HELD)
 def _items(source: CataloguedSource, shard: int) -> _Items:
-    batch = read_index(source.ranges.paths[shard], source.catalogue.indexes[shard].as_py())
+    batch = read_index(source.ranges.paths[shard], source.catalogue.indexes[shard].as_py().hex())
     columns = {field: np.from_dlpack(batch[field]) for field in FIELDS}
     return _Items(batch["name"], batch["label"], columns)
 

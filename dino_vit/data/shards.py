@@ -143,7 +143,7 @@ class LocalCopies:
 
     def _digest_of(self, shard: int) -> str | None:
         """Return the digest of a shard that the catalogue states, if one does."""
-        return self._digests[shard].as_py() or None if self._digests is not None else None
+        return self._digests[shard].as_py().hex() or None if self._digests is not None else None
 
     def path(self, shard: int) -> Path:
         return self.folder / self.name(shard)

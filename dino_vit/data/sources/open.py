@@ -86,7 +86,7 @@ def _open(spec: str) -> Source:
 
             return HubSource(rest)
     spec = plain(spec)
-    if suffix_of(spec) in ("", *ARCHIVE_SUFFIXES):
+    if suffix_of(spec) in ("", *ARCHIVE_SUFFIXES) or os.path.isdir(spec):
         from dino_vit.data.catalogued import find_catalogue, open_catalogued
 
         if folder := find_catalogue(spec):
