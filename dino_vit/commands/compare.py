@@ -27,7 +27,7 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import digest, write_bytes
 from dino_vit.data.sources.index import cache_folder
-from dino_vit.data.sources.masks import open_masks
+from dino_vit.data.sources.masks import open_masks, recognise
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
 from dino_vit.eval.features import FrozenBackbone
@@ -62,8 +62,8 @@ def run(config: CompareConfig) -> ComparisonResult:
     """Measure all backbones and compare them by pairs of images; with an output, write a page and JSON."""
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
-    comparison = Comparison(source=open_source(config.source, config.labels))
-    evaluators = _choose_evaluators(config, comparison.source)
+    comparison = Comparison(source=open_compared(config))
+    evaluators = choose_evaluators(config, comparison.source)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
@@ -124,7 +124,13 @@ def names_of(weights: Sequence[str]) -> list[str]:
     return names if len({*names, UNTRAINED}) > len(names) else list(weights)
 
 
-def _choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
+def open_compared(config: CompareConfig) -> Source:
+    """Open the images; a published set with masks has folders that are no classes."""
+    published = config.masks is None and recognise(config.source)
+    return open_masks(config.source) if published else open_source(config.source, config.labels)
+
+
+def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
     """Return what is to be measured, or raise if labels and masks do not allow it."""
     reasons: dict[Evaluator, str] = {}
     labels = {source.label(index) for index in range(len(source))} - {None}

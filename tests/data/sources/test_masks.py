@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_vit.config.commands import IGNORED
+from dino_vit.commands.compare import choose_evaluators, open_compared
+from dino_vit.config.commands import IGNORED, CompareConfig
+from dino_vit.config.loading import load
 from dino_vit.data.sources.masks import PUBLISHED, open_masks, recognise
 from tests.support.runs import command_here
 
@@ -127,3 +129,11 @@ def test_the_command_learns_from_one_split_and_judges_the_other(voc, tmp_path):
     assert "pixels of 1 image; learned from 2 others: k-NN from " in said
     result = dino_vit.dense(voc, tmp_path / "w.safetensors", steps=2, blocks=2, verbose=False)
     assert set(result.linear.iou) == {"background", "person", "tv_monitor"}
+
+
+def test_a_published_set_is_compared_by_its_images_and_masks_alone(voc):
+    """Its folders are no classes, and its masks no images."""
+    config = load(CompareConfig, None, {"source": str(voc), "weights": ["a", "b"]})
+    source = open_compared(config)
+    assert [source.name(index) for index in range(len(source))] == ["2007_2.jpg"]
+    assert choose_evaluators(config, source) == ["dense"]
