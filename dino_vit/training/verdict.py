@@ -264,7 +264,9 @@ def _about_colour(run: _Run, _: Diagnosis) -> str:
     texts = [f"augment.{name}={value}" for name, value in changes.items() if getattr(augment, name) < value]
     if not texts or run.config.data.channels != 3 or augment.module:
         return ""
-    few = "" if last.probe is None else ", but tells few of the labels"
+    few = ", but tells few of the labels"
+    if last.probe is None:
+        few = f"; not where {what} is what tells your images apart"
     evidence = f"{100 * share:.0f} % of the features ({100 * first:.0f} % before training)"
     return f"Try {' '.join(texts)}: {what} explains {evidence}{few}."
 

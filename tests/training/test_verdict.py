@@ -198,6 +198,9 @@ def test_advice_follows_what_was_measured():
         "Try augment.grey=0.5 augment.hue=0.4 augment.saturation=0.8: colour explains 77 % of the features "
         "(80 % before training), but tells few of the labels."
     )
+    without = {name: [None] * 3 for name in ("knn", "best_knn", "probe")}
+    unlabelled = evaluated(**about_colour, **without, rankme=[50.0, 54.0, 54.0], entropy_gap=[3.0] * 3)
+    assert unlabelled.advice.endswith("; not where colour is what tells your images apart.")
     assert "augment" not in evaluated(**about_colour, colours=39.0).advice  # it tells labels
     half = {"colours": 31.1, "probe": [36.0, 37.0, 38.4]}  # half as well as the features, as on groceries
     assert "augment" not in evaluated(**about_colour, **half).advice
