@@ -26,6 +26,7 @@ COPIED = {
     "project/contributing.md": "CONTRIBUTING.md",
     "project/security.md": "SECURITY.md",
     "background/measured.md": "benchmarks/RESULTS.md",
+    "background/tried.md": "benchmarks/TRIED.md",
 }
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 log = get_plugin_logger("dino_vit")  # a warning fails the build
