@@ -212,6 +212,9 @@ def _choose_gentle(choices: _Choices) -> None:
     """Keep a short run from the uniform state, and regularise it little; see docs/small-sets.md."""
     choices.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
     choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
+    reason = "a short run learns faster from views with more of the image"
+    choices.choose("views.global_scale", (0.25, 1.0), reason)
+    choices.choose("views.local_scale", (0.1, 0.4), reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)
     of_dino = PretrainConfig()
