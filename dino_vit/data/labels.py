@@ -18,7 +18,7 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
-from dino_vit.data.targets import SEPARATOR, as_number, join_numbers, number_columns
+from dino_vit.data.targets import SEPARATOR, as_number, join_numbers
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
@@ -207,15 +207,23 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
         label = 1 - name
     numbers = list[int]()
     if label is None and columns is LABEL_COLUMNS:
-        others = [column for column, title in enumerate(header) if title and title not in PATH_COLUMNS]
-        numbers = number_columns(rows[start:], [column for column in others if column != name])
+        others = [
+            column
+            for column, title in enumerate(header)
+            if title not in ("", *PATH_COLUMNS) and column != name
+        ]
+        cells = {
+            row[column].strip().lower() for row in rows[start:] for column in others if column < len(row)
+        }
+        numbers = [] if None in map(as_number, cells - {"", "nan"}) else others
     if label is None and len(rows[0]) > 2 and not numbers:
         named = ", ".join(columns)
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])
     for number, row in enumerate(rows[start:], start + 1):
         if len(row) <= max(name, label or 0, *numbers):
             raise ValueError(f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {row!r:.80}")
-        text = join_numbers(header, row, numbers) if label is None else row[label]
+        cells = [row[column] for column in numbers]
+        text = join_numbers([header[column] for column in numbers], cells) if label is None else row[label]
         yield Entry(row[name], text.strip() or None)
 
 

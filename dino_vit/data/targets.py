@@ -43,15 +43,15 @@ def read_targets(
 ) -> Targets:
     """Return what the labels of a source, or of some of its images, say; without a task as they look."""
     chosen = np.arange(len(source)) if indices is None else np.asarray(indices, np.int64)
-    numbers = [source.label(index) for index in chosen.tolist()]
-    labelled = np.array([number is not None for number in numbers], np.bool_)
-    numbered = np.array([number for number in numbers if number is not None], np.int64)
+    labels = [source.label(index) for index in chosen.tolist()]
+    numbers = np.array([-1 if number is None else number for number in labels], np.int64)
+    chosen, numbers = chosen[numbers >= 0], numbers[numbers >= 0]
     task = task or recognise(source.classes)
     if task == "multiclass":
-        return Targets(task, chosen[labelled], numbered, tuple(source.classes))
-    occurring, rows = np.unique(numbered, return_inverse=True)
+        return Targets(task, chosen, numbers, tuple(source.classes))
+    occurring, rows = np.unique(numbers, return_inverse=True)
     names, values = _parse([source.classes[number] for number in occurring], task)
-    return Targets(task, chosen[labelled], values[rows], names)
+    return Targets(task, chosen, values[rows].astype(np.float32), names)
 
 
 def recognise(labels: Sequence[str]) -> Task:
@@ -60,25 +60,20 @@ def recognise(labels: Sequence[str]) -> Task:
     Whole numbers are classes, unless some are fractions or a table has several columns of them. Columns of 0
     and 1 are labels.
     """
-    table = read_numbers(labels)
-    if table and (table[1] % 1).any():
-        return "regression"
-    if table and len(table[0]) > 1 and all(table[0]):
-        return "multilabel" if _are_indicators(table[1]) else "regression"
+    names, values = _read_numbers(labels) or ((), np.empty(0))
+    if (values % 1).any() or (len(names) > 1 and all(names)):
+        return "multilabel" if np.isin(values, (0, 1)).all() else "regression"
     return "multilabel" if any(SEPARATOR in label for label in labels) else "multiclass"
 
 
-def read_numbers(labels: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.float64]] | None:
+def _read_numbers(labels: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.float64]] | None:
     """Return the columns and the numbers of each label; None unless all have the same columns of numbers."""
-    columns, rows = None, []
-    for label in labels:
-        pairs = [part.rpartition("=") for part in label.split(SEPARATOR)]
-        names, values = tuple(name.strip() for name, _, _ in pairs), [as_number(text) for *_, text in pairs]
-        if None in values or names != (columns or names):
-            return None
-        columns = names
-        rows.append(values)
-    return (columns, np.array(rows, np.float64)) if columns else None
+    rows = [[part.rpartition("=") for part in label.split(SEPARATOR)] for label in labels]
+    columns = {tuple(name for name, _, _ in row) for row in rows}
+    numbers = [[as_number(text) for *_, text in row] for row in rows]
+    if len(columns) > 1 or any(None in row for row in numbers):
+        return None
+    return next(iter(columns), ()), np.array(numbers, np.float64)
 
 
 def as_number(text: str) -> float | None:
@@ -89,47 +84,26 @@ def as_number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def number_columns(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> list[int]:
-    """Return columns of a table if all are of numbers, otherwise none: which are meant is not clear."""
-    cells = (row[column].strip() for row in rows for column in columns if column < len(row))
-    only = all(cell.lower() in ("", "nan") or as_number(cell) is not None for cell in cells)
-    return list(columns) if only else []
-
-
-def join_numbers(header: Sequence[str], row: Sequence[str], columns: Sequence[int]) -> str:
+def join_numbers(names: Sequence[str], cells: Sequence[str]) -> str:
     """Return the numbers of a row as a label, which is empty if one is missing."""
-    cells = {header[column]: row[column].strip() for column in columns}
-    if any(as_number(cell) is None for cell in cells.values()):
+    if None in map(as_number, cells):
         return ""
-    pairs = [f"{name}={cell}" for name, cell in cells.items()]
-    return SEPARATOR.join(pairs) if len(pairs) > 1 else "".join(cells.values())
+    pairs = [f"{name}={cell.strip()}" for name, cell in zip(names, cells, strict=True)]
+    return SEPARATOR.join(pairs) if len(pairs) > 1 else "".join(cells)
 
 
-def _are_indicators(values: NDArray[np.float64]) -> bool:
-    """Tell whether columns say yes and no, as 1 and 0 or as 1 and −1."""
-    return bool(np.isin(values, (0, 1)).all() or np.isin(values, (-1, 1)).all())
-
-
-def _parse(labels: Sequence[str], task: Task) -> tuple[tuple[str, ...], NDArray[np.float32]]:
-    table = read_numbers(labels)
+def _parse(labels: Sequence[str], task: Task) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+    """Return names of columns, and for each label the numbers, or a 0 or 1 for each of the labels in it."""
+    columns, values = _read_numbers(labels) or ((), np.empty(0))
+    names = tuple(name or "number" + f" {column}" * bool(column) for column, name in enumerate(columns))
     if task == "regression":
-        if table is None and labels:
-            text = next((label for label in labels if read_numbers([label]) is None), labels[0])
+        if labels and not names:
+            text = next((label for label in labels if not _read_numbers([label])), labels[0])
             raise ValueError(f"task=regression needs the same numbers for each image; one has {brief(text)}")
-        names, values = table or ((), np.empty((0, 0)))
-        return _titles(names), values.astype(np.float32)
+        return names, values
     # More than two numbers of 0 and 1 are no set of labels, as one is there twice.
-    if table and (all(table[0]) or len(table[0]) > 2) and _are_indicators(table[1]):
-        return _titles(table[0]), (table[1] > 0).astype(np.float32)
+    if (len(columns) > 2 or any(columns)) and np.isin(values, (0, 1)).all():
+        return names, values
     sets = [{name.strip() for name in label.split(SEPARATOR)} - {""} for label in labels]
-    ordered = sorted(set[str]().union(*sets))
-    column = {name: number for number, name in enumerate(ordered)}
-    marks = np.zeros((len(sets), len(ordered)), np.float32)
-    for row, of_label in enumerate(sets):
-        marks[row, [column[name] for name in of_label]] = 1
-    return tuple(ordered), marks
-
-
-def _titles(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names of columns, their numbers where they have none."""
-    return tuple(name or (str(number) if len(names) > 1 else "number") for number, name in enumerate(names))
+    names = tuple(sorted(set[str]().union(*sets)))
+    return names, np.array([[name in of_label for name in names] for of_label in sets], np.float64)

@@ -6,7 +6,7 @@ Each is a function of weights of the images (r, n), such as those of a bootstrap
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -15,40 +15,40 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from dino_vit.config.commands import Task
-from dino_vit.eval.accuracy import Measured, resample_weights
+from dino_vit.eval.accuracy import RESAMPLES, Measured, resample_weights
 
 _WEIGHTS = 2**22  # in memory at a time
-Rows = NDArray[np.int64]
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _at_least(weights: Tensor, scores: Tensor) -> Tensor:
+    """Return for each image the weight of all that score as high or higher: (r, n)."""
+    ordered, order = scores.sort(descending=True)
+    last = torch.searchsorted(-ordered, -scores, right=True) - 1  # rank of the last with the same score
+    return weights[:, order].cumsum(1)[:, last]
 
 
 def average_precision(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
     """Average, over the images with a label, the precision among all that score as high or higher."""
-
-    def of_label(scores: Tensor, targets: Tensor) -> Tensor:
-        ordered, order = scores.sort(descending=True)
-        last = torch.searchsorted(-ordered, -ordered, right=True) - 1  # rank of the last with the same score
-        images, positive = weights[:, order], weights[:, order] * targets[order]
-        precision = positive.cumsum(1) / images.cumsum(1).clamp(min=1)
-        return (positive * precision[:, last]).sum(1) / positive.sum(1)
-
-    return torch.stack(list(map(of_label, scores.T, targets.T)), dim=1)
+    columns = []
+    for of_label, target in zip(scores.T, targets.T, strict=True):
+        positive = weights * target
+        precision = _at_least(positive, of_label) / _at_least(weights, of_label).clamp(min=1)
+        columns.append((positive * precision).sum(1) / positive.sum(1))
+    return torch.stack(columns, dim=1)
 
 
 def auroc(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
     """Return how often an image with the label scores higher than one without; equal scores count half."""
-
-    def of_label(scores: Tensor, targets: Tensor) -> Tensor:
-        ordered, order = scores.sort()
-        positive, negative = weights[:, order] * targets[order], weights[:, order] * (1 - targets[order])
-        below = F.pad(negative.cumsum(1), (1, 0))
-        lower, upto = (below[:, torch.searchsorted(ordered, ordered, right=end)] for end in (False, True))
-        return (positive * (lower + upto) / 2).sum(1) / (positive.sum(1) * negative.sum(1))
-
-    return torch.stack(list(map(of_label, scores.T, targets.T)), dim=1)
+    columns = []
+    for of_label, target in zip(scores.T, targets.T, strict=True):
+        positive, negative = weights * target, weights * (1 - target)
+        total = positive.sum(1, keepdim=True)
+        higher = (_at_least(positive, of_label) + total - _at_least(positive, -of_label)) / 2
+        columns.append((negative * higher / total).sum(1) / negative.sum(1))
+    return torch.stack(columns, dim=1)
 
 
 def f1(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
@@ -58,32 +58,31 @@ def f1(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
 
 def r2(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
     """Return the share of the variance that is explained."""
-    errors = weights @ (predicted - targets).square()
-    return 1 - errors / (_variance(weights, targets) * weights.sum(1, keepdim=True))
+    variance = _covariance(weights, targets, targets)
+    return 1 - _mean(weights, (predicted - targets).square()) / variance.where(variance > 0, torch.nan)
 
 
 def mae(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-    return weights @ (predicted - targets).abs() / weights.sum(1, keepdim=True)
+    return _mean(weights, (predicted - targets).abs())
 
 
 def correlation(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-    spread = _variance(weights, predicted) * _variance(weights, targets)
+    spread = _covariance(weights, predicted, predicted) * _covariance(weights, targets, targets)
     return _covariance(weights, predicted, targets) / spread.sqrt()
 
 
+def _mean(weights: Tensor, x: Tensor) -> Tensor:
+    return weights @ x / weights.sum(1, keepdim=True)
+
+
 def _covariance(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    x, y, share = x - x[:1], y - y[:1], weights / weights.sum(1, keepdim=True)
-    return share @ (x * y) - (share @ x) * (share @ y)
+    x, y = x - x[:1], y - y[:1]  # the covariance of equal numbers is exactly 0
+    return _mean(weights, x * y) - _mean(weights, x) * _mean(weights, y)
 
 
-def _variance(weights: Tensor, x: Tensor) -> Tensor:
-    """Return the variance of each column, NaN where there is none."""
-    variance = _covariance(weights, x, x)
-    return variance.where(variance > 0, torch.nan)  # of one value it is 0, as x - x[:1] is
-
-
-# What images are judged by; the first decides.
+# What outputs are judged by; the first decides.
 METRICS: dict[Task, dict[str, Metric]] = {
+    "multiclass": {"AUROC": auroc},  # of two classes
     "multilabel": {"AP": average_precision, "F1": f1},
     "regression": {"R²": r2, "MAE": mae, "correlation": correlation},
 }
@@ -97,7 +96,7 @@ def number_text(value: float) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % confidence interval over images."""
+    """A figure of one column with its 95 % confidence interval over images."""
 
     value: float
     low: float
@@ -108,11 +107,8 @@ class Estimate:
         return f"{value} ({low} to {high})"
 
 
-@dataclass(frozen=True, kw_only=True)
 class MeasuredColumns(Measured):
     """A metric of outputs and targets, its parts: the mean of the columns that have something to judge by."""
-
-    figure: Metric
 
     @property
     def value(self) -> float:
@@ -120,7 +116,7 @@ class MeasuredColumns(Measured):
 
     @property
     def values(self) -> Tensor:
-        return self._of(torch.ones(1, len(self.images)))[0]
+        return self.figure(torch.ones(1, len(self.images), dtype=torch.double), *self.parts)[0]
 
     def resampled(self) -> Tensor:
         return self._resamples.nanmean(1)
@@ -128,47 +124,30 @@ class MeasuredColumns(Measured):
     @property
     def estimates(self) -> list[Estimate | None]:
         """The figure of each column, None without anything to judge by."""
-        limits = self._resamples.nanquantile(torch.tensor([0.025, 0.975], dtype=self._resamples.dtype), 0)
-        rows = zip(self.values.tolist(), *limits.tolist(), strict=True)
+        limits = self._resamples.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
+        rows = torch.stack([self.values, *limits], dim=1).tolist()
         return [None if math.isnan(row[0]) else Estimate(*row) for row in rows]
 
     @property
     def standard_error(self) -> float:
         """That of the mean, in per cent."""
-        weights = torch.stack([*islice(resample_weights(len(self.images)), 100)])
-        return 100 * float(self._of(weights).nanmean(1).std())
-
-    @property
-    def mean(self) -> Estimate:
-        interval = self.interval
-        return Estimate(interval.percent / 100, interval.low / 100, interval.high / 100)
+        return 100 * float(self._draw(100).nanmean(1).std())
 
     @cached_property
     def _resamples(self) -> Tensor:
-        """The figures of all columns of images drawn with replacement, (r, c)."""
-        weights, size = resample_weights(len(self.images)), max(1, _WEIGHTS // len(self.images))
-        blocks = iter(lambda: list(islice(weights, size)), [])
-        return torch.cat([self._of(torch.stack(block)) for block in blocks])
+        return self._draw(RESAMPLES)
 
-    def _of(self, weights: Tensor) -> Tensor:
-        return self.figure(weights.to(self.parts[0].dtype), *self.parts)
+    def _draw(self, count: int) -> Tensor:
+        """Return the figures of all columns of images drawn with replacement, (count, c)."""
+        weights, size = islice(resample_weights(len(self.images)), count), _WEIGHTS // len(self.images)
+        blocks: Iterator[list[Tensor]] = iter(lambda: list(islice(weights, max(1, size))), [])
+        return torch.cat([self.figure(torch.stack(block), *self.parts) for block in blocks])
 
 
-def measure(metric: Metric, title: str, images: Rows, outputs: Tensor, targets: Tensor) -> MeasuredColumns:
-    """Measure outputs (n, c) of images."""
+def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[MeasuredColumns]:
+    """Return all figures of outputs (n, c) of images; the first decides."""
     parts = [outputs.cpu().double(), targets.cpu().double()]
-    return MeasuredColumns(title=title, images=images, parts=parts, figure=metric)
-
-
-def measure_main(task: Task, title: str, images: Rows, outputs: Tensor, targets: Tensor) -> MeasuredColumns:
-    """Measure what decides: the mean AP of labels, the mean R² of numbers."""
-    metric = next(iter(METRICS[task].values()))
-    return measure(metric, f"{title} {TITLES[task]}", images, outputs, targets)
-
-
-def require_value(measured: MeasuredColumns) -> MeasuredColumns:
-    """Raise an error if no column has anything to judge by."""
-    if math.isnan(measured.value):
-        what = f"the {len(measured.images):,} images to judge by have no labels, or all the same numbers"
-        raise ValueError(f"{what}: give more images (or select=source, if heads are chosen by so few)")
-    return measured
+    return [
+        MeasuredColumns(title=title, images=images, parts=parts, figure=metric)
+        for title, metric in METRICS[task].items()
+    ]

@@ -20,7 +20,7 @@ from dino_vit.data.targets import read_targets
 from dino_vit.eval.accuracy import trivial_baselines
 from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import neighbour_means, weighted_knn
-from dino_vit.eval.metrics import TITLES, measure_main
+from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 from dino_vit.views.eval_transform import EvalTransform
@@ -206,18 +206,13 @@ class OnlineEvaluation:
         right = {spec: self._classified(columns(spec), features.indices) for spec in specs}
         best = max(specs, key=lambda spec: right[spec].percent)
         probe = self._probe(columns(FeatureSpec(tokens=tokens)), features.indices)
-        return figures._replace(
-            knn=right[CLS].percent,
-            best_features=best.settings,
-            best_knn=right[best].percent,
-            probe=probe.percent,
-            knn_answers=right[CLS].answers,
-            best_knn_answers=right[best].answers,
-            probe_answers=probe.answers,
-            knn_error=right[CLS].error,
-            best_knn_error=right[best].error,
-            probe_error=probe.error,
-        )
+        judged = {"knn": right[CLS], "best_knn": right[best], "probe": probe}
+        by_name = {
+            f"{name}{part}": value
+            for name, figure in judged.items()
+            for part, value in zip(("", "_answers", "_error"), figure, strict=True)
+        }
+        return figures._replace(best_features=best.settings, **by_name)
 
     def guesses(self) -> Guesses | None:
         """Return how well labels can be told without a network, computed by the calling process alone."""
@@ -288,7 +283,7 @@ class OnlineEvaluation:
 
     def _judge(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> _Judged:
         """Judge outputs for several labels, or numbers."""
-        measured = measure_main(self.task, "", indices.numpy(), outputs, targets)
+        measured = measure(self.task, indices.numpy(), outputs, targets)[0]
         return _Judged(100 * measured.value, error=measured.standard_error)
 
     def _count(self, right: Tensor, indices: Tensor) -> _Judged:

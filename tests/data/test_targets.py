@@ -55,7 +55,6 @@ def read(tmp_path):
         (",path,age\n0,a.png,3.5\n1,b.png,4\n", "regression", ("number",), [[3.5], [4]]),  # with an index
         ("path,x,y\na.png,3,8\nb.png,4,9\n", "regression", ("x", "y"), [[3, 8], [4, 9]]),
         ("path,sea,sky\na.png,0,1\nb.png,0,0\n", "multilabel", ("sea", "sky"), [[0, 1], [0, 0]]),
-        ("path,sea,sky\na.png,-1,1\nb.png,1,1\n", "multilabel", ("sea", "sky"), [[0, 1], [1, 1]]),
     ],
 )
 def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values):

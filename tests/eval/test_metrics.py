@@ -64,7 +64,7 @@ def test_the_mean_and_the_interval_leave_out_what_cannot_be_judged():
     true[:, 1:] = 0
     true[7, 1] = 1
     scores = torch.from_numpy(SCORES)
-    measured = measure(average_precision, "", np.arange(N), scores, true)
+    measured = measure("multilabel", np.arange(N), scores, true)[0]
     first, second, last = measured.estimates
     assert last is None
     assert measured.value == pytest.approx((first.value + second.value) / 2)
@@ -83,14 +83,13 @@ def test_an_interval_holds_the_truth_of_new_images():
     hits = 0
     for _ in range(100):
         x, noise = torch.randn(2, 80, 1)
-        interval = measure(r2, "", np.arange(80), x, x + noise).interval
+        interval = measure("regression", np.arange(80), x, x + noise)[0].interval
         hits += interval.low < 50 < interval.high
     assert 85 <= hits <= 99
 
 
 def test_numbers_that_are_all_the_same_have_no_r2():
-    measured = measure(
-        r2, "", np.arange(5), torch.rand(5, 2), torch.tensor([[3.1, 1], [3.1, 2]] * 2 + [[3.1, 5]])
-    )
+    numbers = torch.tensor([[3.1, 1], [3.1, 2]] * 2 + [[3.1, 5]])
+    measured = measure("regression", np.arange(5), torch.rand(5, 2), numbers)[0]
     assert measured.estimates[0] is None
     assert measured.estimates[1] is not None

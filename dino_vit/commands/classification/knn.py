@@ -14,7 +14,15 @@ from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
-from dino_vit.commands.classification.predicted import Predicted, few_images, judge, predict, two_class_auroc
+from dino_vit.commands.classification.predicted import (
+    Predicted,
+    few_images,
+    few_text,
+    judge,
+    predict,
+    score,
+    two_class_auroc,
+)
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -25,7 +33,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
-from dino_vit.eval.metrics import TITLES, measure_main, require_value
+from dino_vit.eval.metrics import TITLES
 from dino_vit.models.tokens import FeatureSpec
 
 REPEATS = 5  # random choices of the images for each of `shots`
@@ -35,11 +43,8 @@ _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than
 
 
 def run(config: KnnConfig) -> Classification | Any:
-    """Classify; with an output, write the JSON. The result's own figures are those of the first k.
-
-    Of several labels or numbers the result is a `Predicted`.
-    """
-    # Any, as otherwise a type checker would ask which of the two has `.top1`.
+    """Classify; with an output, write the JSON. The result's own figures are those of the first k."""
+    # Any, not `Predicted`, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 
@@ -71,7 +76,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
             figures[k]["auroc"] = two_class_auroc(queries, of_k)
     ranking = _rank(bank, queries, frozen.device)
     few_shot = list(_few_shot(config, bank, queries, frozen.device))
-    few, few_text = few_images(bank, queries)
+    few = few_images(bank, queries)
     details |= {
         "results": [{"k": k, **of_k} for k, of_k in figures.items()],
         "ranking": ranking,
@@ -82,7 +87,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
     columns = {name: title for name, title in columns.items() if name in figures[first]}
     rows = [[str(k), *(str(of_k[name]) for name in columns)] for k, of_k in figures.items()]
     lines = [f"per cent, {on}", format_table(["k", *columns.values()], rows), predictions[first].guesses()]
-    lines += few_text
+    lines += few_text(few)
     if ranking:
         line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
         lines.append(
@@ -106,15 +111,13 @@ def _predict(
     """Predict several labels or numbers for each k, and judge the first in full."""
     if config.shots:
         raise ValueError("shots are images of each class, but these images have several labels or numbers")
-    measured = {
-        k: require_value(measure_main(queries.task, "k-NN", queries.indices, outputs, queries.targets))
-        for k, outputs in predict(bank, queries, config.k, device).items()
-    }
-    rows = [[str(k), str(of_k.mean)] for k, of_k in measured.items()]
-    details |= {"results": [{"k": k, "score": of_k.interval} for k, of_k in measured.items()]}
-    first, lines = config.k[0], [on, format_table(["k", TITLES[queries.task]], rows)]
-    title = f"{measured[first].title}, k={first}"
-    return judge("knn", config.output, title, measured[first], bank, queries, details, lines)
+    by_k = predict(bank, queries, config.k, device)
+    figures = {k: score(queries, outputs) for k, outputs in by_k.items()}
+    results = [{"k": k, "score": of_k[0].interval} for k, of_k in figures.items()]
+    metric, first = TITLES[queries.task], config.k[0]
+    lines = [f"per cent, {on}", format_table(["k", metric], [[*map(str, row.values())] for row in results])]
+    title, details = f"k-NN {metric}, k={first}", details | {"results": results}
+    return judge(config, title, figures[first], bank, queries, details, lines)
 
 
 def classify(

@@ -6,7 +6,7 @@ image are learned each for itself; numbers are predicted by ridge regressions.
 """
 
 from collections.abc import Sequence
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ from torch import Tensor
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.dino2021 import train_on_views
-from dino_vit.commands.classification.predicted import Predicted, few_images, judge, two_class_auroc
+from dino_vit.commands.classification.predicted import (
+    Predicted,
+    few_images,
+    few_text,
+    judge,
+    score,
+    two_class_auroc,
+)
 from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
 from dino_vit.core.text import plural, progress
@@ -36,7 +43,7 @@ from dino_vit.eval.linear import (
     top_classes,
     train_heads,
 )
-from dino_vit.eval.metrics import TITLES, measure_main, require_value
+from dino_vit.eval.metrics import TITLES
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 BATCH = 1024  # images per step of a grid
@@ -44,11 +51,8 @@ CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as
 
 
 def run(config: LinearConfig) -> Classification | Any:
-    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
-
-    Of several labels or numbers the result is a `Predicted`.
-    """
-    # Any, as otherwise a type checker would ask which of the two has `.top1`.
+    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
+    # Any, not `Predicted`, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 
@@ -83,9 +87,9 @@ def _train_on_features(
     train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
     columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
     setting, values, heads = _fit(config, train, columns, frozen.device)
-    key = "top1" if val.task == "multiclass" else "score"
     judged = _judge_heads(heads, val)
     chosen_by = judged if chosen_on is val else _judge_heads(heads, chosen_on)
+    key = "top1" if val.task == "multiclass" else "score"
     cells: list[dict[str, Any]] = [
         {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, key: of_head}
         for (value, spec), of_head in zip(product(values, inputs), judged, strict=True)
@@ -106,6 +110,7 @@ def _train_on_features(
         "images": {"train": len(train), "val": len(val)},
         "chosen_on": config.select,
         "classes": len(val.classes),
+        "best": cells[best],
         "table": cells,
     }
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
@@ -113,19 +118,17 @@ def _train_on_features(
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
     ]
+    outputs = _outputs(heads[column], val)[:, row]
     if val.task != "multiclass":
-        outputs = _outputs(heads[column], val)[:, row]
-        measured = measure_main(val.task, "linear", val.indices, outputs, val.targets)
-        text += [f"{title}: {TITLES[val.task]} {measured.mean}", how_chosen]
-        details["best"] = cells[best]
-        return judge("linear", config.output, measured.title, measured, train, val, details, text)
+        figures, metric = score(val, outputs), TITLES[val.task]
+        text += [f"{title}: {metric} {figures[0].interval} %", how_chosen]
+        return judge(config, f"linear {metric}", figures, train, val, details, text)
     predictions = val.predictions(top_classes(heads[column], val.features, head=row))
-    few, few_text = few_images(train, val)
+    few = few_images(train, val)
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
-    text += [f"{title}: {predictions.summary()}", how_chosen, *few_text]
+    text += [f"{title}: {predictions.summary()}", how_chosen, *few_text(few)]
     if len(val.classes) == 2:
-        scores = head_scores(heads[column], val.features)[:, row].cpu()
-        details["best"]["auroc"] = two_class_auroc(val, scores[:, 1:] - scores[:, :1])
+        details["best"]["auroc"] = two_class_auroc(val, outputs[:, 1:] - outputs[:, :1])
         text.append(f"AUROC {details['best']['auroc']} %")
     return classification("linear", config.output, "linear top-1", predictions, details, "\n".join(text))
 
@@ -136,9 +139,7 @@ def _fit(
     """Return the setting that differs between heads, its values, and for each choice of columns the heads."""
     if train.task == "regression":
         if config.method == "logistic":
-            raise ValueError(
-                "method=logistic learns classes or labels; numbers are predicted with method=grid"
-            )
+            raise ValueError("method=logistic learns classes or labels; predict numbers with method=grid")
         fits = [ridge(train.features, train.targets, PENALTIES, each) for each in columns]
         return "penalty", PENALTIES, fits
     if config.method == "grid":
@@ -196,11 +197,9 @@ def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list
     if images.task == "multiclass":
         correct = [count_correct(each, images.features, images.targets) for each in heads]
         return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]
-    task, indices, targets = images.task, images.indices, images.targets
     outputs = [_outputs(each, images).unbind(1) for each in heads]
-    heads_of = chain.from_iterable(zip(*outputs, strict=True))
     return [
-        100 * require_value(measure_main(task, "", indices, of_head, targets)).value for of_head in heads_of
+        100 * score(images, of_head)[0].value for of_row in zip(*outputs, strict=True) for of_head in of_row
     ]
 
 

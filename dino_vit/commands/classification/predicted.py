@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.commands import Result, format_table
+from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import brief, plural
@@ -19,7 +21,7 @@ from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Interval
 from dino_vit.eval.knn import neighbour_means
 from dino_vit.eval.labelled import LabelledFeatures
-from dino_vit.eval.metrics import METRICS, MeasuredColumns, auroc, measure, number_text
+from dino_vit.eval.metrics import MeasuredColumns, measure, number_text
 from dino_vit.eval.results import evaluation
 
 RARE = 10  # the figures of a class with fewer images are far from sure
@@ -50,53 +52,59 @@ def predict(
     return {k: all_gather(of_k) for k, of_k in means.items()}
 
 
+def score(val: LabelledFeatures, outputs: Tensor) -> list[MeasuredColumns]:
+    """Return all figures of outputs; raise an error if no column has anything to judge by."""
+    figures = measure(val.task, val.indices, outputs, val.targets)
+    if math.isnan(figures[0].value):
+        what = f"the {len(val):,} images to judge by have no labels, or all the same numbers"
+        raise ValueError(f"{what}: give more images (or select=source, if heads are chosen by so few)")
+    return figures
+
+
 def judge(
-    command: str,
-    output: str | None,
+    config: KnnConfig | LinearConfig,
     title: str,
-    measured: MeasuredColumns,
+    figures: Sequence[MeasuredColumns],
     train: LabelledFeatures,
     val: LabelledFeatures,
     details: Mapping[str, Any],
     lines: Sequence[str],
 ) -> Predicted:
-    """Return all figures of predictions; with an output write JSON and, of numbers, a plot beside it."""
-    metrics, (outputs, targets) = METRICS[val.task], measured.parts
-    figures = {name: measure(metric, name, val.indices, outputs, targets) for name, metric in metrics.items()}
-    columns: dict[str, Sequence[object]] = {name: figure.estimates for name, figure in figures.items()}
-    guessed = "AP" if val.task == "multilabel" else "MAE"
-    mean = train.targets.cpu().mean(0).expand_as(targets)
-    guesses = measure(metrics[guessed], "", val.indices, mean, targets).values.tolist()
-    columns[f"{guessed} of a guess"] = [None if math.isnan(value) else value for value in guesses]
-    means = {name: figure.mean for name, figure in figures.items() if val.task == "multilabel"}
+    """Return what the figures say; with an output write JSON and, of numbers, a plot beside it."""
+    measured, (outputs, targets) = figures[0], figures[0].parts
+    columns: dict[str, Sequence[object]] = {figure.title: figure.estimates for figure in figures}
+    means = {figure.title: figure.interval for figure in figures if val.task == "multilabel"}
     if means:
-        columns["images"] = targets.sum(0).int().tolist()
-    rows = zip(*columns.values(), strict=True)
-    per_target = {
-        name: dict(zip(columns, row, strict=True)) for name, row in zip(val.classes, rows, strict=True)
-    }
-    few, few_text = few_images(train, val)
-    order = measured.values.nan_to_num(math.inf).argsort().tolist()[:_SHOWN]
-    table = [[brief(val.classes[row]), *map(_cell, per_target[val.classes[row]].values())] for row in order]
-    header = [f"of {plural(len(val.classes), 'label' if means else 'number')}, the lowest first", *columns]
-    best = ", ".join(f"{name} {estimate}" for name, estimate in means.items())
-    lines = [*lines, *([f"mean {best}"] if best else []), *few_text]
-    lines.append(f"\n{format_table(header, table)}\n")
-    path = None if output is None else Path(output)
+        columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
+    else:
+        columns["MAE of a guess"] = (targets - train.targets.cpu().mean(0)).abs().mean(0).tolist()
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    per_target, few = dict(zip(val.classes, rows, strict=True)), few_images(train, val)
+    text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
+    text += [*few_text(few), f"\n{_table(per_target)}\n"]
+    path = None if config.output is None else Path(config.output)
     if path:
-        lines.append(str(path))
+        text.append(str(path))
         if val.task == "regression":
-            lines.append(str(draw_numbers(path.with_suffix(".png"), outputs, targets, val.classes)))
+            text.append(str(draw_numbers(path.with_suffix(".png"), outputs, targets, val.classes)))
     results = {**details, "task": val.task, "mean": means, "per_target": per_target, "few_images": few}
     return Predicted(
         score=measured.interval,
         per_target=per_target,
         outputs=outputs.float().numpy(),
-        measured=measured,
+        measured=replace(measured, title=title.split(",")[0]),
         path=path,
-        details=evaluation(command, path, title, measured.interval, results),
-        text="\n".join(lines),
+        details=evaluation(config.writes.split("/")[1], path, title, measured.interval, results),
+        text="\n".join(text),
     )
+
+
+def _table(per_target: Mapping[str, Mapping[str, object]]) -> str:
+    """Return the figures of the labels or numbers that are predicted worst."""
+    columns = list(next(iter(per_target.values())))
+    lowest = sorted(per_target, key=lambda name: getattr(per_target[name][columns[0]], "value", math.inf))
+    rows = [[brief(name), *map(_cell, per_target[name].values())] for name in lowest[:_SHOWN]]
+    return format_table([f"{len(per_target):,} in all, the lowest first", *columns], rows)
 
 
 def _cell(figure: object) -> str:
@@ -105,46 +113,44 @@ def _cell(figure: object) -> str:
 
 def two_class_auroc(images: LabelledFeatures, scores: Tensor) -> Interval:
     """Return the AUROC of scores (n, 1) of the second of two classes."""
-    return measure(auroc, "AUROC", images.indices, scores, images.targets[:, None]).interval
+    return measure("multiclass", images.indices, scores, images.targets[:, None])[0].interval
 
 
-def few_images(train: LabelledFeatures, val: LabelledFeatures) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the classes that no training image or no or few images to judge by have, and lines on them."""
+def few_images(train: LabelledFeatures, val: LabelledFeatures) -> dict[str, list[str]]:
+    """Return the classes that no training image or no or few images to judge by have."""
     if val.task == "regression":
-        return {}, []
+        return {}
     learned, judged = (
-        each.targets.sum(0)
-        if each.task == "multilabel"
-        else torch.bincount(each.targets, minlength=len(val.classes))
+        each.targets.sum(0) if each.targets.ndim == 2 else each.targets.bincount(minlength=len(val.classes))
         for each in (train, val)
     )
-    kinds = {
+    few = {
         "without an image to learn from, so only guessed": learned == 0,
         "without an image to judge by, so in no figure": judged == 0,
         f"with fewer than {RARE} images to judge by, so far from sure": (judged > 0) & (judged < RARE),
     }
-    few = {kind: [val.classes[row] for row in rows.nonzero()[:, 0].tolist()] for kind, rows in kinds.items()}
-    few = {kind: names for kind, names in few.items() if names}
-    lines = []
-    for kind, names in few.items():
-        shown = ", ".join(map(brief, names[:_SHOWN])) + ", ..." * (len(names) > _SHOWN)
-        lines.append(f"{len(names)} of {plural(len(val.classes), 'class', 'classes')} {kind}: {shown}")
-    return few, lines
+    return {kind: [*compress(val.classes, rows.tolist())] for kind, rows in few.items() if rows.any()}
+
+
+def few_text(few: Mapping[str, Sequence[str]]) -> list[str]:
+    return [
+        f"{plural(len(names), 'class', 'classes')} {kind}: {brief(', '.join(names), 300)}"
+        for kind, names in few.items()
+    ]
 
 
 def draw_numbers(path: Path, outputs: Tensor, targets: Tensor, names: Sequence[str]) -> Path:
     """Draw predicted against true numbers, a plot for each column, as a PNG."""
     from matplotlib.figure import Figure
 
-    rows, count = spread(len(targets), _POINTS), min(len(names), _COLUMNS)
-    across = min(4, count)
-    down = math.ceil(count / across)
+    rows, names = spread(len(targets), _POINTS), names[:_COLUMNS]
+    across, down = min(4, len(names)), math.ceil(len(names) / 4)
     figure = Figure(figsize=(3.2 * across, 3.2 * down), layout="constrained")
-    for number in range(count):
+    for number, name in enumerate(names):
         axis, true = figure.add_subplot(down, across, number + 1), targets[:, number]
         axis.axline((float(true.min()),) * 2, slope=1, color="0.6", linewidth=1)
         axis.scatter(true[rows], outputs[rows, number], s=6, alpha=0.4, linewidths=0)
-        axis.set_title(brief(names[number], 40), fontsize=9, parse_math=False)
+        axis.set_title(brief(name, 40), fontsize=9, parse_math=False)
         axis.set(xlabel="true", ylabel="predicted")
     if is_main_process():
         with replacing(path) as partial:

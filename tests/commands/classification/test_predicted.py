@@ -86,12 +86,12 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
             }
             assert of_labels == pytest.approx({**aps, "early": None}, abs=1e-5)
             f1s = [f1_score(true[:, c], scores[:, c] > 0.5) for c in judged]
-            assert found["mean"]["F1"]["value"] == pytest.approx(np.mean(f1s))
+            assert found["mean"]["F1"]["percent"] == pytest.approx(100 * np.mean(f1s))
     assert found["figure"]["title"] == "k-NN mAP, k=5"
     assert found["figure"]["low"] < found["figure"]["percent"] < found["figure"]["high"]
     assert list(found["few_images"].values()) == [["late"], ["early"], ["late"]]
-    assert "1 of 5 classes without an image to learn from, so only guessed: late" in said
-    assert "1 of 5 classes without an image to judge by, so in no figure: early" in said
+    assert "1 class without an image to learn from, so only guessed: late" in said
+    assert "1 class without an image to judge by, so in no figure: early" in said
     assert "several labels for each of 90 images" in said
     assert found["per_target"]["late"]["images"] == 2
 
@@ -162,15 +162,15 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
     val = write_classes(tmp_path / "val", "a", 11, first=20)
     write_classes(val, "b", 2, first=20)
     text = str(dino_vit.knn(val, weights, train=train, k=3, **SETTINGS))
-    assert "1 of 3 classes without an image to judge by, so in no figure: c" in text
-    assert "1 of 3 classes with fewer than 10 images to judge by, so far from sure: b" in text
+    assert "1 class without an image to judge by, so in no figure: c" in text
+    assert "1 class with fewer than 10 images to judge by, so far from sure: b" in text
 
 
 @pytest.mark.parametrize(
     ("command", "settings", "message"),
     [
         ("knn", {"shots": [1]}, "shots are images of each class"),
-        ("linear", {"method": "logistic"}, "numbers are predicted with method=grid"),
+        ("linear", {"method": "logistic"}, "predict numbers with method=grid"),
         ("linear", {"method": "dino2021"}, "method=dino2021 needs one class for each image; .* has numbers"),
         ("finetune", {}, "finetune needs one class for each image; .*; task=multiclass takes each"),
         ("knn", {"labels": "tags.csv", "task": "regression"}, "task=regression needs the same numbers"),
