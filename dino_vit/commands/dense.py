@@ -9,7 +9,7 @@ from dino_vit.commands import Result, format_table
 from dino_vit.config.commands import DenseConfig
 from dino_vit.core.text import plural
 from dino_vit.data.sources.masks import MaskedSource, open_masks, recognise
-from dino_vit.eval.accuracy import Interval, Measured
+from dino_vit.eval.accuracy import Interval, Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import refuse_same_images
@@ -111,6 +111,6 @@ def pixel_figures(measured: Measured, classes: Sequence[str]) -> PixelFigures:
     iou = 100 * right / union.clamp(min=1)
     return PixelFigures(
         mean_iou=measured.interval,
-        pixel_accuracy=replace(measured, figure=pixel_accuracy).interval,
+        pixel_accuracy=replace(measured, figure=of_sums(pixel_accuracy)).interval,
         iou={name: float(iou[i]) for i, name in enumerate(classes) if union[i] > 0},
     )

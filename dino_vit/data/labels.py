@@ -212,10 +212,10 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
             for column, title in enumerate(header)
             if title not in ("", *PATH_COLUMNS) and column != name
         ]
-        cells = {
+        values = {
             row[column].strip().lower() for row in rows[start:] for column in others if column < len(row)
         }
-        numbers = [] if None in map(as_number, cells - {"", "nan"}) else others
+        numbers = [] if None in map(as_number, values - {"", "nan"}) else others
     if label is None and len(rows[0]) > 2 and not numbers:
         named = ", ".join(columns)
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])

@@ -18,6 +18,7 @@ from dino_vit.core.text import plural
 
 RESAMPLES = 1000  # of the images
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
+_WEIGHTS = 2**22  # of images, in memory at a time
 _Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
 
 
@@ -123,7 +124,8 @@ class Difference:
 class Measured:
     """A figure of a backbone on images, with what each image contributes.
 
-    The figure, from 0 to 1, is a function of the sums of `parts` over the images.
+    `figure` takes weights of the images (r, n), such as those of a bootstrap, and the parts. It returns
+    (r, c), NaN where a column has nothing to judge by; what counts is the mean of the others, from 0 to 1.
     """
 
     title: str
@@ -139,35 +141,51 @@ class Measured:
 
     @property
     def value(self) -> float:
-        return float(self.figure(*(part.double().sum(0) for part in self.parts)))
+        return float(self.columns.nanmean())
+
+    @property
+    def columns(self) -> Tensor:
+        return self.figure(torch.ones(1, len(self.images), dtype=torch.double), *self.parts)[0]
 
     @cached_property
     def interval(self) -> Interval:
         return Interval(100 * self.value, *_quantiles(self.resampled()))
 
     def resampled(self) -> Tensor:
-        """Return the figure of images drawn with replacement; the draws are the same for as many images."""
-        parts, figures = [part.double() for part in self.parts], []
-        for weights in resample_weights(len(self.images)):
-            figures.append(self.figure(*(torch.tensordot(weights, part, dims=1) for part in parts)))
-        return torch.stack(figures)
+        return self.draws.nanmean(1)
+
+    @cached_property
+    def draws(self) -> Tensor:
+        return self.draw(RESAMPLES)
+
+    def draw(self, resamples: int) -> Tensor:
+        """Return all columns for images drawn with replacement; the draws are the same for as many images."""
+        weights = _resample_weights(len(self.images), resamples)
+        return torch.cat([self.figure(block, *self.parts) for block in weights])
 
 
-def resample_weights(images: int) -> Iterator[Tensor]:
-    """Yield how often each of so many images is drawn."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(RESAMPLES):
-        yield torch.randint(images, (images,), generator=generator).bincount(minlength=images).double()
+def _resample_weights(images: int, resamples: int) -> Iterator[Tensor]:
+    """Yield how often each of so many images is drawn, (r, images), for some resamples at a time."""
+    generator, size = torch.Generator().manual_seed(0), max(1, _WEIGHTS // images)
+    for start in range(0, resamples, size):
+        rows = torch.randint(images, (min(size, resamples - start), images), generator=generator)
+        once = torch.ones((), dtype=torch.double).expand_as(rows)
+        yield torch.zeros(rows.shape, dtype=torch.double).scatter_add_(1, rows, once)
+
+
+def of_sums(figure: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a figure of the sums of parts over images as one of weights and parts."""
+
+    def of_weights(weights: Tensor, *parts: Tensor) -> Tensor:
+        return figure(*(weights @ part.double() for part in parts)).view(len(weights), -1)
+
+    return of_weights
 
 
 def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> Measured:
     """Return the mean of what each image has (n,): from 0 to 1, or whether it was judged rightly."""
-    return Measured(
-        title=title,
-        images=images,
-        parts=[shares, torch.ones(len(shares))],
-        figure=lambda total, count: total / count,
-    )
+    figure = of_sums(lambda total, count: total / count)
+    return Measured(title=title, images=images, parts=[shares, torch.ones(len(shares))], figure=figure)
 
 
 def _quantiles(resampled: Tensor) -> tuple[float, float]:

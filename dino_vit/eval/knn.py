@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,6 +23,7 @@ Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the 
 # On macOS FAISS and torch each bring an OpenMP, and a process with two of them is aborted.
 FAISS = sys.platform != "darwin" and find_spec("faiss") is not None
 RANKED = 5  # classes returned per query: enough for top-1 and top-5
+TEMPERATURE = 0.07
 NO_CLASS = torch.iinfo(torch.int64).min  # fills the ranking where fewer classes have a vote
 _FAISS_GPU_MOST = 2048  # neighbours that FAISS can find on a GPU
 # Numbers in memory at a time: of the bank, of queries with their neighbours, of products, of class scores.
@@ -103,7 +104,7 @@ def weighted_knn(
     queries: Tensor,
     *,
     k: Sequence[int],
-    temperature: float = 0.07,
+    temperature: float = TEMPERATURE,
     self_offset: int | None = None,
     device: torch.device | None = None,
     progress: Callable[[int], None] | None = None,
@@ -140,31 +141,20 @@ def _warn_of_few(k: Sequence[int], available: int) -> None:
 
 
 def neighbour_means(
-    bank: Tensor,
-    targets: Tensor,
-    queries: Tensor,
-    *,
-    k: Sequence[int],
-    temperature: float = 0.07,
-    self_offset: int | None = None,
-    device: torch.device | None = None,
+    bank: Tensor, targets: Tensor, queries: Tensor, *, k: Sequence[int], self_offset: int | None = None
 ) -> dict[int, Tensor]:
     """Return, for each k, the mean targets (n, c) of the k nearest images of each query: (queries, c).
 
     An image weighs as it does in `weighted_knn`, so that the mean of a 0 or 1 is a share of the votes.
     """
     _warn_of_few(k, len(bank) - (self_offset is not None))
-    means: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
-    size = max(1, min(_QUERIES // (queries.shape[1] + 2 * max(k)), _VOTES // (max(k) * targets.shape[1])))
-    for start in range(0, len(queries) or 1, size):
-        block = queries[start : start + size].to(device or queries.device)
-        itself = None if self_offset is None else self_offset + start
-        cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
-        weights, values = ((cosines - cosines[:, :1]) / temperature).exp(), targets.to(block.device)[rows]
-        for wanted in k:
-            of_k = F.normalize(weights[:, :wanted], p=1)
-            means[wanted].append(einsum(of_k, values[:, :wanted].float(), "q k, q k c -> q c"))
-    return {wanted: torch.cat(blocks) for wanted, blocks in means.items()}
+    cosines, rows = nearest(bank, queries, k=max(k), self_offset=self_offset)
+    weights, values = ((cosines - cosines[:, :1]) / TEMPERATURE).exp(), targets.to(rows.device).float()
+    shares = {wanted: F.normalize(weights[:, :wanted], p=1) for wanted in k}
+    return {
+        wanted: F.embedding_bag(rows[:, :wanted], values, mode="sum", per_sample_weights=of_k)
+        for wanted, of_k in shares.items()
+    }
 
 
 def _class_scores(

@@ -6,10 +6,8 @@ Each is a function of weights of the images (r, n), such as those of a bootstrap
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
 
 import numpy as np
 import torch
@@ -17,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.commands import Task
-from dino_vit.eval.accuracy import RESAMPLES, Measured, resample_weights
+from dino_vit.eval.accuracy import Measured
 
-_WEIGHTS = 2**22  # in memory at a time
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -107,47 +104,17 @@ class Estimate:
         return f"{value} ({low} to {high})"
 
 
-class MeasuredColumns(Measured):
-    """A metric of outputs and targets, its parts: the mean of the columns that have something to judge by."""
-
-    @property
-    def value(self) -> float:
-        return float(self.values.nanmean())
-
-    @property
-    def values(self) -> Tensor:
-        return self.figure(torch.ones(1, len(self.images), dtype=torch.double), *self.parts)[0]
-
-    def resampled(self) -> Tensor:
-        return self._resamples.nanmean(1)
-
-    @property
-    def estimates(self) -> list[Estimate | None]:
-        """The figure of each column, None without anything to judge by."""
-        limits = self._resamples.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
-        rows = torch.stack([self.values, *limits], dim=1).tolist()
-        return [None if math.isnan(row[0]) else Estimate(*row) for row in rows]
-
-    @property
-    def standard_error(self) -> float:
-        """That of the mean, in per cent."""
-        return 100 * float(self._draw(100).nanmean(1).std())
-
-    @cached_property
-    def _resamples(self) -> Tensor:
-        return self._draw(RESAMPLES)
-
-    def _draw(self, count: int) -> Tensor:
-        """Return the figures of all columns of images drawn with replacement, (count, c)."""
-        weights, size = islice(resample_weights(len(self.images)), count), _WEIGHTS // len(self.images)
-        blocks: Iterator[list[Tensor]] = iter(lambda: list(islice(weights, max(1, size))), [])
-        return torch.cat([self.figure(torch.stack(block), *self.parts) for block in blocks])
-
-
-def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[MeasuredColumns]:
+def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[Measured]:
     """Return all figures of outputs (n, c) of images; the first decides."""
     parts = [outputs.cpu().double(), targets.cpu().double()]
     return [
-        MeasuredColumns(title=title, images=images, parts=parts, figure=metric)
+        Measured(title=title, images=images, parts=parts, figure=metric)
         for title, metric in METRICS[task].items()
     ]
+
+
+def estimates(figure: Measured) -> list[Estimate | None]:
+    """Return the figure of each column, None without anything to judge by."""
+    limits = figure.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
+    rows = torch.stack([figure.columns, *limits], dim=1).tolist()
+    return [None if math.isnan(row[0]) else Estimate(*row) for row in rows]

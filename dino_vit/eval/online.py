@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ class OnlineEvaluation:
         best = max(specs, key=lambda spec: right[spec].percent)
         probe = self._probe(columns(FeatureSpec(tokens=tokens)), features.indices)
         judged = {"knn": right[CLS], "best_knn": right[best], "probe": probe}
-        by_name = {
+        by_name: dict[str, Any] = {
             f"{name}{part}": value
             for name, figure in judged.items()
             for part, value in zip(("", "_answers", "_error"), figure, strict=True)
@@ -284,7 +284,7 @@ class OnlineEvaluation:
     def _judge(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> _Judged:
         """Judge outputs for several labels, or numbers."""
         measured = measure(self.task, indices.numpy(), outputs, targets)[0]
-        return _Judged(100 * measured.value, error=measured.standard_error)
+        return _Judged(100 * measured.value, error=100 * float(measured.draw(100).nanmean(1).std()))
 
     def _count(self, right: Tensor, indices: Tensor) -> _Judged:
         """Count right answers; the bit of an image is its place in the evaluation."""

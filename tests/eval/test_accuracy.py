@@ -18,6 +18,7 @@ from dino_vit.eval.accuracy import (
     difference,
     mcnemar,
     measured_share,
+    of_sums,
     standings,
     verdict,
 )
@@ -75,7 +76,7 @@ def test_mcnemar_is_the_exact_test(first, second):
 def test_resampled_figures_are_those_of_images_drawn_with_replacement():
     values = torch.from_numpy(RANDOM.random((7, 2)))
     measured = Measured(
-        title="", images=np.arange(7), parts=[values], figure=lambda total: total[0] / total[1]
+        title="", images=np.arange(7), parts=[values], figure=of_sums(lambda total: total[:, 0] / total[:, 1])
     )
     resampled = measured.resampled()
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +118,7 @@ def test_other_figures_are_compared_by_the_bootstrap():
     noise = torch.from_numpy(RANDOM.random(50))
 
     def measured(right):
-        return Measured(title="", images=np.arange(50), parts=[right, true], figure=lambda r, t: r / t)
+        return Measured(title="", images=np.arange(50), parts=[right, true], figure=of_sums(torch.div))
 
     worse, better = measured(5 + noise), measured(6 + noise)
     found = difference(better, worse)

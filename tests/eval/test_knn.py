@@ -135,8 +135,7 @@ def test_no_temperature_is_too_low():
 
 
 @pytest.mark.parametrize("self_offset", [None, 0])
-def test_means_are_those_of_scikit_learn(monkeypatch, self_offset):
-    monkeypatch.setattr("dino_vit.eval.knn._VOTES", 100)  # in several blocks
+def test_means_are_those_of_scikit_learn(self_offset):
     bank, targets = torch.randn(60, 8), torch.randn(60, 3)
     queries = torch.randn(25, 8) if self_offset is None else bank
     means = neighbour_means(bank, targets, queries, k=[1, 7, 100], self_offset=self_offset)

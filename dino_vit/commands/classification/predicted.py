@@ -18,10 +18,10 @@ from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import brief, plural
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import Interval
+from dino_vit.eval.accuracy import Interval, Measured
 from dino_vit.eval.knn import neighbour_means
 from dino_vit.eval.labelled import LabelledFeatures
-from dino_vit.eval.metrics import MeasuredColumns, measure, number_text
+from dino_vit.eval.metrics import estimates, measure, number_text
 from dino_vit.eval.results import evaluation
 
 RARE = 10  # the figures of a class with fewer images are far from sure
@@ -36,7 +36,7 @@ class Predicted(Result):
     score: Interval  # mAP or R², in per cent
     per_target: dict[str, dict[str, Any]] = field(repr=False)  # figures of each label or number
     outputs: NDArray[np.float32] = field(repr=False)  # (images, targets): from 0 to 1 for a label, or numbers
-    measured: MeasuredColumns = field(repr=False)  # the score, with each image's part
+    measured: Measured = field(repr=False)  # the score, with each image's part
     path: Path | None  # of the JSON file, if one was written
     details: dict[str, Any] = field(repr=False)  # all that the file holds
 
@@ -46,13 +46,13 @@ def predict(
 ) -> dict[int, Tensor]:
     """Return the neighbours' mean labels or numbers, of two classes the share of the second: (queries, c)."""
     mine = rank_slice(range(len(queries)))
-    asked, offset = queries.features[mine.start : mine.stop], mine.start if queries is bank else None
-    targets = bank.targets.view(len(bank), -1)
-    means = neighbour_means(bank.features, targets, asked, k=k, self_offset=offset, device=device)
+    asked, targets = queries.features[mine.start : mine.stop].to(device), bank.targets.view(len(bank), -1)
+    offset = mine.start if queries is bank else None
+    means = neighbour_means(bank.features, targets, asked, k=k, self_offset=offset)
     return {k: all_gather(of_k) for k, of_k in means.items()}
 
 
-def score(val: LabelledFeatures, outputs: Tensor) -> list[MeasuredColumns]:
+def score(val: LabelledFeatures, outputs: Tensor) -> list[Measured]:
     """Return all figures of outputs; raise an error if no column has anything to judge by."""
     figures = measure(val.task, val.indices, outputs, val.targets)
     if math.isnan(figures[0].value):
@@ -64,7 +64,7 @@ def score(val: LabelledFeatures, outputs: Tensor) -> list[MeasuredColumns]:
 def judge(
     config: KnnConfig | LinearConfig,
     title: str,
-    figures: Sequence[MeasuredColumns],
+    figures: Sequence[Measured],
     train: LabelledFeatures,
     val: LabelledFeatures,
     details: Mapping[str, Any],
@@ -72,7 +72,7 @@ def judge(
 ) -> Predicted:
     """Return what the figures say; with an output write JSON and, of numbers, a plot beside it."""
     measured, (outputs, targets) = figures[0], figures[0].parts
-    columns: dict[str, Sequence[object]] = {figure.title: figure.estimates for figure in figures}
+    columns: dict[str, Sequence[object]] = {figure.title: estimates(figure) for figure in figures}
     means = {figure.title: figure.interval for figure in figures if val.task == "multilabel"}
     if means:
         columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}

@@ -37,7 +37,7 @@ from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.sources.masks import MaskedSource
-from dino_vit.eval.accuracy import Measured
+from dino_vit.eval.accuracy import Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import initial_weight
@@ -244,7 +244,10 @@ def judge(
     pixels, images = all_gather(torch.cat(counts)), all_gather(torch.tensor(judged, dtype=torch.long))
     return [
         Measured(
-            title=f"mIoU, {title}", images=images.numpy(), parts=pixels[:, row].unbind(1), figure=mean_iou
+            title=f"mIoU, {title}",
+            images=images.numpy(),
+            parts=pixels[:, row].unbind(1),
+            figure=of_sums(mean_iou),
         )
         for row, title in enumerate(JUDGES.values())
     ]
