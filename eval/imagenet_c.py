@@ -30,6 +30,7 @@ from dino_vit.commands import Result, format_table
 from dino_vit.config.commands import RESULTS, CachedConfig
 from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
@@ -120,7 +121,9 @@ def make_classifier(
 
 def error_of(frozen: FrozenBackbone, spec: str, train: LabelledSubset, classify: Classifier) -> float:
     """Return the share in per cent of the images of a source that are classified wrongly."""
-    features = labelled_features(frozen, open_subset(spec, None).with_classes_of(train), title=spec)
+    features = labelled_features(
+        frozen, open_subset(spec, open_source(spec)).with_classes_of(train), title=spec
+    )
     wrong = classify(features).cpu() != features.targets.cpu()
     return 100 * float(wrong.double().mean())
 
@@ -134,7 +137,7 @@ def run(config: ImageNetCConfig) -> ImageNetCResult:
         raise ValueError(f"{config.source} has no folders KIND/SEVERITY/CLASS, as ImageNet-C has")
     frozen = frozen_backbone(config)
     path = Path(config.output or default_output(config))
-    train = open_subset(config.train, None)
+    train = open_subset(config.train, open_source(config.train))
     features = labelled_features(frozen, train, title="features of the training images")
     classify = make_classifier(config, features, len(train.classes), frozen.device)
     clean = error_of(frozen, config.val, train, classify) if config.val else None

@@ -16,7 +16,6 @@ from dino_vit.core.text import brief, plural
 from dino_vit.data.sources.source import Source
 
 SEPARATOR = ";"
-_NAMES_SHOWN = 5
 
 
 class Targets(NamedTuple):
@@ -28,8 +27,7 @@ class Targets(NamedTuple):
     names: tuple[str, ...]  # of the classes, the labels, or the columns of numbers
 
     def __str__(self) -> str:
-        names = ", ".join(map(brief, self.names[:_NAMES_SHOWN])) + ", ..." * (len(self.names) > _NAMES_SHOWN)
-        images = plural(len(self.indices), "image")
+        images, names = plural(len(self.indices), "image"), brief(", ".join(self.names), 100)
         if self.task == "multiclass":
             return f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
         if self.task == "regression":

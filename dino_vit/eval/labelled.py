@@ -20,7 +20,7 @@ from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.open import PathSource, open_source
 from dino_vit.data.sources.source import Source, Subset
-from dino_vit.data.targets import Targets, read_targets
+from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.accuracy import Predictions
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
@@ -51,12 +51,6 @@ class LabelledSubset:
     def part(self, rows: NDArray[np.bool_], name: str) -> "LabelledSubset":
         return replace(self, name=name, indices=self.indices[rows], targets=self.targets[rows])
 
-    def describe(self) -> str:
-        """Return what the labels of a source say, and how many images have none."""
-        targets = Targets(self.task, self.indices, self.targets, self.classes)
-        left_out = plural(len(self.source) - len(self), "image")
-        return f"{targets}" + (f"; {left_out} without a label" if len(self) < len(self.source) else "")
-
     @property
     def is_whole_source(self) -> bool:
         return len(self.indices) == len(self.source)
@@ -74,29 +68,23 @@ class LabelledSubset:
     def require_two_classes(self) -> None:
         """Raise an error unless there is something to predict."""
         if (self.targets == self.targets[0]).all():
-            if self.task != "multiclass":
-                what = "numbers" if self.task == "regression" else "labels"
-                raise ValueError(f"all labelled images of {self.name} have the same {what}")
-            only = self.classes[int(self.targets[0])]
-            raise ValueError(
-                f"all labelled images of {self.name} are of one class, {only}; two or more are needed"
-            )
+            same = "have the same labels"
+            if self.task == "multiclass":
+                same = f"are of one class, {self.classes[int(self.targets[0])]}"
+            raise ValueError(f"all labelled images of {self.name} {same}; two or more are needed")
 
     def require_one_class(self, what: str) -> None:
         """Raise an error unless each image has one class."""
         if self.task != "multiclass":
-            given = "several labels" if self.task == "multilabel" else "numbers"
+            given = f"{self.name} has several labels or numbers"
             advice = "task=multiclass takes each different label as a class"
-            raise ValueError(f"{what} needs one class for each image; {self.name} has {given}; {advice}")
+            raise ValueError(f"{what} needs one class for each image; {given}; {advice}")
 
-    def with_columns(self, classes: Sequence[str]) -> "LabelledSubset":
-        """Order the columns of labels or numbers by these names; labels that it has not are of no image."""
-        if self.task == "regression" and set(self.classes) != set(classes):
-            names = " and ".join(", ".join(map(brief, each)) for each in (self.classes, classes))
-            raise ValueError(f"the two sets have different numbers: {names}; name the columns the same")
-        targets = np.zeros((len(self), len(classes)), np.float32)
-        targets[:, [classes.index(name) for name in self.classes]] = self.targets
-        return replace(self, targets=targets, classes=tuple(classes))
+    def with_columns(self, names: Sequence[str]) -> "LabelledSubset":
+        """Order the labels or numbers by these names; labels that it has not are of no image."""
+        targets = np.zeros((len(self), len(names)), np.float32)
+        targets[:, [names.index(name) for name in self.classes]] = self.targets
+        return replace(self, targets=targets, classes=tuple(names))
 
     def with_classes_of(self, train: "LabelledSubset") -> "LabelledSubset":
         """Number the classes as the training set does, matched by name.
@@ -118,30 +106,29 @@ class LabelledSubset:
 
 def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
     """Open the training and the validation set: those given, or splits; with neither, all images are one."""
-    train, val = None, open_subset(config.source, config.labels, config.task)
-    if config.train is not None:
-        train = open_subset(config.train, config.train_labels, config.task)
+    source, train = open_source(config.source, config.labels), None
+    if config.train is None:
+        val = open_subset(config.source, source, config.task)
+    else:
+        of_train = open_source(config.train, config.train_labels)
+        # By the labels of both, as a few whole numbers, or single labels, look like classes.
+        task = config.task or recognise([*of_train.classes, *source.classes])
+        train, val = open_subset(config.train, of_train, task), open_subset(config.source, source, task)
         refuse_same_images(config.source, val.images, config.train, train.images)
-        if train.task != val.task:  # a few whole numbers, or single labels, look like classes
-            task = val.task if train.task == "multiclass" else train.task
-            train, val = (_labelled(each.name, each.source, task) for each in (train, val))
-        log.info("%s: %s", train.name, train.describe())
-    log.info("%s: %s", val.name, val.describe())
-    if train is None:
-        if not (splits := choose_splits(val.source)):
-            val.require_two_classes()
-            return None, val
-        log.info("%s", describe_use(val.source, *splits, config.source))
+    if train is None and (splits := choose_splits(source)):
+        log.info("%s", describe_use(source, *splits, config.source))
         train, val = (
             val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
             for name, images in splits
         )
-    train.require_two_classes()
-    if val.task == "multiclass":
-        return train, val.with_classes_of(train)
-    new = () if val.task == "regression" else sorted({*val.classes} - {*train.classes})
-    classes = (*train.classes, *new)
-    return train.with_columns(classes), val.with_columns(classes)
+    (train or val).require_two_classes()
+    if train is None or val.task == "multiclass":
+        return train, val if train is None else val.with_classes_of(train)
+    names = (*train.classes, *sorted({*val.classes} - {*train.classes}))
+    if val.task == "regression" and not len(names) == len(train.classes) == len(val.classes):
+        numbers = f"{brief(', '.join(train.classes))} and {brief(', '.join(val.classes))}"
+        raise ValueError(f"the two sets have different numbers: {numbers}; name the columns the same")
+    return train.with_columns(names), val.with_columns(names)
 
 
 def refuse_same_images(name: str, source: Source, of_train: str, train: Source) -> None:
@@ -193,18 +180,16 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     return train, val.part(chosen, f"a fifth of {val.name}")
 
 
-def open_subset(spec: str, labels: str | None, task: Task | None = None) -> LabelledSubset:
-    """Open the labelled images of a source; without a task it is recognised by their labels."""
-    subset = _labelled(spec, open_source(spec, labels), task)
-    if not len(subset):
-        advice = "sort them into one folder per class, or give labels=FILE or train_labels=FILE"
-        advice = "let it have `targets` or `label(i)`, or " + advice if is_object(spec) else advice
-        raise ValueError(f"none of the {len(subset.source)} images of {spec} has a label; {advice}")
-    return subset
-
-
-def _labelled(name: str, source: Source, task: Task | None) -> LabelledSubset:
+def open_subset(name: str, source: Source, task: Task | None = None) -> LabelledSubset:
+    """Return the labelled images of a source; without a task it is recognised by their labels."""
     targets = read_targets(source, task=task)
+    unlabelled = len(source) - len(targets.indices)
+    if unlabelled == len(source):
+        advice = "sort them into one folder per class, or give labels=FILE or train_labels=FILE"
+        advice = "let it have `targets` or `label(i)`, or " + advice if is_object(name) else advice
+        raise ValueError(f"none of the {len(source)} images of {name} has a label; {advice}")
+    left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""
+    log.info("%s: %s%s", name, targets, left_out)
     return LabelledSubset(name, source, targets.indices, targets.values, targets.names, targets.task)
 
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from dino_vit.commands.classification.supervised import SupervisedLoader
+from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
@@ -96,7 +97,7 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
             Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
     for label in range(3):
         (tmp_path / str(label) / "0.png").write_bytes(b"no image")
-    train = open_subset(str(tmp_path), None)
+    train = open_subset(str(tmp_path), open_source(str(tmp_path)))
     feed = SupervisedLoader(
         train,
         FrozenBackbone(

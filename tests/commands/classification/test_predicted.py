@@ -10,6 +10,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score, roc_auc_score
 
 import dino_vit
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.labelled import open_subset
 from dino_vit.eval.linear import PENALTIES
 from tests.support.images import write_classes
@@ -43,7 +44,7 @@ def photos(tmp_path):
 def features_of(photos, weights, labels):
     """Return features and targets of both splits, those of labels by name."""
     backbone = dino_vit.load_backbone(weights)
-    subset = open_subset(str(photos), str(photos / labels))
+    subset = open_subset(str(photos), open_source(str(photos), photos / labels))
     in_val = np.array([subset.source.name(index).startswith("val") for index in subset.indices])
     features = (
         backbone.embed([photos / subset.source.name(index) for index in subset.indices]).double().numpy()
@@ -171,7 +172,11 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
     [
         ("knn", {"shots": [1]}, "shots are images of each class"),
         ("linear", {"method": "logistic"}, "predict numbers with method=grid"),
-        ("linear", {"method": "dino2021"}, "method=dino2021 needs one class for each image; .* has numbers"),
+        (
+            "linear",
+            {"method": "dino2021"},
+            "method=dino2021 needs one class for each image; .* has several labels or numbers",
+        ),
         ("finetune", {}, "finetune needs one class for each image; .*; task=multiclass takes each"),
         ("knn", {"labels": "tags.csv", "task": "regression"}, "task=regression needs the same numbers"),
     ],
