@@ -497,9 +497,9 @@ def knn(
 
         dino_vit.knn("photos", "runs/demo")
 
-    Classify; with an output, write the JSON. The result's own figures are those of the first k.
+    Classify; with an output, write the JSON. The figures are those of the first k.
 
-    Of several labels or numbers the result is a `Predicted`.
+    Several labels or numbers give a `Predicted`.
 
     The settings and their defaults:
 
@@ -555,7 +555,7 @@ def linear(
 
     Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
 
-    Of several labels or numbers the result is a `Predicted`.
+    Several labels or numbers give a `Predicted`.
 
     The settings and their defaults:
 

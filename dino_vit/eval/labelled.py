@@ -111,8 +111,8 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
         val = open_subset(config.source, source, config.task)
     else:
         of_train = open_source(config.train, config.train_labels)
-        # By the labels of both, as a few whole numbers, or single labels, look like classes.
-        task = config.task or recognise([*of_train.classes, *source.classes])
+        # Of different tasks the later by name: a few whole numbers, or single labels, look like classes.
+        task = config.task or max(recognise(of_train.classes), recognise(source.classes))
         train, val = open_subset(config.train, of_train, task), open_subset(config.source, source, task)
         refuse_same_images(config.source, val.images, config.train, train.images)
     if train is None and (splits := choose_splits(source)):
@@ -121,7 +121,7 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
             val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
             for name, images in splits
         )
-    (train or val).require_two_classes()
+    (val if train is None else train).require_two_classes()
     if train is None or val.task == "multiclass":
         return train, val if train is None else val.with_classes_of(train)
     names = (*train.classes, *sorted({*val.classes} - {*train.classes}))

@@ -38,14 +38,11 @@ def average_precision(weights: Tensor, scores: Tensor, targets: Tensor) -> Tenso
 
 
 def auroc(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
-    """Return how often an image with the label scores higher than one without; equal scores count half."""
-    columns = []
-    for of_label, target in zip(scores.T, targets.T, strict=True):
-        positive, negative = weights * target, weights * (1 - target)
-        total = positive.sum(1, keepdim=True)
-        higher = (_at_least(positive, of_label) + total - _at_least(positive, -of_label)) / 2
-        columns.append((negative * higher / total).sum(1) / negative.sum(1))
-    return torch.stack(columns, dim=1)
+    """Return how often one with the label (n, 1) scores higher than one without; equal scores count half."""
+    positive, negative, scores = weights * targets[:, 0], weights * (1 - targets[:, 0]), scores[:, 0]
+    total = positive.sum(1, keepdim=True)
+    higher = (_at_least(positive, scores) + total - _at_least(positive, -scores)) / 2
+    return (negative * higher / total).sum(1, keepdim=True) / negative.sum(1, keepdim=True)
 
 
 def f1(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:

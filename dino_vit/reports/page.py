@@ -29,11 +29,10 @@ ENTROPIES = (
     "Both at the dashed line: a collapse to uniform outputs. Both 0: a collapse to a single prototype."
 )
 GAP = "Of the two entropies: how much the teacher's output depends on the image. 0 is a collapse."
-KNN = {  # by what it is
-    "top-1": "Share of the images of the online evaluation whose class is predicted, in per cent.",
-    "mAP": "Mean average precision of the labels of the images of the online evaluation, in per cent.",
-    "R²": "Share of the variance of numbers that is explained, in per cent.",
-}
+KNN = (
+    "Of the images of the online evaluation, in per cent: the share whose class is predicted, or the mAP of "
+    "several labels, or the R² of numbers."
+)
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
     (
@@ -109,7 +108,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     entropies = {"mean output": "mean_output_entropy", "each output": "output_entropy"}
     of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
-    metric = record.baseline.metric
+    metric = record.baseline.metric.replace("top-1", "accuracy")
     rank = record.baseline_levels("rankme")
     loss = LOSS if prototypes else IMITATED
     specs: list[tuple[str, str, dict[str, str], dict[str, float], str]] = [
@@ -120,13 +119,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
-        (
-            f"k-NN {'accuracy' if metric == 'top-1' else metric}",
-            KNN[metric],
-            {"k-NN": "knn", "best tokens": "best_knn"},
-            knn,
-            "%",
-        ),
+        (f"k-NN {metric}", KNN, {"k-NN": "knn", "best tokens": "best_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
     ]

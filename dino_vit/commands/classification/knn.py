@@ -43,8 +43,11 @@ _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than
 
 
 def run(config: KnnConfig) -> Classification | Any:
-    """Classify; with an output, write the JSON. The result's own figures are those of the first k."""
-    # Any, not `Predicted`, as otherwise a type checker would ask which of the two has `.top1`.
+    """Classify; with an output, write the JSON. The figures are those of the first k.
+
+    Several labels or numbers give a `Predicted`.
+    """
+    # Any, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 

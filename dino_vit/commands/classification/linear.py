@@ -51,8 +51,11 @@ CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as
 
 
 def run(config: LinearConfig) -> Classification | Any:
-    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
-    # Any, not `Predicted`, as otherwise a type checker would ask which of the two has `.top1`.
+    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
+
+    Several labels or numbers give a `Predicted`.
+    """
+    # Any, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 

@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from sklearn.linear_model import Ridge
 from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score, roc_auc_score
+from sklearn.neighbors import KNeighborsRegressor
+from torch.nn.functional import normalize
 
 import dino_vit
 from dino_vit.data.sources.open import open_source
@@ -42,30 +43,17 @@ def photos(tmp_path):
 
 
 def features_of(photos, weights, labels):
-    """Return features and targets of both splits, those of labels by name."""
-    backbone = dino_vit.load_backbone(weights)
+    """Return features and targets of train and of val, and the names of the targets."""
     subset = open_subset(str(photos), open_source(str(photos), photos / labels))
-    in_val = np.array([subset.source.name(index).startswith("val") for index in subset.indices])
-    features = (
-        backbone.embed([photos / subset.source.name(index) for index in subset.indices]).double().numpy()
-    )
-    features /= np.linalg.norm(features, axis=1, keepdims=True)
-    return (
-        features[~in_val],
-        subset.targets[~in_val],
-        features[in_val],
-        subset.targets[in_val],
-        subset.classes,
-    )
+    names = [subset.source.name(index) for index in subset.indices]
+    features = normalize(dino_vit.load_backbone(weights).embed([photos / name for name in names]).double())
+    val = np.array([name.startswith("val") for name in names])
+    return features[~val], subset.targets[~val], features[val], subset.targets[val], subset.classes
 
 
 def neighbours_mean(bank, targets, queries, k):
-    rows = []
-    for cosines in queries @ bank.T:
-        nearest = np.argsort(-cosines)[:k]
-        weights = np.exp(cosines[nearest] / 0.07)
-        rows.append((weights[:, None] * targets[nearest]).sum(0) / weights.sum())
-    return np.array(rows)
+    peer = KNeighborsRegressor(k, weights=lambda far: np.exp(-far / 0.07), metric="cosine")
+    return peer.fit(bank, targets).predict(queries)
 
 
 def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
@@ -116,15 +104,14 @@ def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
     with Image.open(photos / "knn.png") as plot:
         assert plot.width > plot.height > 100
     linear = dino_vit.linear(photos, weights, labels=labels, **SETTINGS)
-    plain = [
-        cell["score"] for cell in linear.details["table"] if (cell["blocks"], cell["mean"]) == (1, False)
-    ]
+    cells = linear.details["table"]
+    plain = [cell["score"] for cell in cells if (cell["blocks"], cell["mean"]) == (1, False)]
     backbone = dino_vit.load_backbone(weights)
     x, y = (backbone.embed(sorted((photos / split).iterdir())).double().numpy() for split in ("train", "val"))
     for penalty, percent in zip(PENALTIES, plain, strict=True):
         peer = Ridge(alpha=penalty * 60 * x.var(axis=0).mean()).fit(x, targets)
         assert percent == pytest.approx(100 * r2_score(true, peer.predict(y)), abs=0.1)
-    assert linear.score.percent == pytest.approx(max(cell["score"] for cell in linear.details["table"]))
+    assert linear.score.percent == pytest.approx(max(cell["score"] for cell in cells))
     assert linear.outputs.shape == (30, 2)
 
 
@@ -142,9 +129,7 @@ def test_linear_classifiers_learn_several_labels(photos, weights, method):
 def test_two_classes_have_an_auroc(tmp_path, weights):
     images = write_classes(tmp_path / "images", "ab", 30)
     result = dino_vit.knn(images, weights, k=[3, 9], **SETTINGS)
-    features = torch.nn.functional.normalize(
-        dino_vit.load_backbone(weights).embed(sorted(images.rglob("*.png")))
-    )
+    features = normalize(dino_vit.load_backbone(weights).embed(sorted(images.rglob("*.png"))))
     similar = (features @ features.T).double().fill_diagonal_(-np.inf).numpy()
     true = np.repeat([0, 1], 30)
     for figures, k in zip(result.details["results"], (3, 9), strict=True):
@@ -193,15 +178,18 @@ def test_one_set_by_another_reads_labels_alike(photos, weights):
     (photos / "mixed.csv").write_text("path,x\n" + "".join(f"{row}.png,{row / 2}\n" for row in range(60)))
     sets = {"labels": photos / "whole.csv", "train": photos / "train", "train_labels": photos / "mixed.csv"}
     assert dino_vit.knn(photos / "val", weights, k=3, **sets, **SETTINGS).details["task"] == "regression"
+    (photos / "two.csv").write_text("path,x,y\n" + "".join(f"{row}.png,{row / 2},1\n" for row in range(60)))
+    with pytest.raises(ValueError, match="the two sets have different numbers: x, y and number; name"):
+        dino_vit.knn(photos / "val", weights, **(sets | {"train_labels": photos / "two.csv"}), **SETTINGS)
 
 
 @pytest.mark.parametrize("command", ["knn", "linear"])
 def test_labels_that_no_image_to_judge_by_has_are_an_error(photos, weights, command):
-    (photos / "none.csv").write_text("".join(f"{row}.png,;\n" for row in range(60, 90)))
-    (photos / "some.csv").write_text("".join(f"{row}.png,{'x;y' if row % 2 else 'x'}\n" for row in range(60)))
-    sets = {"labels": photos / "none.csv", "train": photos / "train", "train_labels": photos / "some.csv"}
+    tags = (photos / "tags.csv").read_text().splitlines()
+    rows = [f"{line.split(',')[0]},;" if line.startswith("val") else line for line in tags]
+    (photos / "none.csv").write_text("\n".join(rows))
     with pytest.raises(ValueError, match="the 30 images to judge by have no labels, or all the same numbers"):
-        getattr(dino_vit, command)(photos / "val", weights, **sets, **SETTINGS)
+        getattr(dino_vit, command)(photos, weights, labels=photos / "none.csv", **SETTINGS)
 
 
 def test_two_processes_predict_what_one_does(photos, weights):
@@ -213,13 +201,6 @@ def test_two_processes_predict_what_one_does(photos, weights):
 
 
 def test_backbones_are_compared_by_several_labels(photos, weights):
-    result = dino_vit.compare(
-        photos,
-        [weights],
-        untrained=True,
-        labels=photos / "tags.csv",
-        measures=["knn"],
-        precision="no",
-        verbose=False,
-    )
+    sets = {"labels": photos / "tags.csv", "measures": ["knn"]}
+    result = dino_vit.compare(photos, [weights], untrained=True, **sets, **SETTINGS)
     assert list(result.figures) == ["k-NN mAP"]
