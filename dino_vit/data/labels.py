@@ -207,14 +207,8 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
         label = 1 - name
     numbers = list[int]()
     if label is None and columns is LABEL_COLUMNS:
-        others = [
-            column
-            for column, title in enumerate(header)
-            if title not in ("", *PATH_COLUMNS) and column != name
-        ]
-        values = {
-            row[column].strip().lower() for row in rows[start:] for column in others if column < len(row)
-        }
+        others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
+        values = {row[at].strip().lower() for row in rows[start:] for at in others if at < len(row)}
         numbers = [] if None in map(as_number, values - {"", "nan"}) else others
     if label is None and len(rows[0]) > 2 and not numbers:
         named = ", ".join(columns)
@@ -222,8 +216,8 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
     for number, row in enumerate(rows[start:], start + 1):
         if len(row) <= max(name, label or 0, *numbers):
             raise ValueError(f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {row!r:.80}")
-        cells = [row[column] for column in numbers]
-        text = join_numbers([header[column] for column in numbers], cells) if label is None else row[label]
+        cells = {header[column]: row[column] for column in numbers}
+        text = join_numbers(cells) if label is None else row[label]
         yield Entry(row[name], text.strip() or None)
 
 

@@ -5,7 +5,7 @@ them. Numbers from several columns of a table are joined with their names, as in
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,12 +82,12 @@ def as_number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def join_numbers(names: Sequence[str], cells: Sequence[str]) -> str:
-    """Return the numbers of a row as a label, which is empty if one is missing."""
-    if None in map(as_number, cells):
+def join_numbers(cells: Mapping[str, str]) -> str:
+    """Return the numbers of a row, by column, as a label, which is empty if one is missing."""
+    if None in map(as_number, cells.values()):
         return ""
-    pairs = [f"{name}={cell.strip()}" for name, cell in zip(names, cells, strict=True)]
-    return SEPARATOR.join(pairs) if len(pairs) > 1 else "".join(cells)
+    pairs = [f"{name}={cell.strip()}" for name, cell in cells.items()]
+    return SEPARATOR.join(pairs) if len(pairs) > 1 else "".join(cells.values())
 
 
 def _parse(labels: Sequence[str], task: Task) -> tuple[tuple[str, ...], NDArray[np.float64]]:

@@ -14,15 +14,7 @@ from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
-from dino_vit.commands.classification.predicted import (
-    Predicted,
-    few_images,
-    few_text,
-    judge,
-    predict,
-    score,
-    two_class_auroc,
-)
+from dino_vit.commands.classification.predicted import Predicted, few_images, few_text, judge, predict, score
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -33,7 +25,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
-from dino_vit.eval.metrics import TITLES
+from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.tokens import FeatureSpec
 
 REPEATS = 5  # random choices of the images for each of `shots`
@@ -76,7 +68,8 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
     figures = {k: of_k.figures() for k, of_k in predictions.items()}
     if len(val.classes) == 2:
         for k, of_k in predict(bank, queries, config.k, frozen.device).items():
-            figures[k]["auroc"] = two_class_auroc(queries, of_k)
+            auroc = measure("multiclass", queries.indices, of_k, queries.targets[:, None])[0]
+            figures[k]["auroc"] = auroc.interval
     ranking = _rank(bank, queries, frozen.device)
     few_shot = list(_few_shot(config, bank, queries, frozen.device))
     few = few_images(bank, queries)

@@ -16,14 +16,7 @@ from torch import Tensor
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.dino2021 import train_on_views
-from dino_vit.commands.classification.predicted import (
-    Predicted,
-    few_images,
-    few_text,
-    judge,
-    score,
-    two_class_auroc,
-)
+from dino_vit.commands.classification.predicted import Predicted, few_images, few_text, judge, score
 from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
 from dino_vit.core.text import plural, progress
@@ -43,7 +36,7 @@ from dino_vit.eval.linear import (
     top_classes,
     train_heads,
 )
-from dino_vit.eval.metrics import TITLES
+from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 BATCH = 1024  # images per step of a grid
@@ -131,8 +124,10 @@ def _train_on_features(
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
     text += [f"{title}: {predictions.summary()}", how_chosen, *few_text(few)]
     if len(val.classes) == 2:
-        details["best"]["auroc"] = two_class_auroc(val, outputs[:, 1:] - outputs[:, :1])
-        text.append(f"AUROC {details['best']['auroc']} %")
+        margins = outputs[:, 1:] - outputs[:, :1]
+        auroc = measure("multiclass", val.indices, margins, val.targets[:, None])[0].interval
+        details["best"]["auroc"] = auroc
+        text.append(f"AUROC {auroc} %")
     return classification("linear", config.output, "linear top-1", predictions, details, "\n".join(text))
 
 
@@ -143,8 +138,11 @@ def _fit(
     if train.task == "regression":
         if config.method == "logistic":
             raise ValueError("method=logistic learns classes or labels; predict numbers with method=grid")
-        fits = [ridge(train.features, train.targets, PENALTIES, each) for each in columns]
-        return "penalty", PENALTIES, fits
+        return (
+            "penalty",
+            PENALTIES,
+            [ridge(train.features, train.targets, PENALTIES, each) for each in columns],
+        )
     if config.method == "grid":
         return "rate", config.grid.rates, _train_grid(config, train, columns, device)
     cs = sorted(config.logistic.cs)

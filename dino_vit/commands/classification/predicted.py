@@ -104,16 +104,11 @@ def _table(per_target: Mapping[str, Mapping[str, object]]) -> str:
     columns = list(next(iter(per_target.values())))
     lowest = sorted(per_target, key=lambda name: getattr(per_target[name][columns[0]], "value", math.inf))
     rows = [[brief(name), *map(_cell, per_target[name].values())] for name in lowest[:_SHOWN]]
-    return format_table([f"{len(per_target):,} in all, the lowest first", *columns], rows)
+    return format_table([f"of {len(per_target):,}, the lowest first", *columns], rows)
 
 
 def _cell(figure: object) -> str:
     return "-" if figure is None else number_text(figure) if isinstance(figure, float) else str(figure)
-
-
-def two_class_auroc(images: LabelledFeatures, scores: Tensor) -> Interval:
-    """Return the AUROC of scores (n, 1) of the second of two classes."""
-    return measure("multiclass", images.indices, scores, images.targets[:, None])[0].interval
 
 
 def few_images(train: LabelledFeatures, val: LabelledFeatures) -> dict[str, list[str]]:
