@@ -28,10 +28,9 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.layout import ShardLayout
 from dino_vit.data.shards import LocalCopies, Prefetch, ShardedSource
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.source import Subset
+from dino_vit.data.sources.source import ShardLayout, Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.backbone import Backbone

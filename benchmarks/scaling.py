@@ -32,7 +32,7 @@ from benchmarks import step
 from benchmarks.end_to_end import SMALL
 from benchmarks.measure import Row, Table, Work, arguments, compare, report, where
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.catalogued import VERSION, Catalogue, CataloguedSource
+from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedSource
 from dino_vit.data.sources.files import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 
@@ -81,7 +81,7 @@ def resumes(images: int) -> dict[str, Callable[[], Iterable[int]]]:
 def write_catalogue(path: Path, images: int) -> None:
     """Write the catalogue of shards that do not exist."""
     shards = images // SHARD
-    metadata = {"version": VERSION, "classes": [], "splits": {}, "by_folder": True, "ordered": True}
+    metadata = {"version": VERSION, "classes": [], "splits": {}, "label_depth": 0, "ordered": True}
     metadata |= {"fingerprint": f"simulated-{images}"}
     names = [f"{number:07d}" for number in range(shards)]
     columns = {"file": pa.array([f"{name}.tar" for name in names], pa.large_string())}
@@ -116,7 +116,7 @@ def private_bytes() -> int:
 def simulate(path: Path, copies_shards: bool) -> dict[str, float]:
     """Start one process of the run, and measure what it takes until it reads, and how fast it draws."""
     before, start = private_bytes(), time.perf_counter()
-    source = CataloguedSource("s3://nowhere", Catalogue(path))
+    source = CataloguedSource(Catalogue("s3://nowhere", path))
     sampler = simulated_sampler(source)
     specs = sampler.batch_specs()
     next(specs)

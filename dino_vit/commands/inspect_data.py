@@ -20,9 +20,8 @@ from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import splits_of
-from dino_vit.data.mixed import MixedSource
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source, spread
+from dino_vit.data.sources.source import MixedSource, Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.eval.maps.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views

@@ -31,8 +31,7 @@ from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
-from dino_vit.data.catalogue import Shard, index_shard, write_catalogue
-from dino_vit.data.catalogued import CATALOGUE
+from dino_vit.data.catalogue import CATALOGUE, Shard, index_shard, write_catalogue
 from dino_vit.data.images.decode import UnreadableImage, decode, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
@@ -149,7 +148,7 @@ def _index(config: PackConfig) -> PackResult:
             index = partial(in_threads, partial(index_shard, folder), done=lambda _: advance(1))
             shards = share_work(index, files)
         metadata = from_rank_0(lambda: write_catalogue(folder, shards))
-    images = metadata["statistics"]["images"]
+    images = sum(shard.images for shard in shards)
     counts = f"{plural(images, 'image')} in {plural(len(files), 'archive')}"
     order = "by name" if metadata["ordered"] else "by archive, as their names overlap"
     text = f"{folder}/{CATALOGUE}: {counts}, ordered {order}, {plural(len(metadata['classes']), 'label')}"

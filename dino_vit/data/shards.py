@@ -16,21 +16,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
-from dino_vit.data.layout import ShardLayout
 from dino_vit.data.sources.files import ByteRangeReader, read_file
 from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
 from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost, retry
-from dino_vit.data.sources.source import Source, Subset
+from dino_vit.data.sources.source import ShardLayout, Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
 TRAILER = hashlib.sha256().digest_size  # at the end of a copy: the digest of all before
@@ -47,7 +45,7 @@ Unpack = Callable[[str, BinaryIO, BinaryIO], None]
 class ShardedSource(ABC):
     """Images in some large files. Remote files are copied to a local disk, shard by shard."""
 
-    ranges: "ByteRangeReader"
+    ranges: ByteRangeReader
     local_copies: "LocalCopies"
 
     @property
@@ -58,6 +56,11 @@ class ShardedSource(ABC):
     @abstractmethod
     def places(self) -> Iterable[tuple[int, int]]:
         """Return the file of each image, and where or in which row it is there."""
+
+    def read_range(self, shard: int, start: int, size: int) -> bytes:
+        """Read from a copy, or else from the file itself."""
+        data = self.local_copies.read(shard, start, size) if self.ranges.is_remote else None
+        return self.ranges.read(shard, start, size) if data is None else data
 
 
 class IndexedShards(IndexedSource, ShardedSource):
@@ -72,13 +75,9 @@ class IndexedShards(IndexedSource, ShardedSource):
         sizes: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(index)
-        self.ranges = ByteRangeReader(files, index.file_signatures, self._is_same)
+        self.ranges = ByteRangeReader(files, index.file_signatures)
         sizes = index.file_signatures[:, 0] if sizes is None else sizes
         self.local_copies = LocalCopies(self.ranges, sizes, unpack)
-
-    def _is_same(self, file: int) -> bool:
-        """Tell whether a local shard whose time has changed still has the items of the index."""
-        return False
 
     @property
     def layout(self) -> ShardLayout:
@@ -112,38 +111,27 @@ class LocalCopies:
         ranges: ByteRangeReader,
         sizes: NDArray[np.int64],
         unpack: Unpack | None = None,
-        digests: Sequence[Any] | None = None,
+        digest: Callable[[int], str] | None = None,
     ) -> None:
-        """`digests` are those of the shards, as Arrow has them, where a catalogue states some."""
-        self.ranges, self.unpack, self._digests = ranges, unpack, digests
+        """`digest` returns the one of a shard that a catalogue states, empty if it states none."""
+        self.ranges, self.unpack, self._digest = ranges, unpack, digest
         self.sizes = sizes + TRAILER  # about how long each copy is
         self.folder, self.limit = cache_folder() / "shards", math.inf
         self.opened = time.time()  # copies that are older are verified before they are used
         self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
 
     def name(self, shard: int) -> str:
-        """Return the name of a copy, another one if a shard was changed."""
+        """Return the name of a copy, beginning with the number of its shard; another if that changed."""
         size, version, _ = self.ranges.file_signatures[shard].tolist()
-        stated = self._digest_of(shard) or f"{size}\0{version}"
-        key = f"{self.ranges.paths[shard]}\0{stated}\0{TRAILER}"
-        return f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}"
+        stated = (self._digest and self._digest(shard)) or f"{size}\0{version}"
+        key = hashlib.sha256(os.fsencode(f"{self.ranges.paths[shard]}\0{stated}\0{TRAILER}")).hexdigest()
+        return f"{shard}-{key[:24]}{SUFFIX}"
 
-    @cached_property
-    def _sorted_names(self) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
-        """The names of all copies, sorted, and their shards: some bytes for each of a million shards."""
-        names = np.fromiter((self.name(n).encode() for n in range(len(self.sizes))), "S30", len(self.sizes))
-        order = np.argsort(names)
-        return names[order], order
-
-    def _shard_called(self, name: str) -> int | None:
+    def shard_called(self, name: str) -> int | None:
         """Return the shard whose copy has a name, or None for a copy of another source."""
-        names, shards = self._sorted_names
-        place = int(np.searchsorted(names, name.encode()))
-        return int(shards[place]) if names[place : place + 1].tolist() == [name.encode()] else None
-
-    def _digest_of(self, shard: int) -> str | None:
-        """Return the digest of a shard that the catalogue states, if one does."""
-        return self._digests[shard].as_py().hex() or None if self._digests is not None else None
+        number = name.partition("-")[0]
+        shard = int(number) if number.isdecimal() else len(self.sizes)
+        return shard if shard < len(self.sizes) and name == self.name(shard) else None
 
     def path(self, shard: int) -> Path:
         return self.folder / self.name(shard)
@@ -227,12 +215,13 @@ class LocalCopies:
         )
 
     def _has_stated_digest(self, shard: int, descriptor: int) -> bool:
-        """Tell whether a file has the digest that is stated beside the shard, if one is."""
+        """Tell whether a file has the digest that the catalogue or a file beside the shard states, if any."""
         folder, _, name = self.ranges.paths[shard].rpartition("/")
-        if self._digests is None and folder not in self._sums:
+        stated = self._digest and self._digest(shard)
+        if not stated and folder not in self._sums:
             self._sums[folder] = _read_sums(folder)
-        stated = self._digest_of(shard) if self._digests is not None else self._sums[folder].get(name)
-        return stated is None or _digest(descriptor, os.fstat(descriptor).st_size).hex() == stated
+        stated = stated or self._sums[folder].get(name)
+        return not stated or _digest(descriptor, os.fstat(descriptor).st_size).hex() == stated
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
         """Delete copies until there is room for a shard: those that are needed last go first.
@@ -248,7 +237,7 @@ class LocalCopies:
                 if entry.name.endswith(PARTIAL) and _delete_if_abandoned(Path(entry.path)):
                     continue
                 total += status.st_size
-                number = self._shard_called(entry.name) if entry.name.endswith(SUFFIX) else None
+                number = self.shard_called(entry.name) if entry.name.endswith(SUFFIX) else None
                 if entry.name.endswith(SUFFIX) and number not in kept:
                     used = number is None and time.time() - status.st_mtime < RECENT_S
                     needed = 2**63 if number is None else int(uses[number])

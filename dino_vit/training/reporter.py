@@ -19,7 +19,7 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public
-from dino_vit.data.mixed import images_per_epoch
+from dino_vit.data.sources.source import images_per_epoch
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,

@@ -19,9 +19,8 @@ from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather
 from dino_vit.core.text import plural, printable
-from dino_vit.data.mixed import images_per_epoch, parts_of
 from dino_vit.data.shards import shards_of
-from dino_vit.data.sources.source import Source
+from dino_vit.data.sources.source import Source, images_per_epoch, parts_of
 from dino_vit.data.statistics import INSPECTED, MEASURED, channel_statistics, inspect_images, sample
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.build import advice_on_size, build_pixels

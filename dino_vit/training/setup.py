@@ -21,9 +21,9 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
-from dino_vit.data.mixed import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.data.sources import remote
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups

@@ -17,10 +17,8 @@ from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.data.images.pixels import Pixels, reduced_size
-from dino_vit.data.layout import ShardLayout
-from dino_vit.data.mixed import MixedSource, images_per_epoch, parts_of
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
-from dino_vit.data.sources.source import Source
+from dino_vit.data.sources.source import MixedSource, ShardLayout, Source, images_per_epoch, parts_of
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.layout import ShardLayout
+from dino_vit.data.sources.source import ShardLayout
 
 BLOCK = 2**18  # images, at least, that a window order draws at a time
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 from dino_vit.data.labels import values_by_name
-from dino_vit.data.layout import ShardLayout
-from dino_vit.data.sources.source import Source
+from dino_vit.data.sources.source import ShardLayout, Source
 from dino_vit.data.targets import as_number
 from dino_vit.views.order import (
     GlobalOrder,

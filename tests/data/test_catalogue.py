@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dino_vit.cli import main
-from dino_vit.data.catalogued import CataloguedSource, StaleIndex
+from dino_vit.data.catalogue import CataloguedSource, StaleIndex
 from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import stamp_of

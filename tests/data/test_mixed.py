@@ -9,8 +9,8 @@ from dino_vit.cli import main
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.data.mixed import MixedSource, evaluated_part
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import MixedSource, evaluated_part
 from tests.support.image_sets import FILES, ORDER, write_folder, write_tar
 from tests.support.remote import write_pngs, write_shards
 from tests.support.runs import Run

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.data.layout import ShardLayout
+from dino_vit.data.sources.source import ShardLayout
 from dino_vit.views.order import GlobalOrder, MixedOrder, PartOfMix, WindowOrder
 from dino_vit.views.sampler import Sampler, ShardUses
 

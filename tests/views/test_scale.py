@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scaling import BATCH, PROCESSES, SHARD, simulate, simulated_sampler, write_catalogue
-from dino_vit.data.catalogued import Catalogue, CataloguedSource
+from dino_vit.data.catalogue import Catalogue, CataloguedSource
 
 IMAGES = 10**9
 
@@ -20,7 +20,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(path):
-    return CataloguedSource("s3://nowhere", Catalogue(path))
+    return CataloguedSource(Catalogue("s3://nowhere", path))
 
 
 def batches(source, position, count, **settings):

@@ -15,10 +15,10 @@ import numpy as np
 from dino_vit.core.distributed import share_work
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
-from dino_vit.data.shards import IndexedShards
+from dino_vit.data.shards import IndexedShards, ShardedSource
 from dino_vit.data.sources.files import exists, open_file, read_file
 from dino_vit.data.sources.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.sources.remote import in_threads
+from dino_vit.data.sources.remote import ChangedFile, in_threads
 from dino_vit.data.sources.source import is_image
 
 CLASS_NAMES = "classes.txt"  # beside shards whose labels are its lines, counted from 0
@@ -62,26 +62,8 @@ class ArchiveSource(IndexedShards):
         self._listed.clear()
 
     def read(self, index: int) -> bytes:
-        item = {name: int(column[index]) for name, column in self.index.columns.items()}
-        stored = item["file"], item["start"], item["stored"]
-        data = self.local_copies.read(*stored) if self.ranges.is_remote else None
-        if data is None:
-            data = self.ranges.read(*stored)
-        return data if self._suffix == ".tar" else decompress(data, item["method"], item["crc"])
-
-    def _is_same(self, file: int) -> bool:
-        columns = self.index.columns
-        rows = np.flatnonzero(columns["file"] == file)
-        try:
-            members = sorted(ARCHIVES[self._suffix](self._files[file]), key=lambda member: member.start)
-        except (OSError, ValueError):
-            return False
-        rows = rows[np.argsort(columns["start"][rows], kind="stable")]
-        return len(rows) == len(members) and all(
-            self.raw_name(row).endswith(member.name)
-            and all(columns[field][row] == getattr(member, field) for field in FIELDS)
-            for row, member in zip(rows.tolist(), members, strict=True)
-        )
+        member = {name: int(self.index.columns[name][index]) for name in ("file", *FIELDS)}
+        return read_member(self, member["file"], member)
 
     def _list(self) -> None:
         """List the images of all archives, each process some of them."""
@@ -127,6 +109,17 @@ def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
     if not all(member.label in names for member in members):
         return members
     return [member._replace(label=names[member.label]) for member in members]
+
+
+def read_member(source: ShardedSource, shard: int, member: Mapping[str, int]) -> bytes:
+    """Return a member that has the checksum in the index, which in a tar is mostly that of its header."""
+    header = TAR_BLOCK if member["method"] == HEADER else 0
+    data = source.read_range(shard, member["start"] - header, member["stored"] + header)
+    if not header:
+        return decompress(data, member["method"], member["crc"])
+    if zlib.crc32(data[:header]) != member["crc"]:
+        raise ChangedFile(source.ranges.paths[shard])
+    return data[header:]
 
 
 def decompress(data: bytes, method: int, crc: int) -> bytes:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from io import BufferedReader
 from typing import BinaryIO
@@ -114,17 +114,10 @@ def file_signature(path: str) -> FileSignature:
 class ByteRangeReader:
     """Read ranges of bytes of files, from several threads and processes at once."""
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        file_signatures: NDArray[np.int64],
-        is_same: Callable[[int], bool] = lambda _: False,
-    ) -> None:
-        """`is_same` tells of a local file whose time alone has changed whether its contents are the same."""
-        self.paths, self.file_signatures, self.is_same = paths, file_signatures, is_same
+    def __init__(self, paths: Sequence[str], file_signatures: NDArray[np.int64]) -> None:
+        self.paths, self.file_signatures = paths, file_signatures
         self.is_remote = is_url(paths[0])
         self._unchanged: set[int] = set()  # remote files that were checked
-        self._times: dict[int, int] = {}  # of local files that were looked at again
 
     def read(self, file: int, start: int, size: int) -> bytes:
         path = self.paths[file]
@@ -132,20 +125,12 @@ class ByteRangeReader:
             return retry(lambda: self.request(file, start, size), path)
         opened = _opened(self, file)  # kept until the read is done: another thread may push it out
         status = os.fstat(opened.number)
-        if not self._is_unchanged(file, status):
+        # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
+        if status.st_size != self.file_signatures[file, 0]:
             raise ChangedFile(path)
         # Without moving a position, so that processes can share the open file.
         within = min(size, max(0, status.st_size - start))  # a damaged archive may state any size
         return check_length(os.pread(opened.number, within, start), size, path)
-
-    def _is_unchanged(self, file: int, status: os.stat_result) -> bool:
-        """Tell whether a local file is the one in the index; programs that purge disks change its times."""
-        size, changed = self.file_signatures[file, :2].tolist()
-        if status.st_size != size or status.st_mtime_ns in (changed, self._times.get(file)):
-            return bool(status.st_size == size)
-        if same := self.is_same(file):
-            self._times[file] = status.st_mtime_ns
-        return same
 
     def request(self, file: int, start: int, size: int) -> bytes:
         """Read a range of a remote file by one request, after a look whether it is still the same."""

@@ -59,11 +59,7 @@ class IndexContents:
             order.sort(key=self.names.__getitem__)
         names = [self.names[row] for row in order]
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
-        digest = hashlib.sha256(b"".join(names))
-        digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
-        digest.update(
-            np.asarray(of_files if self.sizes is None else self.sizes, dtype=np.int64)[rows].tobytes()
-        )
+        sizes = np.asarray(of_files if self.sizes is None else self.sizes, dtype=np.int64)
         if self.labels is None:
             numbers, classes = folder_labels(names)
         else:
@@ -71,12 +67,19 @@ class IndexContents:
         arrays = {"name": bytes_to_arrow(names), "label": to_arrow(numbers)}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata |= {
-            "fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}",
+            "fingerprint": fingerprint_of(names, sizes[rows]),
             "classes": classes,
             "splits": find_splits(below_shared(names)) if self.by_name else {},
             **self.metadata,
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
+
+
+def fingerprint_of(names: Sequence[bytes], sizes: NDArray[np.int64]) -> str:
+    digest = hashlib.sha256(b"".join(names))
+    digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
+    digest.update(sizes.tobytes())
+    return f"images-{len(names)}-{digest.hexdigest()[:16]}"
 
 
 WriteImages = Callable[[bytes | memoryview], object]

@@ -31,7 +31,6 @@ from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries
-from dino_vit.data.mixed import MixedSource
 from dino_vit.data.sources.files import (
     BRACES,
     exists,
@@ -43,7 +42,7 @@ from dino_vit.data.sources.files import (
 )
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.remote import is_url, list_remote, remotely
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, is_image, suffix_of
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, is_image, suffix_of
 
 __all__ = ["FolderSource", "Source", "open_source"]
 
@@ -87,10 +86,10 @@ def _open(spec: str) -> Source:
             return HubSource(rest)
     spec = plain(spec)
     if suffix_of(spec) in ("", *ARCHIVE_SUFFIXES) or os.path.isdir(spec):
-        from dino_vit.data.catalogued import find_catalogue, open_catalogued
+        from dino_vit.data.catalogue import open_catalogued
 
-        if folder := find_catalogue(spec):
-            return open_catalogued(folder)
+        if catalogued := open_catalogued(spec):
+            return catalogued
     if exists(spec):
         return _open_folder(spec) if is_folder(spec) else _open_files(spec, [spec])
     if BRACES.search(spec) or glob.has_magic(spec):

@@ -1,14 +1,17 @@
-"""The interface of a set of images, and parts of one."""
+"""The interface of a set of images, parts of one, and several in one."""
 
 import hashlib
 import os
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from dino_vit.core.text import plural, printable
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy", ".avif", ".heic", ".heif"),
@@ -82,6 +85,128 @@ def stamp_of(source: Source) -> str | None:
     while isinstance(source, Subset):
         source = source.source
     return getattr(source, "stamp", "")
+
+
+class MixedSource:
+    """The images of several sources, one source after another.
+
+    An epoch ends when the source that is used up first has been seen once, so no image comes twice in it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parts: Sequence[Source], shares: Sequence[float] | None = None
+    ) -> None:
+        lengths = list(map(len, parts))
+        shares = shares or lengths
+        if len(shares) != len(parts):
+            given, sources = plural(len(shares), "share"), plural(len(parts), "source")
+            raise ValueError(f"data.mix has {given}, data.source {sources}; give one for each")
+        rate = min(length / share for length, share in zip(lengths, shares, strict=True))
+        self.names, self.parts = list(map(printable, names)), parts
+        self.counts = [max(1, round(rate * share)) for share in shares]  # of an epoch
+        self.starts = np.concatenate([[0], np.cumsum(lengths)])
+        self.classes: Sequence[str] = list(dict.fromkeys(name for part in parts for name in part.classes))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def images_per_epoch(self) -> int:
+        return sum(self.counts)
+
+    def read(self, index: int) -> bytes | Tensor:
+        part, row = self._locate(index)
+        return self.parts[part].read(row)
+
+    def label(self, index: int) -> int | None:
+        part, row = self._locate(index)
+        label = self.parts[part].label(row)
+        return None if label is None else self.classes.index(self.parts[part].classes[label])
+
+    def name(self, index: int) -> str:
+        part, row = self._locate(index)
+        return f"{self.names[part]}/{self.parts[part].name(row)}"
+
+    @property
+    def fingerprint(self) -> str:
+        text = "\0".join(part.fingerprint for part in self.parts)
+        return f"mixed-{len(self)}-{hashlib.sha256(f'{text}{self.counts}'.encode()).hexdigest()[:16]}"
+
+    @property
+    def stamp(self) -> str | None:
+        stamps = list(map(stamp_of, self.parts))
+        return None if None in stamps else "\0".join(map(str, stamps))
+
+    def describe_epoch(self) -> str:
+        """Say what an epoch is."""
+        parts = (
+            f"{count:,} of the {len(part):,} of {name} ({count / self.images_per_epoch:.1%})"
+            for count, part, name in zip(self.counts, self.parts, self.names, strict=True)
+        )
+        return f"an epoch is {self.images_per_epoch:,} images, none of them twice: {', '.join(parts)}"
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return part, index - int(self.starts[part])
+
+
+def parts_of(source: Source) -> Sequence[Source]:
+    """Return the sources that a run mixes."""
+    return source.parts if isinstance(source, MixedSource) else [source]
+
+
+def images_per_epoch(source: Source) -> int:
+    return source.images_per_epoch if isinstance(source, MixedSource) else len(source)
+
+
+def evaluated_part(source: Source) -> tuple[Source, str | None]:
+    """Return the source that a run is evaluated on, with its name if it is one of several.
+
+    It is the first with labels, whose splits and classes are its own.
+    """
+    if not isinstance(source, MixedSource):
+        return source, None
+    number = next((number for number, part in enumerate(source.parts) if part.classes), 0)
+    return source.parts[number], source.names[number]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardLayout:
+    """The images of each shard, in some bytes a shard where a source has them shard by shard."""
+
+    starts: NDArray[np.int64]  # (shards + 1,), where the images of each begin
+    images: NDArray[np.int64] | None = None  # all images, shard by shard; None: the source has them so
+
+    @classmethod
+    def of(cls, shards: NDArray[np.integer[Any]], count: int = 0) -> "ShardLayout":
+        """Return the layout of images whose shards are given, of at least `count` shards."""
+        starts = np.concatenate([[0], np.cumsum(np.bincount(shards, minlength=count))])
+        in_order = bool((shards[1:] >= shards[:-1]).all())
+        return cls(starts, None if in_order else np.argsort(shards, kind="stable"))
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return int(self.starts[-1])
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Return how many images each shard has."""
+        return np.diff(self.starts)
+
+    def members(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the images of some shards."""
+        sizes = self.starts[shards + 1] - self.starts[shards]
+        before = np.cumsum(sizes) - sizes
+        rows = np.arange(sizes.sum()) + np.repeat(self.starts[shards] - before, sizes)
+        return rows if self.images is None else self.images[rows]
+
+    def shards(self, images: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the shard of each of some images."""
+        if self.images is None:
+            return np.searchsorted(self.starts, images, side="right") - 1
+        of_all = np.empty(len(self), dtype=np.int64)
+        of_all[self.images] = np.repeat(np.arange(len(self.starts) - 1), self.sizes)
+        return of_all[images]
 
 
 def suffix_of(name: str) -> str:
