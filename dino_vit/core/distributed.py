@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,40 +67,24 @@ def in_all_processes() -> Iterator[None]:
 
 def from_rank_0(work: Callable[[], T]) -> T:
     """Return what `work` returns on rank 0, or raise its error, in all processes of `in_all_processes`."""
-    if not _shares_work.get():
-        return work()
-    outcome: list[Any] = [None, None]
-    if is_main_process():
-        try:
-            outcome[0] = work()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0, group=_host_group())
-    if outcome[1] is not None:
-        raise outcome[1]
-    return cast("T", outcome[0])
+    return share_work(lambda ranks: [work() for rank in ranks if rank == 0], range(world_size()))[0]
 
 
 def share_work(work: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any]) -> list[T]:
     """Return `work(items)`, to which each process of `in_all_processes` contributes its part."""
     if not _shares_work.get():
         return list(work(items))
-    outcome: tuple[Sequence[T], Exception | None] = [], None
+    outcome: Sequence[T] | Exception
     try:
-        outcome = work(rank_slice(items)), None
+        outcome = work(rank_slice(items))
     except Exception as error:
-        outcome = [], error
+        outcome = error
     outcomes: list[Any] = [None] * world_size()
     dist.all_gather_object(outcomes, outcome, group=_host_group())
-    for _, failure in outcomes:
-        if failure is not None:
-            raise failure
-    return [result for results, _ in outcomes for result in results]
-
-
-def missing_anywhere(value: object) -> bool:
-    """Tell whether a value is None in one of the processes of `in_all_processes`."""
-    return any_process(value is None) if _shares_work.get() else value is None
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return [result for results in outcomes for result in results]
 
 
 def rank_slice(items: Items) -> Items:

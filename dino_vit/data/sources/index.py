@@ -27,7 +27,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
-from dino_vit.core.distributed import missing_anywhere
+from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
@@ -187,7 +187,7 @@ def open_index(
         return index if newest < index.metadata["began"] - SETTLED else None
 
     index = load_current()
-    if missing_anywhere(index):
+    if any(share_work(lambda _: [index is None], [])):
         prepare()
     if index is None:
         with _lock(path, spec):

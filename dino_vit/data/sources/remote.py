@@ -5,10 +5,8 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from io import RawIOBase
 from itertools import count
 from multiprocessing.synchronize import Event
@@ -36,7 +34,6 @@ VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModifi
 Stop = threading.Event | Event
 process_stops: Stop = threading.Event()  # another one in a DataLoader worker
 timeout_s = 180.0  # `data.timeout`: for which a remote file is requested again before the run ends
-_deadline = ContextVar("_deadline", default=math.inf)  # of the requests of this thread
 _last_warning = [-math.inf]
 
 
@@ -118,18 +115,7 @@ def remotely(url: str, work: Callable[[Any, str], R]) -> R:
 
 def time_limit(system: Any) -> dict[str, float]:
     """Return the argument that limits the seconds of a call, also where a server sends byte by byte."""
-    left = _deadline.get() - time.monotonic()
-    return {"timeout": max(0.1, min(REQUEST_TIMEOUT_S, timeout_s, left))} if system.async_impl else {}
-
-
-@contextmanager
-def _until(end: float) -> Iterator[None]:
-    """Let requests in this block be answered until some time."""
-    token = _deadline.set(end)
-    try:
-        yield
-    finally:
-        _deadline.reset(token)
+    return {"timeout": min(REQUEST_TIMEOUT_S, timeout_s)} if system.async_impl else {}
 
 
 def retry(work: Callable[[], R], path: str, stop: Stop | None = None, within_s: float | None = None) -> R:
@@ -138,8 +124,7 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, within_s: 
     end = time.monotonic() + within_s
     for attempt in count():
         try:
-            with _until(end):
-                return work()
+            return work()
         except ChangedFile:
             raise
         except OSError as error:
