@@ -39,8 +39,7 @@ from dino_vit.training.loop import pretrain
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_eval_transform, build_views
 from dino_vit.views.loader import PREFETCH, Loader
-from dino_vit.views.order import WindowOrder
-from dino_vit.views.sampler import Sampler, ShardUses
+from dino_vit.views.sampler import Sampler, ShardUses, WindowOrder
 from dino_vit.weights import load_backbone
 from tests.support.remote import Server, write_parquet
 

@@ -24,8 +24,15 @@ from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader, choose_workers
 from dino_vit.views.masks import Masking
-from dino_vit.views.order import GlobalOrder, MixedOrder, PartOfMix, WeightedWindowOrder, WindowOrder
-from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
+from dino_vit.views.sampler import (
+    BatchSpec,
+    GlobalOrder,
+    MixedOrder,
+    PartOfMix,
+    Sampler,
+    ShardUses,
+    WindowOrder,
+)
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -127,8 +134,8 @@ def build_loader(
             f"data.source={config.data.images} has none: give data.order=global, or write shards with "
             "`dino-vit pack`"
         )
-    windows = [part[1] if part and config.data.order == "window" else None for part in sharded]
-    mixed = _mixed_order(config, source, windows) if isinstance(source, MixedSource) else None
+    layouts = [part[1] if part and config.data.order == "window" else None for part in sharded]
+    mixed = _mixed_order(config, source, layouts) if isinstance(source, MixedSource) else None
     sampler = Sampler(
         length=images_per_epoch(source),
         batch_size=global_batch,
@@ -137,7 +144,7 @@ def build_loader(
         world_size=world_size,
         accumulate=config.optim.accumulate,
         weights=weights,
-        layout=None if mixed else windows[0],
+        layout=None if mixed else layouts[0],
         window=config.data.window,
         mixed=mixed,
     )
@@ -156,14 +163,14 @@ def build_loader(
 
 
 def _mixed_order(
-    config: PretrainConfig, source: MixedSource, windows: Sequence[ShardLayout | None]
+    config: PretrainConfig, source: MixedSource, layouts: Sequence[ShardLayout | None]
 ) -> MixedOrder:
     """Return the order of several sources, each in its own."""
     orders = [
-        GlobalOrder(len(part), config.seed)
-        if layout is None
-        else WindowOrder(layout, config.seed, config.data.window)
-        for part, layout in zip(source.parts, windows, strict=True)
+        WindowOrder(layout, config.seed, config.data.window)
+        if layout
+        else GlobalOrder(len(part), config.seed)
+        for part, layout in zip(source.parts, layouts, strict=True)
     ]
     return MixedOrder(orders, source.counts, source.starts.tolist(), config.seed)
 
@@ -171,18 +178,9 @@ def _mixed_order(
 def build_prefetches(
     config: PretrainConfig, sharded: Sequence[tuple[ShardedSource, ShardLayout] | None], sampler: Sampler
 ) -> list[Prefetch]:
-    """Let remote sources read from copies of their shards, if they help; one process of a host makes them."""
-    remote = [part for part in sharded if part and part[0].ranges.is_remote]
-    folder = Path(config.data.cache).expanduser() if config.data.cache else None
-    if not config.data.cache_gb or not remote:
-        for source, _ in remote:
-            source.local_copies.folder = folder or source.local_copies.folder
-        return []
-    made = [
-        build_prefetch(config, part, sampler, number, len(remote))
-        for number, part in enumerate(sharded)
-        if part and part[0].ranges.is_remote
-    ]
+    """Let remote sources read from copies of their shards, if they help."""
+    remote = [(number, part) for number, part in enumerate(sharded) if part and part[0].ranges.is_remote]
+    made = [build_prefetch(config, part, sampler, number, len(remote)) for number, part in remote]
     return [prefetch for prefetch in made if prefetch]
 
 
@@ -194,20 +192,23 @@ def build_prefetch(
     sources: int = 1,
 ) -> Prefetch | None:
     """Let a source, by its number in a mix, read from copies; it may fill its part of the cache."""
-    source, layout = sharded
-    copies, data = source.local_copies, config.data
+    (source, layout), data, mixed = sharded, config.data, sampler.mixed
+    copies = source.local_copies
     if data.cache:
         copies.folder = Path(data.cache).expanduser()
+    if not data.cache_gb:
+        return None
     copies.folder.mkdir(parents=True, exist_ok=True)
     room = disk_usage(copies.folder).free + copies.present()
     copies.limit = min(data.cache_gb * 1e9, ROOM * room)
-    order = sampler.mixed.orders[number] if sampler.mixed else sampler.build_order()
+    limit = copies.limit / sources
+    order = mixed.orders[number] if mixed else sampler.build_order()
     span = order.span if isinstance(order, WindowOrder | WeightedWindowOrder) else None
     sizes = np.sort(copies.sizes)[::-1]
-    if span is None and sizes.sum() > copies.limit / sources:
+    if span is None and sizes.sum() > limit:
         return None
     needed = sizes[: data.window + 2].sum()
-    if data.order == "window" and needed > copies.limit / sources:
+    if data.order == "window" and needed > limit:
         raise ValueError(
             f"data.window={data.window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
             f"data.cache_gb={data.cache_gb:g} and the disk of {copies.folder} allow: give a larger cache or "
@@ -220,10 +221,9 @@ def build_prefetch(
         # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
         batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
         ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
-        if sampler.mixed:  # in images of the mix
-            ahead = ahead * sampler.length // sampler.mixed.counts[number]
-    part = PartOfMix(sampler.mixed, number) if sampler.mixed else None
-    return Prefetch(copies, ShardUses(sampler, len(layout.sizes), part).next, ahead, copies.limit / sources)
+        ahead = ahead * sampler.length // mixed.counts[number] if mixed else ahead  # in images of the mix
+    uses = ShardUses(sampler, len(layout.sizes), PartOfMix(mixed, number) if mixed else order)
+    return Prefetch(copies, uses.next, ahead, limit)
 
 
 def make_views(

@@ -1,15 +1,13 @@
-"""Which images make up which step: a function of the seed, the epoch and the step within it.
-
-A file may say how often each image is drawn.
-"""
+"""Which images make up which step: a function of the seed, the epoch and the step within it."""
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +16,204 @@ from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 from dino_vit.data.labels import values_by_name
 from dino_vit.data.sources.source import ShardLayout, Source
 from dino_vit.data.targets import as_number
-from dino_vit.views.order import (
-    GlobalOrder,
-    MixedOrder,
-    Order,
-    Uses,
-    WeightedWindowOrder,
-    WindowOrder,
-    draw_by_weight,
-)
 
+BLOCK = 2**18  # images, at least, that a window order draws at a time
 WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
+
+
+class Order(Protocol):
+    """The images of each epoch, of which any part is drawn by itself."""
+
+    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the images at the positions from `start` to `stop` of an epoch."""
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
+
+
+class GlobalOrder:
+    """A permutation of all images, or a weighted sample with replacement."""
+
+    def __init__(self, length: int, seed: int, weights: NDArray[np.float64] | None = None) -> None:
+        self.length, self.seed, self.weights = length, seed, weights
+        self._order = lru_cache(1)(self._draw)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GlobalOrder, (self.length, self.seed, self.weights)
+
+    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        return self._order(epoch)[start:stop]
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        return np.array([start])  # of any shard
+
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
+        indices = np.arange(self.length)
+        if self.weights is not None:
+            return draw_by_weight(self.weights, random_uniform(self.seed, RngPurpose.ORDER, epoch, indices))
+        # SplitMix64 is one-to-one, so there are no ties that a sort could break.
+        return np.argsort(random_bits(self.seed, RngPurpose.ORDER, epoch, indices))
+
+
+def draw_by_weight(weights: NDArray[np.float64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Turn uniform numbers from [0, 1) into indices whose probabilities are proportional to the weights."""
+    upper = np.cumsum(weights)  # sequential, so rounded alike everywhere; a pairwise sum would not be
+    # side="right" skips weights of 0; u · sum stays below the sum, even after rounding.
+    return np.searchsorted(upper, uniform * upper[-1], side="right")
+
+
+class _Shuffled(NamedTuple):
+    """The shards of an epoch one after another, and where each begins: in that order, and by its number."""
+
+    shards: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    first: NDArray[np.float64]
+
+
+class WindowOrder:
+    """Shards come in a random order, and each image lies at random within `span` places from its shard's.
+
+    The end of the epoch continues at its start, so that as many shards mix there as anywhere. The place of an
+    image is a function of the image, so those at some places are found among the images of the few shards
+    that reach there: a process holds some bytes for each shard, and none for each image.
+    """
+
+    def __init__(self, layout: ShardLayout, seed: int, window: int, span: int | None = None) -> None:
+        self.layout, self.seed, self.length = layout, seed, len(layout)
+        sizes = layout.sizes
+        # The size of the shard that a random image lies in: with one huge shard, all images mix.
+        squares = int(np.dot(sizes, sizes))
+        self.span = min(window * squares // self.length, self.length) if span is None else span
+        self._shard_size = squares // self.length
+        self._reach = self.span + 1  # the places that a shard spreads over, and one for rounding
+        self._block_size = max(2 * self.span, BLOCK)
+        self._shuffled, self._block = lru_cache(2)(self._shuffle), lru_cache(2)(self._draw)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WindowOrder, (self.layout, self.seed, 0, self.span)
+
+    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        number = start // self._block_size
+        while self._block(epoch, number)[0] > start:
+            number -= 1
+        parts = [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            before, images = self._block(epoch, number)
+            parts.append(images[start - before : stop - before])
+            start, number = max(start, before + len(images)), number + 1
+        return np.concatenate(parts)
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        first = self._shuffled(epoch).first.astype(np.int64)
+        ends = first + self.span + self._shard_size  # positions are about the places, not quite
+        uses = np.maximum(first, start)
+        uses[ends - self.length > start] = start  # that continue at the start of the epoch
+        uses[(ends <= start) | (self.layout.sizes == 0)] = -1
+        return uses
+
+    def _shuffle(self, epoch: int) -> _Shuffled:
+        sizes = self.layout.sizes
+        shards = np.argsort(random_bits(self.seed, RngPurpose.SHARDS, epoch, np.arange(len(sizes))))
+        begins = np.cumsum(sizes[shards]) - sizes[shards]
+        first = np.empty(len(sizes))
+        first[shards] = begins
+        return _Shuffled(shards, begins, first)
+
+    def _draw(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
+        """Return how many images lie before a block of places, and the images in it in their order."""
+        low, high = number * self._block_size, (number + 1) * self._block_size
+        images, places = self._reaching(epoch, low - self._reach, high, low)
+        inside = (places >= low) & (places < high)
+        images, places = images[inside], places[inside]
+        return self._count_before(epoch, low), images[np.lexsort((images, places))]
+
+    def _count_before(self, epoch: int, place: int) -> int:
+        begins, later = self._shuffled(epoch).begins, place - self._reach + 1
+        number = int(np.searchsorted(begins, later))  # of shards that lie before it as a whole
+        passed = int(begins[number]) if number < len(begins) else self.length
+        return passed + int(np.count_nonzero(self._reaching(epoch, later, place, 0)[1] < place))
+
+    def _reaching(
+        self, epoch: int, low: int, high: int, after: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the images of some shards, and their places.
+
+        The shards are those that begin from `low` to `high`, or continue at the start beyond `after`.
+        """
+        shuffled = self._shuffled(epoch)
+        start, stop, last = np.searchsorted(shuffled.begins, [low, high, self.length + after - self._reach])
+        shards = np.concatenate([shuffled.shards[start:stop], shuffled.shards[max(stop, last) :]])
+        images = self.layout.members(shards)
+        first = np.repeat(shuffled.first[shards], self.layout.sizes[shards])
+        uniform = random_uniform(self.seed, RngPurpose.WINDOW, epoch, images)
+        return images, (first + self.span * uniform) % self.length
+
+
+class WeightedWindowOrder:
+    """What the weights draw, walked through shard by shard."""
+
+    def __init__(self, layout: ShardLayout, seed: int, window: int, weights: NDArray[np.float64]) -> None:
+        self.layout, self.drawn = layout, GlobalOrder(len(layout), seed, weights)
+        self.span = WindowOrder(layout, seed, window).span
+        self._order = lru_cache(2)(self._walk)
+
+    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        positions = self._order(epoch).take(epoch, start, stop)
+        return self.drawn.take(epoch, 0, len(self.layout))[positions]
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        return self._order(epoch).next_uses(epoch, start)
+
+    def _walk(self, epoch: int) -> WindowOrder:
+        shards = self.layout.shards(self.drawn.take(epoch, 0, len(self.layout)))
+        return WindowOrder(ShardLayout.of(shards, len(self.layout.sizes)), self.drawn.seed, 0, self.span)
+
+
+class MixedOrder:
+    """Some images of each of several orders in an epoch, in the same shares all along.
+
+    Image j of the n that an order gives lies at random between j / n and (j + 1) / n of the epoch.
+    """
+
+    def __init__(
+        self, orders: Sequence[Order], counts: Sequence[int], starts: Sequence[int], seed: int
+    ) -> None:
+        """`starts` are where the images of each order begin, and where the last end."""
+        self.orders, self.counts, self.starts, self.seed = orders, counts, starts, seed
+        self.length = sum(counts)
+
+    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        margin, before = len(self.orders), 0  # images on each side, as times are random
+        images, times = list[NDArray[np.int64]](), list[NDArray[np.float64]]()
+        for number, (order, size) in enumerate(zip(self.orders, self.counts, strict=True)):
+            low = max(0, math.floor((start - margin) / self.length * size) - 1)
+            high = min(size, math.ceil((stop + margin) / self.length * size) + 1)
+            rows = np.arange(low, high)
+            times.append((rows + random_uniform(self.seed, RngPurpose.MIX, epoch, number, rows)) / size)
+            images.append(self.starts[number] + order.take(epoch, low, high))
+            before += low
+        chosen = np.argsort(np.concatenate(times), kind="stable")[start - before : stop - before]
+        return np.concatenate(images)[chosen]
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        raise NotImplementedError("each order has shards of its own: PartOfMix")
+
+    def range_around(self, image: int) -> tuple[int, int]:
+        """Return the first image of the order that gives an image, and its last one plus 1."""
+        number = int(np.searchsorted(self.starts, image, side="right"))
+        return int(self.starts[number - 1]), int(self.starts[number])
+
+
+class PartOfMix:
+    """When a mixed order needs the shards of one of its orders."""
+
+    def __init__(self, mixed: MixedOrder, number: int) -> None:
+        self.order, self.count, self.length = mixed.orders[number], mixed.counts[number], mixed.length
+
+    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        uses = self.order.next_uses(epoch, start * self.count // self.length)
+        uses[uses >= self.count] = -1
+        return np.where(uses < 0, -1, uses * self.length // self.count)
 
 
 class BatchSpec(NamedTuple):
@@ -98,7 +283,8 @@ class Sampler:
     def batch_specs(self, position: int = 0) -> Iterator[BatchSpec]:
         """Yield this process's part of each micro-batch, from a position (in steps) on, without end."""
         order, parts = self.build_order(), self.world_size * self.accumulate
-        for epoch, step in self._steps(position):
+        for number in count(position):
+            epoch, step = divmod(number, self.steps_per_epoch)
             start = step * self.batch_size
             stop = min(start + self.batch_size, self.length)
             # Processes share a last batch evenly by images of the epoch's start.
@@ -109,15 +295,11 @@ class Sampler:
                 first = (micro * self.world_size + self.rank) * size
                 yield BatchSpec(epoch, step, batch[first : first + size], first)
 
-    def _steps(self, position: int) -> Iterator[tuple[int, int]]:
-        """Yield epoch and step within it, from a position on."""
-        return (divmod(number, self.steps_per_epoch) for number in count(position))
-
 
 class ShardUses:
     """When a run needs each shard: known ahead, as the order is a function of the epoch."""
 
-    def __init__(self, sampler: Sampler, shards: int, order: Uses | None = None) -> None:
+    def __init__(self, sampler: Sampler, shards: int, order: Order | PartOfMix | None = None) -> None:
         self.sampler, self.shards, self.order = sampler, shards, order or sampler.build_order()
 
     def next(self, position: int) -> NDArray[np.int64]:

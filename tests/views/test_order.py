@@ -7,8 +7,7 @@ import pytest
 
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.sources.source import ShardLayout
-from dino_vit.views.order import GlobalOrder, MixedOrder, PartOfMix, WindowOrder
-from dino_vit.views.sampler import Sampler, ShardUses
+from dino_vit.views.sampler import GlobalOrder, MixedOrder, PartOfMix, Sampler, ShardUses, WindowOrder
 
 LENGTHS, COUNTS = (300, 1000, 50), (300, 450, 7)
 STARTS = [0, 300, 1300, 1350]

@@ -5,7 +5,7 @@ import pytest
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 from dino_vit.data.sources.source import ShardLayout
-from dino_vit.views import order
+from dino_vit.views import sampler as module
 from dino_vit.views.sampler import Sampler, ShardUses
 
 
@@ -98,7 +98,7 @@ MIXED = np.random.default_rng(0).permutation(UNEVEN)  # as where names of severa
 @pytest.mark.parametrize("shards", [SHARDS, UNEVEN, MIXED])
 def test_the_window_order_is_a_permutation_that_seed_and_epoch_decide(shards, block, monkeypatch):
     """It is drawn in blocks, whose size changes nothing."""
-    monkeypatch.setattr(order, "BLOCK", block)
+    monkeypatch.setattr(module, "BLOCK", block)
     sampler = windowed(shards=shards)
     assert sampler.order(3).tolist() == naive_window_order(sampler, 3, shards)
     steps = [spec.samples for spec in islice(sampler.batch_specs(300 + 47), 53)]
