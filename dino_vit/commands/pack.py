@@ -28,6 +28,7 @@ from dino_vit.commands import Result
 from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
+from dino_vit.core.process import in_threads
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
@@ -39,7 +40,6 @@ from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
 from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.open import archive_files, open_source
-from dino_vit.data.sources.remote import in_threads
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 from dino_vit.eval.features import in_batches
 from dino_vit.views.eval_transform import resize

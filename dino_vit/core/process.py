@@ -1,19 +1,23 @@
-"""This process: whether it prints, the signals that stop its run, the lock on its output folder."""
+"""This process: whether it prints, its threads, signals that stop its run, the lock on its output folder."""
 
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, lockf
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeVar
 
 from dino_vit.core import log
 
+T = TypeVar("T")
+R = TypeVar("R")
+THREADS = 16  # they mostly wait for disks and networks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 
@@ -86,3 +90,18 @@ def locked(folder: Path) -> Iterator[None]:
                 if not existed and os.listdir(folder) == [path.name]:  # nothing was written
                     path.unlink()
                     folder.rmdir()
+
+
+def in_threads(
+    work: Callable[[T], R],
+    items: Sequence[T],
+    done: Callable[[R], object] = lambda _: None,
+    threads: int = THREADS,
+) -> list[R]:
+    """Map items in threads, in order, and call `done` with each result; the first error cancels the rest."""
+    results = []
+    with ThreadPoolExecutor(threads) as pool:
+        for result in pool.map(work, items):
+            results.append(result)
+            done(result)
+    return results

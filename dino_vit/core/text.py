@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -23,6 +23,8 @@ LINE_EVERY = 20.0  # seconds, without a terminal
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # The user and password of a URL, and a query, which may have a token.
 _SECRETS = re.compile(r"(\w://)[^/\s'\"]*@"), re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")
+BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python decodes them
 
 
@@ -127,3 +129,18 @@ def progress(title: str, total: int | None = None) -> Iterator[Advance]:
         advance.bar.stop()
     if time.monotonic() - advance.start > PATIENCE:
         log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield what a pattern with `{000..010}` or `{a,b}` stands for."""
+    braces = BRACES.search(pattern)
+    if not braces:
+        yield pattern
+        return
+    choices: Iterable[str] = braces[1].split(",")
+    if numbers := _RANGE.fullmatch(braces[1]):
+        first, last = numbers.groups()
+        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    start, end = pattern[: braces.start()], pattern[braces.end() :]
+    for choice in choices:
+        yield from expand_braces(f"{start}{choice}{end}")

@@ -27,21 +27,24 @@ import pyarrow as pa
 
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import brief, plural, printable
+from dino_vit.core.text import brief, expand_braces, plural, printable
 from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
 from dino_vit.data.shards import LocalCopies, ShardedSource
 from dino_vit.data.sources.archives import ARCHIVES, FIELDS, Member, class_names, named, read_member
 from dino_vit.data.sources.files import (
     UNKNOWN,
     ByteRangeReader,
+    ChangedFile,
+    Refused,
     exists,
-    expand_braces,
     file_signature,
     file_signatures,
+    is_url,
     read_file,
+    remotely,
+    retry,
 )
 from dino_vit.data.sources.index import bytes_to_arrow, cache_folder, fingerprint_of, to_arrow
-from dino_vit.data.sources.remote import ChangedFile, Refused, is_url, remotely, retry
 from dino_vit.data.sources.source import ShardLayout, suffix_of
 
 CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in

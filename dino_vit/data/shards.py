@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
-from dino_vit.data.sources.files import ByteRangeReader, read_file
+from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, Refused, SourceLost, read_file, retry
 from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
-from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost, retry
 from dino_vit.data.sources.source import ShardLayout, Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made

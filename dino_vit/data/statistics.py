@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_vit.core.process import in_threads
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
-from dino_vit.data.sources.remote import in_threads
 from dino_vit.data.sources.source import Source
 
 INSPECTED = 64

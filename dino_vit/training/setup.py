@@ -21,7 +21,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
-from dino_vit.data.sources import remote
+from dino_vit.data.sources import files
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.eval.online import OnlineEvaluation
@@ -95,7 +95,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    remote.timeout_s = config.data.timeout
+    files.timeout_s = config.data.timeout
     with in_all_processes():
         data = config.data
         source = open_source(data.source or data.images, data.labels, data.mix)

@@ -31,6 +31,7 @@ from dino_vit.views.sampler import (
     PartOfMix,
     Sampler,
     ShardUses,
+    WeightedWindowOrder,
     WindowOrder,
 )
 
@@ -148,12 +149,14 @@ def build_loader(
         window=config.data.window,
         mixed=mixed,
     )
+    remote = [(number, part) for number, part in enumerate(sharded) if part and part[0].ranges.is_remote]
+    prefetches = [build_prefetch(config, part, sampler, number, len(remote)) for number, part in remote]
     return Loader(
         source=source,
         views=build_views(config),
         sampler=sampler,
         pixels=build_pixels(config),
-        prefetch=build_prefetches(config, sharded, sampler),
+        prefetch=[prefetch for prefetch in prefetches if prefetch],
         augment=build_augment(config) if config.data.augment_on == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
@@ -173,15 +176,6 @@ def _mixed_order(
         for part, layout in zip(source.parts, layouts, strict=True)
     ]
     return MixedOrder(orders, source.counts, source.starts.tolist(), config.seed)
-
-
-def build_prefetches(
-    config: PretrainConfig, sharded: Sequence[tuple[ShardedSource, ShardLayout] | None], sampler: Sampler
-) -> list[Prefetch]:
-    """Let remote sources read from copies of their shards, if they help."""
-    remote = [(number, part) for number, part in enumerate(sharded) if part and part[0].ranges.is_remote]
-    made = [build_prefetch(config, part, sampler, number, len(remote)) for number, part in remote]
-    return [prefetch for prefetch in made if prefetch]
 
 
 def build_prefetch(

@@ -27,9 +27,9 @@ from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
-from dino_vit.data.sources import remote
+from dino_vit.data.sources import files
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source
-from dino_vit.data.sources.remote import SourceLost
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries, interleave
@@ -114,7 +114,7 @@ class Loader(Dataset[Batch | Exception]):
             prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
-            worker_init_fn=partial(_init_worker, stops, remote.timeout_s),
+            worker_init_fn=partial(_init_worker, stops, files.timeout_s),
         )
         with _signals_blocked():
             batches: Any = iter(loader)
@@ -228,7 +228,7 @@ def _signals_blocked() -> Iterator[None]:
 
 def _init_worker(stops: Event, timeout_s: float, number: int) -> None:
     """Ignore signals sent to all processes of a run, which needs its workers to finish the step."""
-    remote.process_stops, remote.timeout_s = stops, timeout_s  # no worker goes on waiting for a server
+    files.process_stops, files.timeout_s = stops, timeout_s  # no worker goes on waiting for a server
     if number:
         log.setLevel(logging.ERROR)  # one says that a server does not answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,9 +14,9 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data import shards as module
 from dino_vit.data.shards import Prefetch, shards_of
-from dino_vit.data.sources import remote
+from dino_vit.data.sources import files
+from dino_vit.data.sources.files import ChangedFile, Refused, SourceLost
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost
 from dino_vit.views import build
 from dino_vit.views.sampler import Sampler
 from tests.support import runs
@@ -31,7 +31,7 @@ COUNT, IMAGES = 8, 16
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART", 4096)  # so that a shard takes several requests
-    monkeypatch.setattr(remote, "timeout_s", 4)
+    monkeypatch.setattr(files, "timeout_s", 4)
     write_shards(tmp_path / "shards", COUNT, IMAGES)
     return tmp_path / "shards"
 
@@ -88,7 +88,7 @@ def test_a_server_that_is_gone_is_a_sentence_and_asks_for_a_restart(server, tmp_
 
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_shard_that_the_server_refuses_ends_a_run_at_once(server, tmp_path, monkeypatch, status):
-    monkeypatch.setattr(remote, "timeout_s", 600)
+    monkeypatch.setattr(files, "timeout_s", 600)
     source, copies = opened(server.url, tmp_path / "copies")
     server.statuses["000.tar"] = [status] * 9
     with pytest.raises(Refused, match=rf"000\.tar is not there or may not be read \(.*{status}") as refused:

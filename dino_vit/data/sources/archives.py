@@ -13,12 +13,12 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from dino_vit.core.distributed import share_work
+from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
 from dino_vit.data.shards import IndexedShards, ShardedSource
-from dino_vit.data.sources.files import exists, open_file, read_file
+from dino_vit.data.sources.files import ChangedFile, exists, open_file, read_file
 from dino_vit.data.sources.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.sources.remote import ChangedFile, in_threads
 from dino_vit.data.sources.source import is_image
 
 CLASS_NAMES = "classes.txt"  # beside shards whose labels are its lines, counted from 0

@@ -18,8 +18,7 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import file_signature
-from dino_vit.data.sources.remote import is_url
+from dino_vit.data.sources.files import file_signature, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 

@@ -1,38 +1,70 @@
-"""Read files: local ones by the system's own calls, URLs by `remote.py`."""
+"""Read files: local ones by the system's own calls, URLs through fsspec, again if a request fails."""
 
+import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from io import BufferedReader
-from typing import BinaryIO
+from io import BufferedReader, RawIOBase
+from itertools import count
+from multiprocessing.synchronize import Event
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core.text import progress
-from dino_vit.data.sources.remote import (
-    MOST_REQUESTED,
-    ChangedFile,
-    FileSignature,
-    RemoteFile,
-    check_length,
-    in_threads,
-    is_http,
-    is_url,
-    remote_info,
-    remote_signature,
-    remotely,
-    request,
-    retry,
-    time_limit,
-)
+from dino_vit.core import log
+from dino_vit.core.process import REQUEUE, in_threads
+from dino_vit.core.text import brief, progress
 
-BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+R = TypeVar("R")
+FileSignature = tuple[int, int, int]  # size, version and time of change
+
 FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no folder
 UNKNOWN = -1  # version of a file, in a catalogue that was written elsewhere
 OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
+DECODED = ("gzip", "deflate", "br", "zstd")  # by aiohttp, to any length
+PAGES = 10_000  # of a website: more are links that lead to each other
+REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
+MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
+REFUSALS = (401, 403, 404, 410)  # HTTP: asking again would not help
+# What file systems call the version of a file. Not fsspec's `ukey`, which over HTTP is the same whatever the
+# file holds.
+VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModified", "Last-Modified")
+
+Stop = threading.Event | Event
+process_stops: Stop = threading.Event()  # another one in a DataLoader worker
+timeout_s = 180.0  # `data.timeout`: for which a remote file is requested again before the run ends
+_last_warning = [-math.inf]
+
+
+class SourceLost(Exception):
+    """A remote file could not be read for minutes; the run may be started again."""
+
+    exit_code = REQUEUE
+
+
+class Refused(SourceLost):
+    """A server says that a file is not there, or may not be read; asking again would not help."""
+
+    exit_code = 2
+
+
+class ChangedFile(OSError):
+    """A file is not the one that was indexed."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} was changed after it was indexed; start again to rebuild its index")
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def is_http(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
 
 
 def plain(path: str) -> str:
@@ -42,19 +74,173 @@ def plain(path: str) -> str:
     return path if is_url(path) else os.path.expanduser(path)
 
 
-def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield what a pattern with `{000..010}` or `{a,b}` stands for."""
-    braces = BRACES.search(pattern)
-    if not braces:
-        yield pattern
-        return
-    choices: Iterable[str] = braces[1].split(",")
-    if numbers := _RANGE.fullmatch(braces[1]):
-        first, last = numbers.groups()
-        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-    start, end = pattern[: braces.start()], pattern[braces.end() :]
-    for choice in choices:
-        yield from expand_braces(f"{start}{choice}{end}")
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return fsspec's filesystem and the path in it; each process has filesystems of its own."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{brief(url, 200)} cannot be reached: {error}") from error
+
+
+class RemoteFile(RawIOBase):
+    """A remote file for random access, read by requests that are made again if they fail."""
+
+    def __init__(self, url: str, length: int) -> None:
+        self.url, self.length, self.position = url, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + (0, self.position, self.length)[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self.length - self.position))
+        end = self.position + size
+
+        def part(start: int) -> bytes:
+            return retry(lambda: request(self.url, start, min(MOST_REQUESTED, end - start)), self.url)
+
+        buffer[:size] = b"".join(in_threads(part, range(self.position, end, MOST_REQUESTED)))
+        self.position = end
+        return size
+
+
+def remotely(url: str, work: Callable[[Any, str], R]) -> R:
+    """Call `work` with a URL's file system and its path there; whatever fails is an OSError."""
+    system, inner = filesystem(url)
+    try:
+        return work(system, inner)
+    except OSError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise OSError(f"{url}: {error}") from error
+
+
+def time_limit(system: Any) -> dict[str, float]:
+    """Return the argument that limits the seconds of a call, also where a server sends byte by byte."""
+    return {"timeout": min(REQUEST_TIMEOUT_S, timeout_s)} if system.async_impl else {}
+
+
+def retry(work: Callable[[], R], path: str, stop: Stop | None = None, within_s: float | None = None) -> R:
+    """Read from a remote file, again and again if it fails, until the time is over or `stop` is set."""
+    within_s = timeout_s if within_s is None else within_s
+    end = time.monotonic() + within_s
+    for attempt in count():
+        try:
+            return work()
+        except ChangedFile:
+            raise
+        except OSError as error:
+            if refusal := _refusal(error):
+                text = f"{path} is not there or may not be read ({refusal})"
+                raise Refused(f"{text}. Check the address, and the credentials if it needs some") from error
+            late = "it does not answer in time" if isinstance(error, TimeoutError) else ""
+            reason = late or brief(str(error).removeprefix(f"{path}: "), 300)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise SourceLost(
+                    f"{path} could not be read for {within_s:g} seconds ({reason}). "
+                    "When it can be reached again, run the same command again"
+                ) from error
+            if attempt == 5 and _last_warning[0] < end - 2 * within_s:  # not from each thread
+                _last_warning[0] = end - within_s
+                log.warning("%s cannot be read (%s); retrying for %.0f more seconds", path, reason, left)
+            if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
+                raise SourceLost(f"{path} is no longer needed") from error
+    raise AssertionError
+
+
+def _refusal(error: OSError) -> str | None:
+    """Return how a server refuses a file for good, or None if asking again may help."""
+    cause = error.__cause__
+    if status := getattr(cause, "status", 0):
+        return f"HTTP {status}" if status in REFUSALS else None
+    # fsspec also calls a file not found whose website does not answer; botocore's errors have a response.
+    unreachable = cause is not None and not hasattr(cause, "response")
+    forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden:")  # as gcsfs says
+    refused = (isinstance(error, FileNotFoundError) and not unreachable) or forbidden
+    return brief(error, 200) if refused else None
+
+
+def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
+    """Return what the file system knows of a file; `fresh`: not as it was when a folder was listed."""
+
+    def ask(system: Any, inner: str) -> dict[str, Any]:
+        if fresh:
+            system.invalidate_cache()
+        info = dict(system.info(inner, **time_limit(system)))
+        return {**info, "version": _version(info) or system.ukey(inner)}
+
+    return remotely(url, ask)
+
+
+def remote_signature(info: dict[str, Any]) -> FileSignature:
+    version = info.get("version") or _version(info)  # in a listing as far as it has one
+    return info.get("size") or 0, zlib.crc32(str(version).encode()), 0
+
+
+def _version(info: dict[str, Any]) -> object:
+    return next((info[key] for key in VERSIONS if info.get(key)), None)
+
+
+def list_remote(root: str) -> dict[str, FileSignature]:
+    """Return the files below a folder, and their signatures as far as the listing has them."""
+
+    def ask(system: Any, inner: str) -> tuple[str, dict[str, Any] | None]:
+        system.invalidate_cache()
+        return inner, _linked(system, inner) if is_http(root) else system.find(inner, detail=True)
+
+    with progress(f"Listing {root}") as advance:
+        inner, infos = remotely(root, ask)
+        if infos is None:
+            raise ValueError(f"{root} links to more than {PAGES:,} pages; give a list of the images (.txt)")
+        advance(len(infos))
+    return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
+
+
+def _linked(system: Any, root: str) -> dict[str, Any] | None:
+    """Return the files that the pages of a website link to, or None if there are too many pages."""
+    infos: dict[str, Any] = {}
+    for number, (_, _, files) in enumerate(system.walk(root, detail=True, **time_limit(system))):
+        if number == PAGES:
+            return None
+        infos |= {info["name"]: info for info in files.values()}
+    return infos
+
+
+def request(url: str, start: int, size: int) -> bytes:
+    """Return a range of a remote file; what fails is an OSError."""
+
+    async def check(answer: Any) -> None:
+        """Refuse what is more than was asked for, before it is read into memory."""
+        packed, length = answer.headers.get("Content-Encoding"), answer.content_length
+        if answer.ok and (packed in DECODED or length is None or length > size):
+            answered = "any length" if length is None else f"{length:,} bytes"
+            answered = f"{packed} of {answered}" if packed in DECODED else answered
+            raise OSError(f"{url}: the server answers with {answered}, where {size:,} bytes were asked for")
+
+    def ask(system: Any, inner: str) -> Any:
+        limits: dict[str, Any] = {**time_limit(system)}
+        if is_http(url):
+            headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+            limits |= {"headers": headers, "raise_for_status": check}
+        # By name: another argument comes first on S3.
+        return system.cat_file(inner, start=start, end=start + size, **limits)
+
+    return check_length(remotely(url, ask), size, url)
+
+
+def check_length(data: bytes, size: int, path: str) -> bytes:
+    if len(data) != size:
+        raise OSError(f"{path} is truncated: {len(data):,} bytes instead of {size:,}")
+    return data
 
 
 def exists(path: str) -> bool:

@@ -31,8 +31,7 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
-from dino_vit.data.sources.files import file_signatures
-from dino_vit.data.sources.remote import is_url
+from dino_vit.data.sources.files import file_signatures, is_url
 
 TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy

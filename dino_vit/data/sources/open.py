@@ -29,19 +29,19 @@ from numpy.typing import NDArray
 from dino_vit.config.objects import is_object
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
-from dino_vit.core.text import brief, plural, printable, progress
+from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries
 from dino_vit.data.sources.files import (
-    BRACES,
     exists,
-    expand_braces,
     file_signatures,
     is_folder,
+    is_url,
+    list_remote,
     plain,
     read_file,
+    remotely,
 )
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
-from dino_vit.data.sources.remote import is_url, list_remote, remotely
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, is_image, suffix_of
 
 __all__ = ["FolderSource", "Source", "open_source"]

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.shards import IndexedShards
-from dino_vit.data.sources.files import ByteRangeReader, file_signatures, open_file
+from dino_vit.data.sources.files import ByteRangeReader, RemoteFile, file_signatures, open_file, retry
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
-from dino_vit.data.sources.remote import RemoteFile, in_threads, retry
 from dino_vit.data.sources.tables import Rows, find_columns, image_bytes
 
 BATCH = 32  # rows that are read together

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dino_vit.data.sources import parquet, remote
+from dino_vit.data.sources import files, parquet
+from dino_vit.data.sources.files import ChangedFile
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.parquet import ParquetShards
-from dino_vit.data.sources.remote import ChangedFile
 from tests.support.remote import serving, write_shards
 
 pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
@@ -20,8 +20,8 @@ COUNT, IMAGES = 3, 12
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "timeout_s", 4)
-    monkeypatch.setattr(remote, "MOST_REQUESTED", 4096)  # so that a row group takes several requests
+    monkeypatch.setattr(files, "timeout_s", 4)
+    monkeypatch.setattr(files, "MOST_REQUESTED", 4096)  # so that a row group takes several requests
     monkeypatch.setattr(parquet, "FOOTER", 1024)
     write_shards(tmp_path / "shards", COUNT, IMAGES, ".parquet")
     return tmp_path / "shards"

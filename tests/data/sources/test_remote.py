@@ -6,9 +6,8 @@ from threading import Thread
 
 import pytest
 
-from dino_vit.data.sources import remote
-from dino_vit.data.sources.files import is_folder
-from dino_vit.data.sources.remote import list_remote, request
+from dino_vit.data.sources import files
+from dino_vit.data.sources.files import is_folder, list_remote, request
 
 
 class Endless(BaseHTTPRequestHandler):
@@ -73,7 +72,7 @@ def test_a_shard_without_a_type_is_not_taken_for_a_page(endless):
 
 
 def test_pages_whose_links_never_end_are_a_sentence(endless, monkeypatch):
-    monkeypatch.setattr(remote, "PAGES", 30)
+    monkeypatch.setattr(files, "PAGES", 30)
     with pytest.raises(ValueError, match=r"links to more than 30 pages; give a list of the images"):
         list_remote(f"{endless}/photos")
     assert Endless.pages < 100
