@@ -21,13 +21,13 @@ from dino_vit.config.settings import (
     Probability,
     Seed,
     Settings,
+    Task,
     setting,
 )
 
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Evaluator = Literal["knn", "linear", "dense"]
-Task = Literal["multiclass", "multilabel", "regression"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions

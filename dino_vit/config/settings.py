@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Annotated, ClassVar, NamedTuple, TypeVar, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
+Task = Literal["multiclass", "multilabel", "regression"]
 
 
 def several(value: object) -> object:

@@ -1,4 +1,7 @@
-"""Collectives that do nothing without a process group; no other module uses torch.distributed."""
+"""Tensors on devices and processes: collectives do nothing without a process group.
+
+No other module uses torch.distributed.
+"""
 
 import os
 import re
@@ -207,6 +210,14 @@ def apply_fsdp(
     fully_shard(network, mesh=mesh, reshard_after_forward=not learns)
     for name in methods:
         register_fsdp_forward_method(network, name)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device; the host does not wait."""
+    # CUDA copies in the background only from pinned memory.
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

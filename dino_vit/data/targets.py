@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.config.commands import Task
+from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural
 from dino_vit.data.sources.source import Source
 

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.commands import SupervisedConfig, Task
+from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.objects import is_object
+from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural

@@ -21,8 +21,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core.device import to_device
-from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.method.schedules import warmup_cosine

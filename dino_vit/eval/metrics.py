@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.commands import Task
+from dino_vit.config.settings import Task
 from dino_vit.eval.accuracy import Measured
 
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]

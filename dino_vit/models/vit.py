@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core import VIT_SIZES, height_width
-from dino_vit.core.device import to_device
+from dino_vit.core.distributed import to_device
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import ALL, Block, Packed
 from dino_vit.models.linear import Linear, init_linear

@@ -6,7 +6,7 @@ from math import ceil, prod, sqrt
 from pathlib import Path
 from shutil import disk_usage
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from einops import rearrange
@@ -23,7 +23,6 @@ from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader, choose_workers
-from dino_vit.views.masks import Masking
 from dino_vit.views.sampler import (
     BatchSpec,
     GlobalOrder,
@@ -34,6 +33,9 @@ from dino_vit.views.sampler import (
     WeightedWindowOrder,
     WindowOrder,
 )
+
+if TYPE_CHECKING:
+    from dino_vit.views.masks import Masking
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -104,8 +106,10 @@ def build_eval_transform(config: PretrainConfig) -> EvalTransform:
     return EvalTransform(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
-def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
+def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":
     """Return how the patches of global views are masked."""
+    from dino_vit.views.masks import Masking
+
     height, width = config.views.global_shape
     return Masking(
         seed=config.seed,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from multiprocessing.synchronize import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,8 +33,10 @@ from dino_vit.data.sources.open import Source
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries, interleave
-from dino_vit.views.masks import Masking
 from dino_vit.views.sampler import BatchSpec, Sampler
+
+if TYPE_CHECKING:
+    from dino_vit.views.masks import Masking
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
 PREFETCH = 2  # batches that each worker makes ahead
@@ -88,7 +90,7 @@ class Loader(Dataset[Batch | Exception]):
     sampler: Sampler
     pixels: Pixels = RGB
     augment: nn.Module | None = None
-    masking: Masking | None = None
+    masking: "Masking | None" = None
     scaled_decoding: bool = False
     prefetch: Sequence[Prefetch] = ()  # one for each remote source
     workers: int = 0

@@ -7,7 +7,7 @@ from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from dino_vit import VisionTransformer, save_backbone, vit_tiny
 from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning
 from dino_vit.config.loading import load
-from dino_vit.core.device import to_device
+from dino_vit.core.distributed import to_device
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval import linear
