@@ -108,8 +108,10 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
     Images are reduced to a shorter side of `size` pixels.
     """
     shards, unreadable, sums, images, reduced = list[Path](), list[UnreadableImage](), "", 0, 0
-    indexed, classes = list[Shard](), list(map(printable, source.classes))
-    labelled = any(source.label(index) is not None for index in range(len(source)))
+    indexed, labelled = list[Shard](), any(source.label(index) is not None for index in range(len(source)))
+    if labelled:
+        names = "".join(f"{printable(name)}\n" for name in source.classes).encode()
+        write_bytes(folder / CLASS_NAMES, names)
     items = _readable_items(source, unreadable, size, labelled)
     item = next(items, None)
     while item is not None:
@@ -124,12 +126,10 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
                 digest = hashlib.file_digest(written, "sha256").hexdigest()
         sums += f"{digest}  {path.name}\n"
         shards.append(path)
-        indexed.append(index_shard(str(folder), path.name, digest=digest, classes=classes))
+        indexed.append(index_shard(str(folder), path.name, digest=digest))
     if not shards:
         raise ValueError(f"none of {len(source):,} images can be read, the first is {unreadable[0]}")
     if labelled:
-        names = "".join(f"{name}\n" for name in classes).encode()
-        write_bytes(folder / CLASS_NAMES, names)
         sums += f"{hashlib.sha256(names).hexdigest()}  {CLASS_NAMES}\n"
     write_bytes(folder / SUMS, sums.encode())
     write_catalogue(str(folder), indexed)

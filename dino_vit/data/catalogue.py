@@ -77,11 +77,11 @@ class Shard:
     labels: set[str | None]
 
 
-def index_shard(folder: str, file: str, *, digest: str = "", classes: Sequence[str] = ()) -> Shard:
+def index_shard(folder: str, file: str, digest: str = "") -> Shard:
     """Write the index of an archive beside it; with a digest, the checksums in it are of the images."""
     path = os.path.join(folder, file)
     size, version, _ = file_signature(path)
-    members = named(ARCHIVES[suffix_of(file)](path), classes or class_names(os.path.dirname(path)))
+    members = named(ARCHIVES[suffix_of(file)](path), class_names(os.path.dirname(path)))
     members.sort(key=lambda member: member.name)
     if digest:
         members = [_with_checksum(path, member) for member in members]
@@ -322,12 +322,11 @@ def _on_this_host(path: str) -> Path:
 
 
 def _matches_all(pattern: str, files: set[str]) -> bool:
+    """Tell whether a pattern is of these files, none of which then lies in a folder below."""
     given = set(expand_braces(pattern))
     patterns = set(filter(glob.has_magic, given))
-    others = files - given
-    return (given - patterns <= files) and all(
-        any(fnmatchcase(file, name) for name in patterns) for file in others
-    )
+    matched = {file for file in files if "/" not in file and any(fnmatchcase(file, p) for p in patterns)}
+    return files == (given - patterns) | matched
 
 
 def _check_files(catalogue: Catalogue) -> None:

@@ -75,6 +75,13 @@ def test_names_that_overlap_begin_with_their_archive(tmp_path):
     assert len({source.fingerprint, open_source(str(tmp_path / "set" / "000.tar")).fingerprint}) == 2
 
 
+def test_a_pattern_is_of_its_folder_alone(tmp_path):
+    folder = write_archives(tmp_path / "set", SORTED)
+    write_archives(folder / "below", {"z.png": b"z"}, 1)
+    assert len(catalogue(folder)) == len(SORTED) + 1
+    assert len(open_source(str(folder / "*.tar"))) == len(SORTED)
+
+
 def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):
     folder = write_archives(tmp_path / "set", SORTED)
     before = catalogue(folder)

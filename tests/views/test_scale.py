@@ -1,11 +1,9 @@
 """The order of 10^9 images in 10^6 shards, of which there is only the catalogue."""
 
-from itertools import islice
-
 import numpy as np
 import pytest
 
-from benchmarks.scaling import BATCH, PROCESSES, SHARD, simulate, simulated_sampler, write_catalogue
+from benchmarks.scaling import SHARD, simulate, simulated_sampler, write_catalogue
 from dino_vit.data.catalogue import Catalogue, CataloguedSource
 
 IMAGES = 10**9
@@ -23,11 +21,6 @@ def source(path):
     return CataloguedSource(Catalogue("s3://nowhere", path))
 
 
-def batches(source, position, count, **settings):
-    specs = simulated_sampler(source, **settings).batch_specs(position)
-    return [spec.samples for spec in islice(specs, count)]
-
-
 @pytest.mark.slow
 def test_each_image_of_a_shard_comes_once_in_the_window_that_it_is_in(source):
     sampler = simulated_sampler(source)
@@ -41,21 +34,6 @@ def test_each_image_of_a_shard_comes_once_in_the_window_that_it_is_in(source):
             images = np.concatenate([images, order.take(0, 0, 40 * SHARD)])
         own = images[(images // SHARD) == shard]
         assert sorted(own.tolist()) == list(range(shard * SHARD, (shard + 1) * SHARD))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("position", [0, 17_000, 30_517])
-def test_other_processes_and_a_resumed_run_see_the_same_images(source, position):
-    whole = batches(source, position, 4, processes=1)
-    assert [batch.tolist() for batch in batches(source, position + 2, 2, processes=1)] == [
-        batch.tolist() for batch in whole[2:]
-    ]
-    for processes in (PROCESSES, PROCESSES // 2):
-        size = BATCH // processes
-        for rank in (0, processes - 1):
-            parts = batches(source, position, 4, processes=processes, rank=rank)
-            for part, batch in zip(parts, whole, strict=True):
-                assert part.tolist() == batch[rank * size : (rank + 1) * size].tolist()
 
 
 @pytest.mark.slow
