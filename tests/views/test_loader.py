@@ -52,9 +52,9 @@ def test_a_killed_worker_is_an_error():
         deque(batches, maxlen=0)
 
 
-def start_late(init, stops, number):
-    time.sleep(number)
-    init(stops, number)
+def start_late(init, *arguments):
+    time.sleep(arguments[-1])
+    init(*arguments)
 
 
 def test_workers_live_through_signals_until_the_loader_is_closed(monkeypatch):
