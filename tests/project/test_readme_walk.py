@@ -49,6 +49,8 @@ def place(tmp_path_factory):
         (folder / "masks" / name).parent.mkdir(parents=True, exist_ok=True)
         with Image.open(folder / "photos" / name) as picture:
             picture.convert("L").point(lambda value: value // 128).save(folder / "masks" / name)
+    tags = [f"{('sky', 'grass')[n % 2]}/{n}.png,{'blue' if n % 3 else 'green;dark'}" for n in range(32)]
+    (folder / "tags.csv").write_text("\n".join(["name,tags", *tags]))
     shutil.copy(folder / "photos" / "sky" / "0.png", folder / "query.jpg")
     published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
     export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")
