@@ -485,7 +485,7 @@ def knn(
     train_labels: str | os.PathLike[str] | None = None,
     task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
-    k: int | collections.abc.Sequence[int] = (10, 20, 100, 200),
+    k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
     tokens: Literal["cls", "mean", "cls+mean"] = "cls",
     blocks: int = 1,
     shots: int | collections.abc.Sequence[int] = (),
@@ -517,7 +517,7 @@ def knn(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
-      k=[10, 20, 100, 200]                numbers of neighbours
+      k=[20, 10, 100, 200]                numbers of neighbours; the first is judged in full
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
       blocks=1                            last blocks whose tokens are joined
       shots=[]                            also classify by so few images per class, such as 1 and 5

@@ -62,7 +62,10 @@ def test_the_help_has_a_line_for_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert " knn classify images by their nearest neighbours on frozen features, or predict labels and numbers " in shown
+    assert (
+        " knn classify images by their nearest neighbours on frozen features, or predict labels and numbers "
+        in shown
+    )
     assert all(f" {name} {command.help}" in shown for name, command in COMMANDS.items())
 
 

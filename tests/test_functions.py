@@ -67,7 +67,7 @@ def test_every_command_is_a_function_that_says_what_it_takes(name):
 def test_signatures_have_types_and_defaults():
     knn = signature(dino_vit.knn)
     assert str(knn.parameters["network"]) == "network: Literal['teacher', 'student'] = 'teacher'"
-    assert str(knn.parameters["k"]) == "k: int | collections.abc.Sequence[int] = (10, 20, 100, 200)"
+    assert str(knn.parameters["k"]) == "k: int | collections.abc.Sequence[int] = (20, 10, 100, 200)"
     assert str(knn.parameters["weights"]) == "weights: str | os.PathLike[str]"
     assert knn.return_annotation == Classification | Any
     pretrain = signature(dino_vit.pretrain)

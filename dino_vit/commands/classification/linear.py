@@ -110,6 +110,9 @@ def _train_on_features(
         "table": cells,
     }
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
+    if len(values) > 1 and values[row] in (min(values), max(values)) and val.task != "regression":
+        key = {"rate": "grid.rates", "C": "logistic.cs"}[setting]
+        how_chosen += f"\nthe best {setting} is at the end of those that were tried: {key} takes others"
     text = [
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
