@@ -30,7 +30,15 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import brief, expand_braces, plural, printable
 from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
 from dino_vit.data.shards import LocalCopies, ShardedSource
-from dino_vit.data.sources.archives import ARCHIVES, FIELDS, Member, class_names, named, read_member
+from dino_vit.data.sources.archives import (
+    ARCHIVES,
+    CLASS_NAMES,
+    FIELDS,
+    Member,
+    class_names,
+    named,
+    read_member,
+)
 from dino_vit.data.sources.files import (
     UNKNOWN,
     ByteRangeReader,
@@ -130,6 +138,7 @@ def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
             for split in (splits if ordered else ())
         },  # 0 follows the slash
         "ordered": ordered,
+        "class_names": _names_digest(folder, [shard.file for shard in shards]),
         "fingerprint": _fingerprint(folder, shards, ordered),
     }
     columns: dict[str, Any] = {"file": pa.array([shard.file for shard in shards], pa.large_string())}
@@ -139,6 +148,12 @@ def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     batch = pa.record_batch(columns, metadata={"dino_vit": json.dumps(metadata)})
     _write(os.path.join(folder, CATALOGUE), batch)
     return metadata
+
+
+def _names_digest(folder: str, files: Sequence[str]) -> str:
+    """Return a digest of the names of classes beside archives, which their indexes hold."""
+    folders = [os.path.join(folder, parent) for parent in sorted(set(map(os.path.dirname, files)))]
+    return hashlib.sha256(json.dumps(list(map(class_names, folders))).encode()).hexdigest()
 
 
 def _count_before(folder: str, shards: Sequence[Shard], name: bytes) -> int:
@@ -305,8 +320,7 @@ def open_catalogued(spec: str) -> CataloguedSource | None:
     catalogue = Catalogue(folder, _on_this_host(path))
     if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):
         return None
-    if not is_url(folder):
-        from_rank_0(lambda: _check_files(catalogue))
+    from_rank_0(lambda: _check_files(catalogue))
     return CataloguedSource(catalogue)
 
 
@@ -330,8 +344,13 @@ def _matches_all(pattern: str, files: set[str]) -> bool:
 
 
 def _check_files(catalogue: Catalogue) -> None:
-    """Check that the folder has the archives of its catalogue, with their sizes, and no other beside them."""
-    expected = dict(zip(catalogue.files.to_pylist(), catalogue.columns["size"].tolist(), strict=True))
+    """Check the names of classes and, in a local folder, that it has these archives and no others."""
+    files = catalogue.files.to_pylist()
+    if _names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
+        raise StaleIndex(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
+    if is_url(catalogue.folder):
+        return
+    expected = dict(zip(files, catalogue.columns["size"].tolist(), strict=True))
     wrong = []
     for parent in sorted(set(map(os.path.dirname, expected))):
         for entry in os.scandir(os.path.join(catalogue.folder, parent)):

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+import dino_vit
 from dino_vit.cli import main
 from dino_vit.data.catalogue import CataloguedSource, StaleIndex
 from dino_vit.data.shards import shards_of
@@ -105,6 +106,16 @@ def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):
     (folder / "002.tar").unlink()
     with pytest.raises(StaleIndex, match=r"such as 001\.tar"):
         open_source(str(folder))
+
+
+def test_names_of_classes_that_are_edited_are_noticed(tmp_path):
+    dino_vit.pack("synthetic:6:16", tmp_path / "out", verbose=False)
+    names = tmp_path / "out" / "classes.txt"
+    assert "stripes" in open_source(str(tmp_path / "out")).classes
+    names.write_text(names.read_text().replace("stripes", "renamed"))
+    with pytest.raises(StaleIndex, match=r"classes\.txt"):
+        open_source(str(tmp_path / "out"))
+    assert "renamed" in catalogue(tmp_path / "out").classes
 
 
 def test_an_index_and_a_catalogue_that_are_damaged_are_noticed(tmp_path):
