@@ -32,7 +32,7 @@ from benchmarks import step
 from benchmarks.end_to_end import SMALL
 from benchmarks.measure import Row, Table, Work, arguments, compare, report, where
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedSource
+from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedSource, signature_column
 from dino_vit.data.sources.files import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 
@@ -87,8 +87,10 @@ def write_catalogue(path: Path, images: int) -> None:
     columns = {"file": pa.array([f"{name}.tar" for name in names], pa.large_string())}
     digests = pa.array([name.encode().zfill(32) for name in names])
     columns |= {"digest": digests, "index": digests}
-    sizes = {"images": SHARD, "size": SHARD * 100_000, "version": UNKNOWN}
-    columns |= {name: pa.array(np.full(shards, size, dtype=np.int64)) for name, size in sizes.items()}
+    columns |= {
+        "images": pa.array(np.full(shards, SHARD)),
+        "signature": signature_column(np.tile([SHARD * 100_000, UNKNOWN, 0], (shards, 1))),
+    }
     batch = pa.record_batch(columns, metadata={"dino_vit": json.dumps(metadata)})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
@@ -127,10 +129,11 @@ def simulate(path: Path, copies_shards: bool) -> dict[str, float]:
     for _ in range(steps):
         next(specs)
     figures["indices a second"] = steps * BATCH / (time.process_time() - start)
+    figures["memory"] = float(private_bytes() - before)
     start = time.perf_counter()
     next(simulated_sampler(source).batch_specs(sampler.steps_per_epoch * 3 // 2))
     figures["resume"] = time.perf_counter() - start
-    return figures | {"memory": float(private_bytes() - before)}
+    return figures
 
 
 def order_at_once(images: int) -> NDArray[np.int64]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
@@ -56,7 +57,7 @@ from dino_vit.data.sources.index import bytes_to_arrow, cache_folder, fingerprin
 from dino_vit.data.sources.source import ShardLayout, suffix_of
 
 CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in
-NUMBERS, DIGESTS = ("images", "size", "version"), ("digest", "index")
+DIGESTS = ("digest", "index")
 FINGERPRINTED = 2**24  # with more images, the fingerprint is that of the indexes, not of names and sizes
 HELD = 256  # indexes in each process
 VERSION = 1
@@ -142,12 +143,20 @@ def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
         "fingerprint": _fingerprint(folder, shards, ordered),
     }
     columns: dict[str, Any] = {"file": pa.array([shard.file for shard in shards], pa.large_string())}
-    columns |= {name: pa.array([getattr(shard, name) for shard in shards], pa.int64()) for name in NUMBERS}
+    columns |= {
+        "images": pa.array([shard.images for shard in shards], pa.int64()),
+        "signature": signature_column(np.array([(shard.size, shard.version, 0) for shard in shards])),
+    }
     for name in DIGESTS:
         columns[name] = pa.array([bytes.fromhex(getattr(shard, name)) for shard in shards], pa.binary())
     batch = pa.record_batch(columns, metadata={"dino_vit": json.dumps(metadata)})
     _write(os.path.join(folder, CATALOGUE), batch)
     return metadata
+
+
+def signature_column(signatures: NDArray[np.int64]) -> pa.Array:
+    """Return signatures of files (n, 3) as a column, which can be mapped into memory as it is."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel(), pa.int64()), 3)
 
 
 def _names_digest(folder: str, files: Sequence[str]) -> str:
@@ -216,7 +225,9 @@ class Catalogue(Sequence[str]):
                 batch = pa.ipc.open_file(file).get_batch(0)
             self.metadata: dict[str, Any] = json.loads(batch.schema.metadata[b"dino_vit"])
             self.files, self._digests, self.indexes = batch["file"], batch["digest"], batch["index"]
-            self.columns = {name: np.from_dlpack(batch[name]) for name in NUMBERS}
+            self.images = np.from_dlpack(batch["images"])
+            flat: Any = np.from_dlpack(batch["signature"].values)
+            self.signatures: NDArray[np.int64] = flat.reshape(-1, 3)
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
             raise StaleIndex(f"{path} is damaged or not a catalogue: {error}") from error
         if self.metadata["version"] != VERSION:
@@ -245,15 +256,14 @@ class CataloguedSource(ShardedSource):
     """Images in the archives of a folder with a catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        self.catalogue, columns, metadata = catalogue, catalogue.columns, catalogue.metadata
-        self.starts = np.concatenate([[0], np.cumsum(columns["images"])])
+        self.catalogue, metadata = catalogue, catalogue.metadata
+        self.starts = np.concatenate([[0], np.cumsum(catalogue.images)])
         self.classes = list(map(printable, metadata["classes"]))
         self.splits = {printable(name): range(*images) for name, images in metadata["splits"].items()}
         self.fingerprint: str = metadata["fingerprint"]
         self._number = {name: number for number, name in enumerate(metadata["classes"])}
-        signatures = np.stack([columns["size"], columns["version"], 0 * columns["size"]], axis=1)
-        self.ranges = ByteRangeReader(catalogue, signatures)
-        self.local_copies = LocalCopies(self.ranges, signatures[:, 0], digest=catalogue.digest)
+        self.ranges = ByteRangeReader(catalogue, catalogue.signatures)
+        self.local_copies = LocalCopies(self.ranges, catalogue.signatures[:, 0], digest=catalogue.digest)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -350,7 +360,7 @@ def _check_files(catalogue: Catalogue) -> None:
         raise StaleIndex(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
     if is_url(catalogue.folder):
         return
-    expected = dict(zip(files, catalogue.columns["size"].tolist(), strict=True))
+    expected = dict(zip(files, catalogue.signatures[:, 0].tolist(), strict=True))
     wrong = []
     for parent in sorted(set(map(os.path.dirname, expected))):
         for entry in os.scandir(os.path.join(catalogue.folder, parent)):

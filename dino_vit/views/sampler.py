@@ -63,11 +63,10 @@ def draw_by_weight(weights: NDArray[np.float64], uniform: NDArray[np.float64]) -
 
 
 class _Shuffled(NamedTuple):
-    """The shards of an epoch one after another, and where each begins: in that order, and by its number."""
+    """The shards of an epoch one after another, and where each begins."""
 
-    shards: NDArray[np.int64]
+    shards: NDArray[np.int32]
     begins: NDArray[np.int64]
-    first: NDArray[np.float64]
 
 
 class WindowOrder:
@@ -104,7 +103,9 @@ class WindowOrder:
         return np.concatenate(parts)
 
     def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        first = self._shuffled(epoch).first.astype(np.int64)
+        shards, begins = self._shuffled(epoch)
+        first = np.empty_like(begins)  # by the numbers of shards
+        first[shards] = begins
         ends = first + self.span + self._shard_size  # positions are about the places, not quite
         uses = np.maximum(first, start)
         uses[ends - self.length > start] = start  # that continue at the start of the epoch
@@ -115,9 +116,7 @@ class WindowOrder:
         sizes = self.layout.sizes
         shards = np.argsort(random_bits(self.seed, RngPurpose.SHARDS, epoch, np.arange(len(sizes))))
         begins = np.cumsum(sizes[shards]) - sizes[shards]
-        first = np.empty(len(sizes))
-        first[shards] = begins
-        return _Shuffled(shards, begins, first)
+        return _Shuffled(shards.astype(np.int32), begins)
 
     def _draw(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
         """Return how many images lie before a block of places, and the images in it in their order."""
@@ -142,9 +141,10 @@ class WindowOrder:
         """
         shuffled = self._shuffled(epoch)
         start, stop, last = np.searchsorted(shuffled.begins, [low, high, self.length + after - self._reach])
-        shards = np.concatenate([shuffled.shards[start:stop], shuffled.shards[max(stop, last) :]])
+        shards, begins = (np.concatenate([each[start:stop], each[max(stop, last) :]]) for each in shuffled)
         images = self.layout.members(shards)
-        first = np.repeat(shuffled.first[shards], self.layout.sizes[shards])
+        starts = self.layout.starts
+        first = np.repeat(begins, starts[shards + 1] - starts[shards])
         uniform = random_uniform(self.seed, RngPurpose.WINDOW, epoch, images)
         return images, (first + self.span * uniform) % self.length
 
