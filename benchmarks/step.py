@@ -41,6 +41,7 @@ from dino_vit.views.loader import Batch
 
 CONTENDERS = ("dino_vit", "reference")
 FIXED: dict[str, Any] = {
+    "data.source": "synthetic",
     "data.workers": 0,
     "optim.freeze_last_layer_epochs": 0,
     "budget.epochs": None,

@@ -94,6 +94,7 @@ def _run(args: argparse.Namespace) -> None:
     command = COMMANDS[args.command]
     cls = command.config_class
     config = config_from(args, cls)
+    config.check_ready()
     # The function is imported after the config is validated: its imports may take seconds.
     with Interruption() if cls.resumes else nullcontext():
         _print(command.run(_with_output(config)))

@@ -134,7 +134,7 @@ def test_memory_that_runs_out_is_a_sentence(monkeypatch, capsys):
 
 def test_a_signal_while_libraries_are_imported_asks_for_another_start(monkeypatch, capsys):
     monkeypatch.setattr(Command, "run", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    for command in (["pretrain"], ["finetune", "photos", "runs/a", "train=photos"], ["demo"]):
+    for command in (["pretrain", "photos"], ["finetune", "photos", "runs/a", "train=photos"], ["demo"]):
         assert main(command) == 75
         assert "stopped; run the same command again" in capsys.readouterr().err
 
@@ -153,6 +153,7 @@ def test_config_prints_settings_that_load_back(tmp_path, capsys):
 def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
     code = "import sys; from dino_vit.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     for settings, messages in (
+        ([], ["no images are given"]),
         (
             ["optim.learning_rate=0.05", "model.patch_size=0"],
             [

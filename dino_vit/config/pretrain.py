@@ -101,6 +101,9 @@ class PretrainConfig(Settings):
                 self.__dict__[name] = section
         return self
 
+    def check_ready(self) -> None:
+        _ = self.data.images  # raises where there are none
+
     def contradictions(self) -> Iterator[str]:
         """Yield every refused combination, except of settings that recipe=auto has yet to fill in."""
         filled_later = AUTO_KEYS - given_keys(self) if self.recipe == "auto" else frozenset[str]()

@@ -69,6 +69,9 @@ class Settings(BaseModel):
     # Whether the same command, given again, goes on with what a signal stopped.
     resumes: ClassVar[bool] = False
 
+    def check_ready(self) -> None:
+        """Raise if a command cannot start with these settings, which may still be completed by others."""
+
     def contradictions(self) -> Iterator[str]:
         """Yield what is wrong with settings that are valid one by one; `load` calls it."""
         yield from ()

@@ -58,7 +58,7 @@ def pretrain(
 
     On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
     """
-    _ = config.data.images  # raises where there are none
+    config.check_ready()
     with Interruption() as interruption:
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
