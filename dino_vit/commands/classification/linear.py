@@ -91,16 +91,11 @@ def _train_on_features(
         for (value, spec), of_head in zip(product(values, inputs), judged, strict=True)
     ]
     best = max(range(len(cells)), key=lambda index: _percent(chosen_by[index]))
-    how_chosen = (
-        "chosen on the images that it is evaluated on, as published: slightly optimistic; "
-        "select=train chooses on a tenth of the training images"
-    )
+    held_out = None
     if config.select == "train":
         for cell, on_held_out in zip(cells, chosen_by, strict=True):
             cell["held_out"] = on_held_out
-        images = f"{plural(len(chosen_on), 'training image')} that no head was trained on"
-        figure = chosen_by[best]
-        how_chosen = f"chosen on {images}: {f'{figure:.2f}' if isinstance(figure, float) else figure} %"
+        held_out = len(chosen_on), chosen_by[best]
     row, column = divmod(best, len(inputs))
     details |= {
         "images": {"train": len(train), "val": len(val)},
@@ -110,9 +105,7 @@ def _train_on_features(
         "table": cells,
     }
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
-    if len(values) > 1 and values[row] in (min(values), max(values)) and val.task != "regression":
-        key = {"rate": "grid.rates", "C": "logistic.cs"}[setting]
-        how_chosen += f"\nthe best {setting} is at the end of those that were tried: {key} takes others"
+    how_chosen = _how_chosen(held_out, setting, values, values[row])
     text = [
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
@@ -132,6 +125,24 @@ def _train_on_features(
         details["best"]["auroc"] = auroc
         text.append(f"AUROC {auroc} %")
     return classification("linear", config.output, "linear top-1", predictions, details, "\n".join(text))
+
+
+def _how_chosen(
+    held_out: tuple[int, Accuracy | float] | None, setting: str, values: Sequence[float], best: float
+) -> str:
+    """Say by which images the best head was chosen, and whether others should be tried."""
+    text = (
+        "chosen on the images that it is evaluated on, as published: slightly optimistic; "
+        "select=train chooses on a tenth of the training images"
+    )
+    if held_out:
+        count, figure = held_out
+        percent = f"{figure:.2f}" if isinstance(figure, float) else str(figure)
+        text = f"chosen on {plural(count, 'training image')} that no head was trained on: {percent} %"
+    key = {"rate": "grid.rates", "C": "logistic.cs"}.get(setting)  # the penalties of a ridge are fixed
+    if key and len(values) > 1 and best in (min(values), max(values)):
+        text += f"\nthe best {setting} is at the end of those that were tried: {key} takes others"
+    return text
 
 
 def _fit(
