@@ -213,15 +213,6 @@ class _Logistic(TypedDict, total=False):
 
     cs: float | collections.abc.Sequence[float]
 
-class _Dino2021(TypedDict, total=False):
-    """method=dino2021: one head on augmented views, through the backbone at every step."""
-
-    blocks: int
-    mean: bool
-    lr: float
-    epochs: int
-    workers: int | None
-
 def demo(
     *,
     output: str | os.PathLike[str] = "runs/demo",
@@ -540,12 +531,11 @@ def linear(
     train_labels: str | os.PathLike[str] | None = None,
     task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
-    method: Literal["grid", "logistic", "dino2021"] = "grid",
+    method: Literal["grid", "logistic"] = "grid",
     select: Literal["source", "train"] = "source",
     output: str | os.PathLike[str] | None = None,
     grid: _ProbeGrid = {},
     logistic: _Logistic = {},
-    dino2021: _Dino2021 = {},
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
 ) -> Classification | typing.Any:
@@ -573,17 +563,12 @@ def linear(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
-      method=grid                         how the classifiers are trained [grid|logistic|dino2021]
+      method=grid                         how the classifiers are trained [grid|logistic]
       select=source                       best head on source, as published, or on a tenth of train [source|train]
       output=null                         JSON file; null: in eval/ of the run, in Python none
       grid.rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  learning rates at a batch of 256
       grid.steps=null                     of SGD; null: ten epochs, but at least 1,250 and at most 12,500
       logistic.cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  inverse strengths of the penalty
-      dino2021.blocks=4                   read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B
-      dino2021.mean=false                 also read the mean patch token, interleaved; needs blocks=1; for a ViT-B
-      dino2021.lr=0.001                   learning rate at a global batch of 256
-      dino2021.epochs=100                 passes over the training images
-      dino2021.workers=null               DataLoader workers; null: by the cores
     """
 
 def finetune(

@@ -97,16 +97,6 @@ class Logistic(Settings):
     cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
 
 
-class Dino2021(Settings):
-    """method=dino2021: one head on augmented views, through the backbone at every step."""
-
-    blocks: Few = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
-    mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
-    lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
-    epochs: Count = setting(100, "passes over the training images")
-    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
-
-
 class LinearConfig(SupervisedConfig, CachedConfig):
     """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them."""
 
@@ -115,18 +105,13 @@ class LinearConfig(SupervisedConfig, CachedConfig):
         "linear photos runs/pretrain method=logistic",
     )
     writes: ClassVar = "eval/linear"
-    method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
+    method: Literal["grid", "logistic"] = setting("grid", "how the classifiers are trained")
     select: Literal["source", "train"] = setting(
         "source", "best head on source, as published, or on a tenth of train"
     )
     output: str | None = RESULTS
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
-    dino2021: Dino2021 = Dino2021()
-
-    def contradictions(self) -> Iterator[str]:
-        if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
-            yield f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
 
 
 class FinetuneConfig(SupervisedConfig):

@@ -303,7 +303,6 @@ def test_features_beyond_float16_are_refused(tmp_path, capsys):
     [
         *("embed synthetic:40:16", "knn synthetic:40:16", "linear synthetic:40:16"),
         "linear synthetic:40:16 method=logistic",
-        "linear synthetic:40:16 method=dino2021 dino2021.blocks=1",
         *("dense synthetic:scenes:12:16", "attention synthetic:2:16", "attention moving.gif"),
         "compare synthetic:40:16 untrained=true",
     ],

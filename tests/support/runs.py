@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def arguments(output: Path, settings: Mapping[str, object] = {}) -> list[str]:
 
 
 class Command:
-    """A command that was started in a process of its own; what it says goes to a file."""
+    """A command, or a program such as eval/davis.py, in a process of its own; what it says goes to a file."""
 
     def __init__(
         self,
@@ -193,6 +194,9 @@ def _run(argv: list[str], log: Path, environ: dict[str, str], before: Callable[[
     if before:
         before()
     try:
+        if argv[0].endswith(".py"):
+            sys.argv = argv
+            runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
         code = main(argv)
     except Exception:
         traceback.print_exc()

@@ -1,13 +1,12 @@
-"""Linear classifiers on a frozen backbone: a grid of probes, logistic regressions, or the protocol of 2021.
+"""Linear classifiers on a frozen backbone: a grid of probes, or logistic regressions.
 
-The first two train on features that are computed once and cached: the CLS tokens of the last blocks, then the
-mean patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an
-image are learned each for itself; numbers are predicted by ridge regressions.
+They train on features that are computed once and cached: the CLS tokens of the last blocks, then the mean
+patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an image
+are learned each for itself; numbers are predicted by ridge regressions.
 """
 
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
-from dino_vit.commands.classification.dino2021 import train_on_views
 from dino_vit.commands.classification.predicted import Predicted, few_images, few_text, judge, score
 from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
@@ -23,7 +21,7 @@ from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import Accuracy, accuracy
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
-from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
+from dino_vit.eval.labelled import LabelledFeatures, hold_out, labelled_features, open_sets
 from dino_vit.eval.linear import (
     PENALTIES,
     LinearHeads,
@@ -54,27 +52,9 @@ def run(config: LinearConfig) -> Classification | Any:
 
 def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | Predicted:
     """Do the same with a backbone that is loaded already."""
-    train, val = open_sets(config)
-    settings = config.model_dump(mode="json", exclude={"grid", "logistic", "dino2021"} - {config.method})
+    train_set, val_set = open_sets(config)
+    settings = config.model_dump(mode="json", exclude={"grid", "logistic"} - {config.method})
     details = {"method": config.method, "weights": frozen.describe_weights(), "settings": settings}
-    if config.method != "dino2021":
-        return _train_on_features(config, frozen, train, val, details)
-    train.require_one_class("method=dino2021")
-    if config.output is None:
-        raise ValueError("method=dino2021 needs output=FILE.json: the head and its state go beside it")
-    head = Path(config.output).with_suffix(".pth")
-    results, text, predictions = train_on_views(config.dino2021, frozen, train, val, config.seed, head)
-    return classification("linear", config.output, "linear top-1", predictions, details | results, text)
-
-
-def _train_on_features(
-    config: LinearConfig,
-    frozen: FrozenBackbone,
-    train_set: LabelledSubset,
-    val_set: LabelledSubset,
-    details: dict[str, Any],
-) -> Classification | Predicted:
-    """Train heads on cached features, evaluate all of them and choose the best."""
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     if config.method == "logistic":
         inputs = [CLS]

@@ -1,18 +1,15 @@
-"""The linear evaluations as programs: on cached features, and by the protocol of 2021."""
+"""The linear evaluations as programs, on cached features."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dino_vit import load_backbone
-from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.linear import sweep, top_classes
-from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two
@@ -82,62 +79,6 @@ def test_the_best_can_be_chosen_on_held_out_training_images(weights):
     assert "chosen on 9 training images" in said
 
 
-@pytest.mark.parametrize(("blocks", "mean"), [(2, False), (1, True)])
-def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks, mean):
-    setting = [f"dino2021.blocks={blocks}", f"dino2021.mean={str(mean).lower()}", "method=dino2021"]
-    train = [*setting, "dino2021.epochs=3", "dino2021.lr=0.1", "dino2021.workers=0", "batch_size=32"]
-    found, said = evaluate(weights, *train)
-    path = weights.parent / "found.pth"
-    content = torch.load(path, weights_only=True)
-    assert list(content["state_dict"]) == ["module.linear.weight", "module.linear.bias"]
-    assert f"best after epoch {1 + found['percents'].index(max(found['percents']))}" in said
-
-    weight, bias = content["state_dict"].values()
-    assert weight.shape == (10, 64)
-    (_, val), model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
-    kind = FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=blocks)
-    features = (
-        FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=24)
-        .extract(val.images, range(24), spec=kind)
-        .values
-    )
-    if mean:  # c0, p0, c1, p1, ...
-        features = torch.stack([features[:, :32], features[:, 32:]], dim=2).flatten(1)
-    scores = F.linear(features, weight, bias)
-    assert found["top1"]["correct"] == int((scores.argmax(1) == torch.from_numpy(val.targets)).sum())
-    assert found["top1"]["percent"] == found["percents"][-1]
-
-
-def test_a_head_resumes_and_two_processes_train_the_same(weights, monkeypatch):
-    setting = ["method=dino2021", "dino2021.blocks=2", "dino2021.lr=0.1", "dino2021.workers=0"]
-    one, _ = evaluate(weights, *setting, "dino2021.epochs=2", "batch_size=32")
-    longer = arguments(weights, *setting, "dino2021.epochs=3", "batch_size=32")
-    assert "holds a run with another settings" in command_here(*longer, code=2)
-    two = evaluate_in_two(weights, *setting, "dino2021.epochs=2", "batch_size=16")
-    assert two["percents"] == pytest.approx(one["percents"], abs=0.2)
-    first, second = (torch.load(weights.parent / f"{name}.pth") for name in ("found", "two"))
-    for name, tensor in first["state_dict"].items():
-        torch.testing.assert_close(second["state_dict"][name], tensor, atol=1e-5, rtol=1e-4)
-
-    killed = arguments(weights, *setting, "dino2021.epochs=2", "batch_size=32", output="killed.json")
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_and_fail(Checkpoints.save))
-        assert "the disk is full" in command_here(*killed, code=2)
-    assert (weights.parent / "killed.state").is_dir()
-    assert not (weights.parent / "killed.pth").exists()
-    assert "resuming after epoch 1" in command_here(*killed)
-    again = torch.load(weights.parent / "killed.pth")["state_dict"]
-    assert all(torch.equal(again[name], tensor) for name, tensor in first["state_dict"].items())
-
-
-def save_and_fail(save):
-    def save_then_fail(*arguments):
-        save(*arguments)
-        raise OSError("the disk is full")
-
-    return save_then_fail
-
-
 def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_path):
     train, val = write_classes(tmp_path / "train", "abc", 8), write_classes(tmp_path / "val", "bc", 4)
     (train / "a" / "0.png").write_bytes(b"no image")
@@ -145,8 +86,6 @@ def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_p
     assert found["images"] == {"train": 23, "val": 8}
     assert set(found["best"]["per_class"]) == {"b", "c"}
     assert "a/0.png" in said
-    published = ["method=dino2021", "dino2021.blocks=1", "dino2021.epochs=2", "dino2021.workers=0"]
-    assert evaluate(weights, *published, f"train={train}", source=val)[0]["classes"] == 3
 
 
 def test_held_out_images_are_those_of_the_seed(weights):
@@ -157,11 +96,6 @@ def test_held_out_images_are_those_of_the_seed(weights):
     assert torch.equal(left.features[:, 0].long(), left.targets)
     assert hold_out(whole, 3)[1].targets.tolist() == held_out.targets.tolist()
     assert hold_out(whole, 4)[1].targets.tolist() != held_out.targets.tolist()
-
-
-def test_the_mean_patch_of_2021_is_of_one_block(weights):
-    more = ["method=dino2021", "dino2021.mean=true"]
-    assert "dino2021.blocks=1, not 4" in command_here(*arguments(weights, *more), code=2)
 
 
 def test_a_regression_has_the_best_penalty(weights):
