@@ -41,7 +41,7 @@ from dino_vit.views.build import build_eval_transform, build_views
 from dino_vit.views.loader import PREFETCH, Loader
 from dino_vit.views.sampler import Sampler, ShardUses, WindowOrder
 from dino_vit.weights import load_backbone
-from tests.support.remote import Server, write_parquet
+from tests.support.remote import Server
 
 LATENCY = 0.05
 SHARDS, PHOTOS, WINDOW = 60, 100, 8  # photos of 500 × 375 pixels in a shard
@@ -90,32 +90,26 @@ def reading(folder: Path, repeats: int) -> list[Table]:
     repeated = Subset(photos, [number % PHOTOS for number in range(SHARDS * PHOTOS)])
     shards = folder / "shards"
     pack(repeated, shards, shard_bytes=size)
-    pictures = {f"{number}.jpg": file for number, file in enumerate(photos.files)}
-    for number in range(SHARDS):
-        write_parquet(shards / f"{number:02d}.parquet", pictures)
     with serving_apart(shards) as url:
         local, _ = loader_of(f"{shards}/*.tar")
         copied, disk = loader_of(f"{url}/{paths(shards, 'tar')}", folder / "copies")
         requested, _ = loader_of(f"{url}/{paths(shards, 'tar')}", folder / "none")
-        tables, _ = loader_of(f"{url}/{paths(shards, 'parquet')}", folder / "unpacked")
         (prefetch,) = copied.prefetch
         requested.prefetch = ()
         first = first_batch(copied)
         whole = first + window_complete(prefetch)
         warm = first_batch(copied)
-        first_batch(tables)
-        tars, parquet, disks = MetricsRecord(copied, disk), MetricsRecord(tables), MetricsRecord(local)
+        tars, disks = MetricsRecord(copied, disk), MetricsRecord(local)
         by_request = MetricsRecord(requested)
         rows = []
         for name, ours, other, count in (
             ("tar, beside a local disk", tars, disks, BATCHES),
-            ("Parquet, beside tar on a local disk", parquet, disks, BATCHES),
             ("tar, beside a request for each image", tars, by_request, 1),  # it is slow
         ):
             ours.count = other.count = count
             rows.append(compare(name, {"copies": ours, "other": other}, items=BATCH * count, repeats=repeats))
         most = max(tars.seen) / 1e6
-        for each in (tars, parquet, disks, by_request):
+        for each in (tars, disks, by_request):
             each.batches.close()
     late = f"{1000 * LATENCY:.0f} ms for each request"
     where = f"{late}, {SHARDS} shards of {size / 1e6:.1f} MB, window {WINDOW}"

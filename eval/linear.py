@@ -6,8 +6,8 @@
 The grid is DINOv2's: 13 rates, the CLS tokens of the last 1 or 4 blocks, with the mean patch token and
 without, 12,500 steps of 1,024 images of the centre crop.
 
-`method=logistic` is the optimum of scikit-learn's logistic regression for each of 45 values of C. The protocol
-of 2021 is `eval/dino2021.py`.
+`method=logistic` is the optimum of scikit-learn's logistic regression for each of 45 values of C. The
+protocol of 2021 is `eval/dino2021.py`.
 """
 
 import sys

@@ -37,7 +37,6 @@ from dino_vit.data.images.decode import UnreadableImage, decode, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
-from dino_vit.data.shards import SUMS
 from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.open import archive_files, open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
@@ -46,6 +45,7 @@ from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
+SUMS = "SHA256SUMS"
 # Of other formats it is their name in lower case.
 _SUFFIXES = {"JPEG": ".jpg", "JPEG 2000": ".jp2", "TIFF": ".tiff", "unknown": ".img"}
 

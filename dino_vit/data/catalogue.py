@@ -263,7 +263,7 @@ class CataloguedSource(ShardedSource):
         self.fingerprint: str = metadata["fingerprint"]
         self._number = {name: number for number, name in enumerate(metadata["classes"])}
         self.ranges = ByteRangeReader(catalogue, catalogue.signatures)
-        self.local_copies = LocalCopies(self.ranges, catalogue.signatures[:, 0], digest=catalogue.digest)
+        self.local_copies = LocalCopies(self.ranges, catalogue.digest)
 
     def __len__(self) -> int:
         return int(self.starts[-1])

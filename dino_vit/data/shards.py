@@ -7,7 +7,6 @@ appears under its name when it is complete; a shard without a copy is read by a 
 import hashlib
 import math
 import os
-import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,28 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
-from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, Refused, SourceLost, read_file, retry
-from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
+from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, Refused, SourceLost, retry
+from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.source import ShardLayout, Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
-TRAILER = hashlib.sha256().digest_size  # at the end of a copy: the digest of all before
-SUMS = "SHA256SUMS"  # which `dino-vit pack` writes beside the shards
-SUMS_TIMEOUT_S = 10  # for which digests are requested again if they cannot be read
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 RECENT_S = 600  # for which a copy that another run uses is spared
 POLL_S = 0.2  # between two looks at the position of the run
-# Write the local copy of a shard, given by its path and its content, if that is not the shard itself.
-Unpack = Callable[[str, BinaryIO, BinaryIO], None]
 
 
 class ShardedSource(ABC):
@@ -62,32 +54,6 @@ class ShardedSource(ABC):
         return self.ranges.read(shard, start, size) if data is None else data
 
 
-class IndexedShards(IndexedSource, ShardedSource):
-    """Images in some large files, all in one index."""
-
-    def __init__(
-        self,
-        index: Index,
-        files: Sequence[str],
-        *,
-        unpack: Unpack | None = None,
-        sizes: NDArray[np.int64] | None = None,
-    ) -> None:
-        super().__init__(index)
-        self.ranges = ByteRangeReader(files, index.file_signatures)
-        sizes = index.file_signatures[:, 0] if sizes is None else sizes
-        self.local_copies = LocalCopies(self.ranges, sizes, unpack)
-
-    @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self.ranges.paths))
-
-    def places(self) -> Iterable[tuple[int, int]]:
-        columns = self.index.columns
-        place = columns["start" if "start" in columns else "row"]
-        return zip(columns["file"].tolist(), place.tolist(), strict=True)
-
-
 def shards_of(source: Source) -> tuple[ShardedSource, ShardLayout] | None:
     """Return the source that reads a source's images from shards, and which images lie in which shard."""
     if isinstance(source, Subset):
@@ -105,25 +71,16 @@ class LocalCopies:
     All files in the folder, also those of other runs, stay within `limit` bytes together.
     """
 
-    def __init__(
-        self,
-        ranges: ByteRangeReader,
-        sizes: NDArray[np.int64],
-        unpack: Unpack | None = None,
-        digest: Callable[[int], str] | None = None,
-    ) -> None:
-        """`digest` returns the one of a shard that a catalogue states, empty if it states none."""
-        self.ranges, self.unpack, self._digest = ranges, unpack, digest
-        self.sizes = sizes + TRAILER  # about how long each copy is
+    def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
+        """`digest` returns the one of a shard that a catalogue states, empty if there is none."""
+        self.ranges, self.digest, self.sizes = ranges, digest, ranges.file_signatures[:, 0]
         self.folder, self.limit = cache_folder() / "shards", math.inf
-        self.opened = time.time()  # copies that are older are verified before they are used
-        self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
 
     def name(self, shard: int) -> str:
         """Return the name of a copy, beginning with the number of its shard; another if that changed."""
         size, version, _ = self.ranges.file_signatures[shard].tolist()
-        stated = (self._digest and self._digest(shard)) or f"{size}\0{version}"
-        key = hashlib.sha256(os.fsencode(f"{self.ranges.paths[shard]}\0{stated}\0{TRAILER}")).hexdigest()
+        stated = (self.digest and self.digest(shard)) or f"{size}\0{version}"
+        key = hashlib.sha256(os.fsencode(f"{self.ranges.paths[shard]}\0{stated}")).hexdigest()
         return f"{shard}-{key[:24]}{SUFFIX}"
 
     def shard_called(self, name: str) -> int | None:
@@ -145,23 +102,18 @@ class LocalCopies:
         A copy is not held open: once deleted, it must not take room on the disk.
         """
         with suppress(OSError):
-            if self.is_whole(shard):
+            if self.exists(shard):
                 with self.path(shard).open("rb", buffering=0) as file:
                     data = os.pread(file.fileno(), size, start)
                     return data if len(data) == size else None
         return None
 
-    def is_whole(self, shard: int) -> bool:
-        """Tell whether there is a copy; an older one is verified first, and deleted if it is damaged."""
+    def exists(self, shard: int) -> bool:
+        """Tell whether there is a copy, and other runs from time to time that it is used."""
         path = self.path(shard)
         with suppress(FileNotFoundError):
-            used = path.stat().st_mtime
-            if used < self.opened and not _is_intact(path):
-                log.warning("%s is a damaged copy of %s; it is deleted", path, self.ranges.paths[shard])
-                path.unlink()
-                return False
-            if used < max(self.opened, time.time() - RECENT_S / 10):
-                os.utime(path)  # tells this run that it is verified, and others that it is used
+            if path.stat().st_mtime < time.time() - RECENT_S / 10:
+                os.utime(path)
             return True
         return False
 
@@ -174,21 +126,10 @@ class LocalCopies:
             if descriptor is None:
                 return False
             if not path.exists():
-                self._write(shard, descriptor, stop)
+                self._download(shard, descriptor, stop)
                 os.fsync(descriptor)
                 os.replace(partial, path)
         return True
-
-    def _write(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
-        """Write the copy of a shard to an open file."""
-        if self.unpack is None:
-            self._download(shard, descriptor, stop)
-        else:
-            with TemporaryFile(dir=self.folder) as packed, open(descriptor, "wb", closefd=False) as copy:
-                self._download(shard, packed.fileno(), stop)
-                self.unpack(self.ranges.paths[shard], packed, copy)
-        size = os.fstat(descriptor).st_size
-        os.pwrite(descriptor, _digest(descriptor, size), size)
 
     def _download(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
         """Write a shard to an open file, and verify it."""
@@ -207,20 +148,10 @@ class LocalCopies:
             with ThreadPoolExecutor(REQUESTS) as pool:
                 deque(pool.map(download, range(0, size, PART)), maxlen=0)
             retry(lambda: self.ranges.check_unchanged(shard), url, stop)
-            if self._has_stated_digest(shard, descriptor):
+            stated = self.digest and self.digest(shard)
+            if not stated or stated == _digest(descriptor, size):
                 return
-        raise ValueError(
-            f"{url} is damaged: its digest is not the one in {SUMS} beside it. Copy or pack it again"
-        )
-
-    def _has_stated_digest(self, shard: int, descriptor: int) -> bool:
-        """Tell whether a file has the digest that the catalogue or a file beside the shard states, if any."""
-        folder, _, name = self.ranges.paths[shard].rpartition("/")
-        stated = self._digest and self._digest(shard)
-        if not stated and folder not in self._sums:
-            self._sums[folder] = _read_sums(folder)
-        stated = stated or self._sums[folder].get(name)
-        return not stated or _digest(descriptor, os.fstat(descriptor).st_size).hex() == stated
+        raise ValueError(f"{url} is damaged: it has not the digest in its catalogue. Copy or pack it again")
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
         """Delete copies until there is room for a shard: those that are needed last go first.
@@ -305,7 +236,7 @@ class Prefetch:
             : np.searchsorted(np.cumsum(copies.sizes[near]), self.limit or copies.limit, side="right")
         ]
         for shard in near:
-            if copies.is_whole(shard):
+            if copies.exists(shard):
                 continue
             copies.make_room(shard, uses, near)
             if copies.copy(shard, stop):
@@ -313,37 +244,12 @@ class Prefetch:
         return False
 
 
-def _digest(descriptor: int, size: int) -> bytes:
-    """Return the digest of the first bytes of an open file."""
+def _digest(descriptor: int, size: int) -> str:
+    """Return the SHA-256 of an open file of some size."""
     state = hashlib.sha256()
     for start in range(0, size, PART):
         state.update(os.pread(descriptor, min(PART, size - start), start))
-    return state.digest()
-
-
-def _is_intact(path: Path) -> bool:
-    """Tell whether a copy is what was written."""
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size - TRAILER
-        return os.pread(file.fileno(), TRAILER, max(size, 0)) == _digest(file.fileno(), size)
-
-
-def _read_sums(folder: str) -> dict[str, str]:
-    """Return the digests by name of the files in a remote folder, where they are stated."""
-    url = f"{folder}/{SUMS}"
-
-    def read() -> bytes:
-        with suppress(FileNotFoundError, PermissionError):  # object stores forbid what is not there
-            return read_file(url)
-        return b""
-
-    try:
-        text = retry(read, url, within_s=SUMS_TIMEOUT_S).decode(errors="replace")
-    except SourceLost as error:
-        reason = brief(error.__cause__, 200)
-        log.warning("copies of shards are not verified by %s, which cannot be read (%s)", url, reason)
-        return {}
-    return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *](.+)$", text, re.MULTILINE)}
+    return state.hexdigest()
 
 
 @contextmanager

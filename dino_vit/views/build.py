@@ -135,7 +135,7 @@ def build_loader(
     sharded = [shards_of(part) for part in parts_of(source)]
     if config.data.order == "window" and not any(sharded):
         raise ValueError(
-            "data.order=window walks through tar shards, zips or remote Parquet files, but "
+            "data.order=window walks through tar shards or zips, but "
             f"data.source={config.data.images} has none: give data.order=global, or write shards with "
             "`dino-vit pack`"
         )

@@ -1,6 +1,5 @@
 """Copies of remote shards: from a real HTTP server with faults, and a real S3 protocol."""
 
-import hashlib
 import os
 import shutil
 import signal
@@ -50,7 +49,7 @@ def opened(url, folder):
 
 
 def content(copies, shard):
-    return copies.path(shard).read_bytes()[: -module.TRAILER]
+    return copies.path(shard).read_bytes()
 
 
 def files_in(folder):
@@ -127,51 +126,6 @@ def test_a_shard_that_was_changed_is_refused(server, folder, tmp_path):
         source.read(IMAGES)
     assert not copies.path(1).exists()
     assert source.read(0)  # of another shard
-
-
-def test_digests_are_verified_requested_again_and_missed_if_they_cannot_be_read(
-    server, folder, tmp_path, monkeypatch, caplog
-):
-    sums = (folder / "SHA256SUMS").read_text()
-    (folder / "SHA256SUMS").write_text(sums.replace(sums[:8], "0" * 8))
-    _, copies = opened(server.url, tmp_path / "copies")
-    server.statuses["SHA256SUMS"] = [503, 503]
-    with pytest.raises(ValueError, match=r"000\.tar is damaged.*SHA256SUMS"):
-        copies.copy(0)
-    assert server.statuses == {"SHA256SUMS": []}
-    assert copies.copy(1)
-    assert [path.name for path in (tmp_path / "copies").iterdir()] == [copies.path(1).name]
-    monkeypatch.setattr(module, "SUMS_TIMEOUT_S", 0.5)
-    server.statuses["SHA256SUMS"] = [403] * 20
-    _, copies = opened(server.url, tmp_path / "copies")
-    assert copies.copy(0)
-    assert "not verified by" in caplog.text
-    assert "403" in caplog.text
-
-
-@pytest.mark.parametrize("damage", ["a byte", "the end"])
-def test_a_copy_of_an_earlier_run_is_verified_before_it_is_used(server, folder, tmp_path, damage, caplog):
-    _, copies = opened(server.url, tmp_path / "copies")
-    assert copies.copy(0)
-    assert copies.copy(1)
-    path, data = copies.path(0), bytearray(copies.path(0).read_bytes())
-    data[700] ^= 255
-    path.write_bytes(data if damage == "a byte" else data[:-512])
-    for each in (path, copies.path(1)):
-        os.utime(each, (10**9, 10**9))
-    server.requests.clear()
-    local, (source, copies) = open_source(str(folder / "*.tar")), opened(server.url, tmp_path / "copies")
-    assert [source.read(index) for index in range(2 * IMAGES)] == [
-        local.read(index) for index in range(2 * IMAGES)
-    ]
-    assert not path.exists()
-    assert "is a damaged copy of" in caplog.text
-    assert "001.tar" not in server.requested()
-    position = Prefetch(copies, lambda _: np.arange(COUNT), ahead=2)
-    while position.copy_next():
-        pass
-    shard = (folder / "000.tar").read_bytes()
-    assert path.read_bytes() == shard + hashlib.sha256(shard).digest()
 
 
 def test_the_thread_copies_what_comes_next_and_keeps_to_its_limit(server, tmp_path):
@@ -269,22 +223,20 @@ def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp
     assert not partial.exists()
 
 
-@pytest.mark.parametrize("suffix", [".tar", ".parquet"])
-def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch, suffix):
+def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch):
     pytest.importorskip("gcp_storage_emulator", reason="a server for tests: pip install gcp-storage-emulator")
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # looks for credentials
     pytest.importorskip("gcsfs", reason="fsspec reads gs:// with gcsfs: pip install 'dino-vit[gcs]'")
     port = free_port()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
-    write_shards(tmp_path / "shards", 3, IMAGES, suffix)
-    (tmp_path / "shards" / "SHA256SUMS").unlink()
-    local = open_source(str(tmp_path / "shards" / f"*{suffix}"))
+    write_shards(tmp_path / "shards", 3, IMAGES)
+    local = open_source(str(tmp_path / "shards" / "*.tar"))
     with gcs_bucket(tmp_path / "shards", int(port)) as put:
-        source = open_source(f"gs://shards/*{suffix}")
+        source = open_source("gs://shards/*.tar")
         source.local_copies.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 40)] == [local.read(index) for index in (0, 40)]
         assert source.local_copies.copy(1)
-        put(f"002{suffix}", bytes(int(source.ranges.file_signatures[2, 0])))
+        put("002.tar", bytes(int(source.ranges.file_signatures[2, 0])))
         with pytest.raises(ChangedFile):
             source.local_copies.copy(2)
     assert source.read(IMAGES) == local.read(IMAGES)
@@ -293,7 +245,6 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch, suffix):
 def test_shards_are_copied_from_s3(folder, tmp_path, monkeypatch):
     pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
     pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
-    (folder / "SHA256SUMS").unlink()
     local = open_source(str(folder / "*.tar"))
     with s3_bucket(folder) as bucket:
         for name, value in s3_environ(bucket).items():

@@ -1,6 +1,5 @@
 """Servers that shards are read from: HTTP with ranges and faults on demand, S3, and Google's storage."""
 
-import hashlib
 import io
 import threading
 import time
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
 from dino_vit.data.sources.synthetic import SyntheticSource
@@ -57,7 +54,7 @@ class Server(ThreadingHTTPServer):
 
     def requested(self) -> set[str]:
         """Return the names of the shards of which something was requested."""
-        return {one.name for one in self.requests if one.ranged and one.name.endswith((".tar", ".parquet"))}
+        return {one.name for one in self.requests if one.ranged and one.name.endswith(".tar")}
 
 
 @contextmanager
@@ -207,16 +204,14 @@ def gcs_bucket(folder: Path, port: int) -> Iterator[Callable[[str, bytes], objec
         server.stop()
 
 
-def write_shards(folder: Path, shards: int = 8, images: int = 16, suffix: str = ".tar") -> None:
-    """Write generated textures as tar shards or Parquet files, with their digests."""
+def write_shards(folder: Path, shards: int = 8, images: int = 16) -> None:
+    """Write generated textures as tar shards."""
     folder.mkdir(parents=True, exist_ok=True)
-    source, sums = SyntheticSource(length=shards * images), ""
+    source = SyntheticSource(length=shards * images)
     for shard in range(shards):
-        path, indices = folder / f"{shard:03d}{suffix}", range(shard * images, (shard + 1) * images)
+        indices = range(shard * images, (shard + 1) * images)
         pictures = {f"{index:06d}.png": as_png(source, index) for index in indices}
-        (write_tar if suffix == ".tar" else write_parquet)(path, pictures)
-        sums += f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
-    (folder / "SHA256SUMS").write_text(sums)
+        write_tar(folder / f"{shard:03d}.tar", pictures)
 
 
 def write_pngs(folder: Path, images: int) -> None:
@@ -231,9 +226,3 @@ def as_png(source: SyntheticSource, index: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
     return file.getvalue()
-
-
-def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:
-    """Write a Parquet file as Hugging Face lays it out, of row groups of five images."""
-    images = [{"bytes": data, "path": name} for name, data in pictures.items()]
-    pq.write_table(pa.table({"image": images}), path, row_group_size=5)

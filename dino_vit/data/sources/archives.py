@@ -16,10 +16,10 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
-from dino_vit.data.shards import IndexedShards, ShardedSource
-from dino_vit.data.sources.files import ChangedFile, exists, open_file, read_file
-from dino_vit.data.sources.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.sources.source import is_image
+from dino_vit.data.shards import LocalCopies, ShardedSource
+from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, exists, open_file, read_file
+from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
+from dino_vit.data.sources.source import ShardLayout, is_image
 
 CLASS_NAMES = "classes.txt"  # beside shards whose labels are its lines, counted from 0
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
@@ -47,7 +47,7 @@ class Member(NamedTuple):
     label: object = None
 
 
-class ArchiveSource(IndexedShards):
+class ArchiveSource(IndexedSource, ShardedSource):
     """Images in archives of one kind. Their names are never used as paths.
 
     Labels are those in the archive, or else the first-level folders of the names. If several archives contain
@@ -58,8 +58,18 @@ class ArchiveSource(IndexedShards):
         self._suffix, self._spec, self._files = suffix, spec, list(files)
         self._listed: list[list[Member]] = []
         index = open_index(suffix[1:], spec, self._build, self._files, prepare=self._list)
-        super().__init__(index, self._files)
+        super().__init__(index)
+        self.ranges = ByteRangeReader(self._files, index.file_signatures)
+        self.local_copies = LocalCopies(self.ranges)
         self._listed.clear()
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout.of(self.index.columns["file"], len(self._files))
+
+    def places(self) -> Iterable[tuple[int, int]]:
+        columns = self.index.columns
+        return zip(columns["file"].tolist(), columns["start"].tolist(), strict=True)
 
     def read(self, index: int) -> bytes:
         member = {name: int(self.index.columns[name][index]) for name in ("file", *FIELDS)}

@@ -151,9 +151,9 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
 
         return ArchiveSource(suffix, spec, files)
     if suffix == ".parquet":
-        from dino_vit.data.sources.parquet import ParquetShards, ParquetSource
+        from dino_vit.data.sources.parquet import ParquetSource
 
-        return ParquetShards(spec, files) if all(map(is_url, files)) else ParquetSource(spec, files)
+        return ParquetSource(spec, files)
     if len(files) > 1:
         raise ValueError(f"{spec!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in (".txt", ".csv", ".tsv"):

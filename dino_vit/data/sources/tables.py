@@ -36,15 +36,10 @@ class TableColumns:
     classes: tuple[str, ...] | None  # of integer labels
 
     @property
-    def leaf(self) -> str:
-        """Return what Parquet calls the column of the images' bytes."""
-        return f"{self.image}.bytes" if self.nested else self.image
-
-    @property
-    def described(self) -> list[str]:
-        """Return what Parquet calls the columns of names and labels."""
-        paths = [f"{self.image}.path"] if self.nested else []
-        return [*paths, *(name for name in (self.name, self.label) if name is not None)]
+    def leaves(self) -> list[str]:
+        """Return what Parquet calls these columns."""
+        images = [f"{self.image}.bytes", f"{self.image}.path"] if self.nested else [self.image]
+        return [*images, *(name for name in (self.name, self.label) if name is not None)]
 
 
 def image_bytes(images: pa.Array) -> pa.Array:
@@ -66,7 +61,7 @@ class Rows:
         columns = self.columns
         paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
         labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
-        if columns.nested and columns.image in batch.schema.names:
+        if columns.nested:
             images = batch.column(columns.image)
             path = images.type.get_field_index("path")  # -1 if there are two
             if path >= 0 and pa.types.is_string(images.type.field(path).type):
