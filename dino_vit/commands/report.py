@@ -18,7 +18,7 @@ from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import render
-from dino_vit.reports.pictures import Pictures, attention_rows, build_map, to_json, view_rows, write_embedding
+from dino_vit.reports.pictures import Pictures, attention_rows, build_map, to_json, view_rows
 from dino_vit.reports.record import RunRecord, read_run
 
 
@@ -71,8 +71,6 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: 
         pictures.notes.append("The images differ from those that the run started with.")
     if not find_spec("sklearn"):
         pictures.notes.append("The map is a PCA; for a t-SNE run `pip install scikit-learn`.")
-    if "tensorboard" in record.config.run.trackers:
-        write_embedding(of_images, record.folder / "logs" / "embedding", checkpoint.step)
 
 
 @contextmanager

@@ -6,12 +6,10 @@ n images, k neighbours, d features, y x rows and columns
 import base64
 import io
 import math
-import shutil
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from torch.nn import functional as F
 
 from dino_vit.config.commands import MIN_IMAGES
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.text import printable, progress
+from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import FrozenBackbone, in_batches
@@ -78,7 +76,6 @@ class ImageMap:
     indices: list[int]
     names: list[str]
     labels: list[str | None]
-    features: Tensor  # (n, d), of unit length
     neighbours: Tensor  # (n, k) positions in this map, the nearest first
     cosines: Tensor  # (n, k)
     positions: Tensor  # (n, 2), by t-SNE or, without scikit-learn, by PCA
@@ -164,7 +161,6 @@ def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> Im
         indices=kept,
         names=[shorten(source.name(index), MAX_NAME) for index in kept],
         labels=[None if label is None else source.classes[label] for label in labels],
-        features=features,
         neighbours=neighbours,
         cosines=cosines,
         positions=tsne(features) if find_spec("sklearn") else principal_components(features, 2),
@@ -242,20 +238,3 @@ def data_uri(picture: Tensor, *, quality: int | None = 80) -> str:
     pixels = rearrange(picture, "c y x -> y x c").contiguous().numpy()
     Image.fromarray(pixels).save(buffer, "WEBP", quality=quality or 80, lossless=quality is None, method=4)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def write_embedding(images: ImageMap, folder: Path, step: int) -> None:
-    """Write the features with names, labels and thumbnails for TensorBoard's projector."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier report, to which TensorBoard would append
-    rows = zip(images.names, images.labels, strict=True)
-    with SummaryWriter(str(folder)) as writer:
-        writer.add_embedding(
-            images.features.double().round(decimals=4),
-            metadata=[[printable(name), printable(label or "")] for name, label in rows],
-            metadata_header=["name", "label"],
-            label_img=images.thumbnails / 255,
-            global_step=step,
-            tag="teacher",
-        )

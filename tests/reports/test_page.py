@@ -6,8 +6,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
-from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 
 from dino_vit.cli import main
 from dino_vit.config.loading import load, to_yaml
@@ -122,27 +120,6 @@ def test_labels_of_a_file_colour_the_map_and_missing_ones_are_reported(folder, t
     lines = [f"{source.name(index)},{'even' if index % 2 == 0 else 'odd'}" for index in range(len(source))]
     labels.write_text("\n".join(["name,label", *lines]))
     assert write_report(folder).data["map"]["classes"] == [["even", IMAGES // 2], ["odd", IMAGES // 2]]
-
-
-def test_tensorboard_gets_the_features_of_the_map(folder):
-    from google.protobuf import text_format
-
-    change_config(folder, "trackers: []", "trackers: [tensorboard]")
-    for _ in range(2):  # the second report replaces what the first wrote
-        page = write_report(folder, "images=20")
-    logs = folder / "logs" / "embedding"
-    (embedding,) = text_format.Parse(
-        (logs / "projector_config.pbtxt").read_text(), ProjectorConfig()
-    ).embeddings
-    rows = (logs / embedding.tensor_path).read_text().splitlines()
-    features = torch.tensor([[float(number) for number in row.split("\t")] for row in rows])
-    assert features.shape == (20, 32)
-    nearest = (features @ features.T).fill_diagonal_(-1).argmax(dim=1).tolist()
-    shown = [near[0] for near in page.data["map"]["neighbours"]]
-    assert sum(a == b for a, b in zip(nearest, shown, strict=True)) >= 18  # up to the rounding
-    names = (logs / embedding.metadata_path).read_text().splitlines()
-    assert [line.split("\t")[0] for line in names] == ["name", *page.data["map"]["names"]]
-    assert (logs / embedding.sprite.image_path).stat().st_size > 1000
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):

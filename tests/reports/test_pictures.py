@@ -24,7 +24,7 @@ from tests.support.images import write_synthetic
 from tests.support.reports import picture_of
 
 
-def test_the_map_holds_the_features_and_neighbours_of_the_teacher(made):
+def test_the_map_holds_the_neighbours_of_the_teacher(made):
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     source = open_source(read_run(made).config.data.source)
     images = pictures.build_map(teacher, source, random_indices(source, seed=0)[:40])
@@ -34,7 +34,6 @@ def test_the_map_holds_the_features_and_neighbours_of_the_teacher(made):
         .values
     )
     unit = features / features.norm(dim=1, keepdim=True)
-    assert torch.allclose(images.features, unit, atol=1e-5)
     for row in range(40):
         cosines = {other: float(unit[row] @ unit[other]) for other in range(40) if other != row}
         nearest = sorted(cosines, key=cosines.get, reverse=True)[: pictures.NEIGHBOURS]
