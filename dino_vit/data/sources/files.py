@@ -26,7 +26,6 @@ FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no fo
 UNKNOWN = -1  # version of a file, in a catalogue that was written elsewhere
 OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 DECODED = ("gzip", "deflate", "br", "zstd")  # by aiohttp, to any length
-PAGES = 10_000  # of a website: more are links that lead to each other
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 REFUSALS = (401, 403, 404, 410)  # HTTP: asking again would not help
@@ -193,26 +192,14 @@ def _version(info: dict[str, Any]) -> object:
 def list_remote(root: str) -> dict[str, FileSignature]:
     """Return the files below a folder, and their signatures as far as the listing has them."""
 
-    def ask(system: Any, inner: str) -> tuple[str, dict[str, Any] | None]:
+    def ask(system: Any, inner: str) -> tuple[str, dict[str, Any]]:
         system.invalidate_cache()
-        return inner, _linked(system, inner) if is_http(root) else system.find(inner, detail=True)
+        return inner, system.find(inner, detail=True)
 
     with progress(f"Listing {root}") as advance:
         inner, infos = remotely(root, ask)
-        if infos is None:
-            raise ValueError(f"{root} links to more than {PAGES:,} pages; give a list of the images (.txt)")
         advance(len(infos))
     return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
-
-
-def _linked(system: Any, root: str) -> dict[str, Any] | None:
-    """Return the files that the pages of a website link to, or None if there are too many pages."""
-    infos: dict[str, Any] = {}
-    for number, (_, _, files) in enumerate(system.walk(root, detail=True, **time_limit(system))):
-        if number == PAGES:
-            return None
-        infos |= {info["name"]: info for info in files.values()}
-    return infos
 
 
 def request(url: str, start: int, size: int) -> bytes:
