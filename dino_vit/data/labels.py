@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -279,26 +278,16 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     table = _read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
     surplus = sorted(set(table).difference(names))
-    missing = {_folded(name): name for name in names if name not in table}
-    alike = [(name, missing[_folded(name)]) for name in surplus if _folded(name) in missing]
-    form = ""
-    if alike:
-        form = f". {len(alike):,} differ only in case or Unicode form: {_examples(alike, '%.200r is %.200r')}"
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has {columns[0]}s for none of the images: its names are like "
             f"'{next(iter(table), ''):.200}', those of the source like '{names[0]}'. Names must be equal, "
-            f"including the suffix{form}"
+            "including the suffix, case and Unicode form"
         )
     if surplus:
         extra = plural(len(surplus), columns[0])
-        log.warning("%s: %s for names not in the source: %s%s", path, extra, _examples(surplus), form)
+        log.warning("%s: %s for names not in the source: %s", path, extra, _examples(surplus))
     return [table.get(name) for name in names]
-
-
-def _folded(name: str) -> str:
-    """Return what names that differ only in case or Unicode normalisation have in common."""
-    return unicodedata.normalize("NFC", name).casefold()
 
 
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
