@@ -896,7 +896,6 @@ def export(
     image_size: int | collections.abc.Sequence[int] | None = None,
     format: Literal["reference", "timm", "huggingface", "onnx"] = ...,
     dynamic: bool = False,
-    dtype: Literal["float32", "float16"] = "float32",
     overwrite: bool = False,
     license: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | ExportConfig | None = None,
@@ -918,7 +917,6 @@ def export(
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface
       format=...                          format to write [reference|timm|huggingface|onnx]
       dynamic=false                       onnx: take images of any size; otherwise of that of the weights
-      dtype=float32                       onnx: of weights and arithmetic [float32|float16]
       overwrite=false                     replace OUT if it exists
       license=null                        huggingface: licence for the model card, such as apache-2.0
     """

@@ -15,7 +15,7 @@ from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import describe, model_card, show, usage
 from dino_vit.weights.export import export_backbone
-from dino_vit.weights.graph import data_of, describe_graph
+from dino_vit.weights.graph import describe_graph
 from dino_vit.weights.hub import is_name
 
 
@@ -40,11 +40,9 @@ def export(config: ExportConfig) -> Written:
     for_hub = config.format == "huggingface"
     if for_hub:
         card = model_card(model, license=config.license, evaluation=_evaluation(model))
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("overwrite", "dynamic", "dtype")}
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("overwrite", "dynamic")}
     export_backbone(model, path, config.format, **options, card=card)
     text = usage(model, path, config.format)
-    if data_of(path).exists():
-        text += f"\n# the weights are in {data_of(path)}, which has to lie beside it"
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
     return Written(path=path, text=text)

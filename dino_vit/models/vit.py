@@ -1,7 +1,7 @@
 """The vision transformer: images of any size in, the CLS token or class logits out.
 
 - learned or sinusoidal positions, interpolated if the image is not of the trained size, or rotary ones
-- convolutional, unfolding or hybrid (ResNet) stem, any number of channels, images that are not square
+- any number of channels, images and patches that are not square
 - registers, layer scale and gated MLPs, so that DINOv2's and DINOv3's weights load unchanged
 - tokens and attention weights of any block, an optional classifier
 
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +33,6 @@ from dino_vit.models.positions import (
     rotary_positions,
     sinusoidal_pos_embs,
 )
-from dino_vit.models.stems import STEMS
 
 CLS = slice(0, 1)
 BLOCK_OPTIONS = (
@@ -40,6 +40,17 @@ BLOCK_OPTIONS = (
     *("norm_eps", "dropout", "attention_dropout"),
 )
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
+
+
+class PatchEmbed(nn.Module):
+    """Project patches with a convolution whose stride is its kernel size: (B, C, H, W) -> (B, N, D)."""
+
+    def __init__(self, *, patch_size: Grid, channels: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return rearrange(self.proj(images), "b d h w -> b (h w) d")
 
 
 class VisionTransformer(Backbone):
@@ -57,9 +68,6 @@ class VisionTransformer(Backbone):
         mlp_ratio: float = 4.0,
         mlp: Literal["gelu", "swiglu"] = "gelu",
         num_classes: int = 0,
-        stem: Literal["conv", "unfold", "hybrid"] = "conv",
-        resnet_layers: tuple[int, int, int] = (3, 4, 9),
-        resnet_width: int = 64,
         positions: Literal["learned", "sinusoidal", "rotary"] = "learned",
         rotary_rescale: float | None = None,
         position_mode: PositionMode = "hf",
@@ -86,8 +94,7 @@ class VisionTransformer(Backbone):
         self.registers, self.position_mode = registers, position_mode
         self.trained_grid = self.grid_of(*self.image_size)
 
-        hybrid = {"layers": resnet_layers, "base_width": resnet_width} if stem == "hybrid" else {}
-        self.patch_embed = STEMS[stem](patch_size=self.patch_size, channels=channels, width=width, **hybrid)
+        self.patch_embed = PatchEmbed(patch_size=self.patch_size, channels=channels, width=width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = self._build_pos_embed(positions)
         self.rotary, self.rotary_rescale = positions == "rotary", rotary_rescale

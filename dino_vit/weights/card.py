@@ -21,7 +21,7 @@ from dino_vit.weights.reading import INTERPOLATIONS
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 STRUCTURE = (
     *("depth", "heads", "registers", "mlp", "mlp_ratio", "layer_scale"),
-    *("stem", "norm_eps", "positions", "position_mode"),
+    *("norm_eps", "positions", "position_mode"),
 )
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 RESAMPLE = {name: number for number, name in INTERPOLATIONS.items()}

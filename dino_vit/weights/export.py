@@ -7,7 +7,6 @@ import tempfile
 from collections import OrderedDict
 from inspect import signature
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +27,7 @@ from dino_vit.weights.card import (
     processor_config,
 )
 from dino_vit.weights.comparison import compare_features
-from dino_vit.weights.graph import check_graph, data_of, write_graph
+from dino_vit.weights.graph import check_graph, write_graph
 from dino_vit.weights.layouts import Layout, split
 from dino_vit.weights.reading import EXPORT_KEY, PROVENANCE_FACTS, WeightsError
 
@@ -45,16 +44,14 @@ def export_backbone(
     *,
     overwrite: bool = False,
     dynamic: bool = False,
-    dtype: Literal["float32", "float16"] = "float32",
     card: str | None = None,
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
     The formats are `reference` (DINO's own) and `timm`, each a .pth or .safetensors file, `huggingface`, a
-    folder for `AutoModel.from_pretrained`, and `onnx`, of the trained size or, if `dynamic`, of any, which
-    computes in `dtype`; weights of more than 2 GB are in a file with `.data` added to its name. The export
-    only appears at `path` if its features equal those of the model. `card` is the text of README.md in a
-    Hugging Face folder; by default it states what is known of the model.
+    folder for `AutoModel.from_pretrained`, and `onnx`, of the trained size or, if `dynamic`, of any. The
+    export only appears at `path` if its features equal those of the model. `card` is the text of README.md in
+    a Hugging Face folder; by default it states what is known of the model.
     """
     path = Path(path)
     if format not in FORMATS:
@@ -70,15 +67,13 @@ def export_backbone(
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
             written = Path(folder) / path.name
             if format == "onnx":
-                write_graph(model, written, _describe(model, format), dynamic=dynamic, dtype=dtype)
+                write_graph(model, written, _describe(model, format), dynamic=dynamic)
             else:
                 _write_tensors(model, written, format, card)
-            summary = compare_features(model, written, format, larger=dynamic, half=dtype == "float16")
+            summary = compare_features(model, written, format, larger=dynamic)
             if path.is_dir():
                 shutil.rmtree(path)  # _check_target found nothing but an older export in it
-            for file in (data_of(written), written):
-                if file.exists():
-                    file.replace(path.with_name(file.name))
+            written.replace(path)
             sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} could not be written: {reason(error)}") from error
@@ -87,7 +82,7 @@ def export_backbone(
 
 
 def _check_target(path: Path, format: str, overwrite: bool) -> None:
-    if (path.exists() or data_of(path).exists()) and not overwrite:
+    if path.exists() and not overwrite:
         raise WeightsError(
             f"{path} already exists; choose another name, or give --overwrite (in Python overwrite=True)"
         )
@@ -109,7 +104,7 @@ def _check_architecture(model: Backbone, format: str) -> None:
         return
     a, layout = model.architecture, _layout_of(model, format)
     defaults = signature(VisionTransformer).parameters
-    keys = ("stem", "qk_scale", *layout.lacks)
+    keys = ("qk_scale", *layout.lacks)
     faults = [f"{key}={a[key]}" for key in keys if a[key] != defaults[key].default]
     if a["positions"] == "rotary" and not layout.rotary:
         faults.append("positions=rotary")

@@ -1,6 +1,5 @@
 """Write a backbone as an ONNX graph, and say what such a graph is of."""
 
-import copy
 import json
 import logging
 import warnings
@@ -16,7 +15,7 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.reading import WeightsError
 
-LARGEST = 2e9  # bytes of weights in a single ONNX file
+LARGEST = 2e9  # bytes of weights in an ONNX file
 INPUT, OUTPUTS = "images", ("cls", "patches")
 METADATA_KEY = "dino_vit"
 
@@ -24,10 +23,13 @@ METADATA_KEY = "dino_vit"
 def check_graph(model: Backbone, *, dynamic: bool) -> None:
     """Raise WeightsError for what a graph cannot hold."""
     _require_libraries()
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    if size > LARGEST:
+        raise WeightsError(f"an ONNX file holds weights of up to 2 GB, but these are {size / 1e9:.1f} GB")
     if not dynamic:
         return
-    if not isinstance(model, VisionTransformer) or model.architecture["stem"] == "hybrid":
-        name = model.architecture.get("name", "a hybrid stem")
+    if not isinstance(model, VisionTransformer):
+        name = model.architecture["name"]
         raise WeightsError(f"{name} is written as a graph for one size: leave out --dynamic")
     if not model.rotary and model.position_mode in ("dino", "dinov2"):
         raise WeightsError(
@@ -38,24 +40,24 @@ def check_graph(model: Backbone, *, dynamic: bool) -> None:
 
 
 class _Graph(nn.Module):
-    """A backbone that returns the CLS token and the patches in float32, whatever it computes in."""
+    """A backbone that returns the CLS token and the patches."""
 
     def __init__(self, model: Backbone) -> None:
         super().__init__()
-        self.model, self.dtype = model, next(model.parameters()).dtype
+        self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.model.forward_features(images.to(self.dtype)).float()
+        tokens = self.model.forward_features(images)
         return tokens[:, 0], tokens[:, self.model.first_patch :]
 
 
 @torch.no_grad()
-def write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool, dtype: str) -> None:
+def write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool) -> None:
     """Write a graph for any number of images, of the trained size or of any of two patches a side or more.
 
     `about` is what is known of the model, as JSON.
     """
-    graph = _Graph(copy.deepcopy(model).half() if dtype == "float16" else model).eval()
+    graph = _Graph(model).eval()
     (height, width), (p, q) = model.image_size, model.patch_size
     # Another size than a power of two, and of unequal sides, so that nothing is taken for constant.
     images = torch.zeros(2, model.channels, *((height + p, width + 2 * q) if dynamic else (height, width)))
@@ -75,15 +77,8 @@ def write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool, dtype
             logging.disable(level)
     assert onnx is not None
     onnx.model.metadata_props[METADATA_KEY] = about
-    weights = sum(parameter.numel() * parameter.itemsize for parameter in graph.parameters())
-    onnx.save(path, external_data=weights > LARGEST)
-    for file in filter(Path.exists, (path, data_of(path))):
-        sync(file)
-
-
-def data_of(path: Path) -> Path:
-    """Return the file that has the weights of a graph beside it, if they are too large for one file."""
-    return path.with_name(f"{path.name}.data")
+    onnx.save(path)
+    sync(path)
 
 
 def describe_graph(path: Path) -> dict[str, Any]:

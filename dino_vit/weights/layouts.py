@@ -14,8 +14,6 @@ from torch import Tensor
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
 
-HYBRID_ROOT = "patch_embed.backbone.stem.conv.weight"
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -97,7 +95,7 @@ DINOV3 = replace(
 TIMM = Layout(
     "timm",
     "timm",
-    marks=(*REFERENCE.marks, rf"reg_token|head\.weight|blocks\.0\.ls1\.gamma|{re.escape(HYBRID_ROOT)}"),
+    marks=(*REFERENCE.marks, r"reg_token|head\.weight|blocks\.0\.ls1\.gamma"),
     names={"reg_token": "register_tokens"},
     dropped=CLASSIFIER,
     normalisation=None,

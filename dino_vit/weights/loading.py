@@ -161,7 +161,7 @@ def _adapt(
         adapted["mask_token"] = torch.zeros(1, wanted["width"])
         notes.append("added a mask token of zeros")
     before, channels = stored["channels"], wanted["channels"]
-    if before != channels and stored["stem"] == "conv":
+    if before != channels:
         # Every channel gets the mean kernel, scaled so that equal channels give the same output as before.
         mean = adapted["patch_embed.proj.weight"].mean(dim=1, keepdim=True) * (before / channels)
         adapted["patch_embed.proj.weight"] = mean.expand(-1, channels, -1, -1).contiguous()

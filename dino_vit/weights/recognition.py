@@ -16,12 +16,10 @@ from dino_vit.config.sections import WeightsFormat
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
-from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.layouts import (
     DINOV2_REGISTERS,
     HF_DINOV3_GATED,
-    HYBRID_ROOT,
     LAYOUTS,
     LOOK_ALIKES,
     OURS,
@@ -38,6 +36,7 @@ HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
 RESAVED_AS = dict.fromkeys(("dinov2", "dinov3"), "huggingface") | {"torchvision": "reference"}  # to add heads
 TRAINED_SIDE = 224  # pixels, of weights that show no size
 ROTARY_RESCALE = 2.0  # in DINOv3's training
+FORMER_ARGUMENTS = ("stem", "resnet_layers", "resnet_width")  # in the metadata of earlier files
 EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
 KNOWN_MODEL_ARGS = {  # of timm folders: shown by the tensors too, or without effect on the features
     "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio",
@@ -116,12 +115,13 @@ def infer_architecture(
     if raw.metadata:
         parameters = signature(VisionTransformer).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        return {**defaults, "depth": depth, **raw.metadata["architecture"]}
+        stated = {k: v for k, v in raw.metadata["architecture"].items() if k not in FORMER_ARGUMENTS}
+        return {**defaults, "depth": depth, **stated}
     width = tensors["cls_token"].shape[-1]
-    stem = _infer_stem(tensors, overrides)
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
-    patch = height_width(stem["patch_size"])
+    _, channels, *patch_size = tensors["patch_embed.proj.weight"].shape
+    patch = height_width(tuple(patch_size))
     rescale = raw.facts.get("rotary_rescale", ROTARY_RESCALE) or None
     if layout.rotary:
         size = trained_size or raw.facts.get("image_size") or TRAINED_SIDE
@@ -131,7 +131,8 @@ def infer_architecture(
     return {
         "positions": "rotary" if layout.rotary else "learned",
         "rotary_rescale": rescale if layout.rotary else None,
-        **stem,
+        "channels": channels,
+        "patch_size": patch,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,
         "depth": depth,
@@ -146,23 +147,6 @@ def infer_architecture(
         "layer_scale": 1.0 if "blocks.0.ls1.gamma" in tensors else None,
         "norm_eps": raw.facts.get("norm_eps", layout.norm_eps),
     }
-
-
-def _infer_stem(tensors: Mapping[str, Tensor], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    kernel = tensors["patch_embed.proj.weight"]
-    if HYBRID_ROOT in tensors:
-        root = tensors[HYBRID_ROOT]
-        pattern = r"patch_embed\.backbone\.stages\.(\d)\.blocks\.(\d+)\."
-        matches = [re.match(pattern, name) for name in tensors]
-        layers = [max(int(m[2]) for m in matches if m and int(m[1]) == stage) + 1 for stage in range(3)]
-        patch = (kernel.shape[2] * REDUCTION, kernel.shape[3] * REDUCTION)
-        resnet = {"resnet_layers": tuple(layers), "resnet_width": root.shape[0]}
-        return {"stem": "hybrid", "channels": root.shape[1], "patch_size": patch, **resnet}
-    if kernel.ndim == 4:
-        return {"stem": "conv", "channels": kernel.shape[1], "patch_size": tuple(kernel.shape[2:])}
-    channels = overrides.get("channels", 3)
-    side = math.isqrt(kernel.shape[1] // channels)
-    return {"stem": "unfold", "channels": channels, "patch_size": overrides.get("patch_size", (side, side))}
 
 
 def _infer_grid(

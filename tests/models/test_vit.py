@@ -2,7 +2,6 @@ import subprocess
 import sys
 
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -25,56 +24,11 @@ def test_parameter_counts_with_1000_classes_are_the_published_ones():
 
 
 @pytest.mark.parametrize("channels", [1, 3, 13])
-@pytest.mark.parametrize("stem", ["conv", "unfold"])
-def test_any_number_of_channels_and_patches_that_are_not_square(channels, stem):
-    model = VisionTransformer(
-        **{**TINY, "image_size": (16, 24), "patch_size": (4, 8)}, stem=stem, channels=channels
-    )
+def test_any_number_of_channels_and_patches_that_are_not_square(channels):
+    model = VisionTransformer(**{**TINY, "image_size": (16, 24), "patch_size": (4, 8)}, channels=channels)
     assert model.trained_grid == (4, 3)
     assert model.forward_features(torch.randn(2, channels, 16, 24)).shape == (2, 13, 32)
     assert model.forward_features(torch.randn(2, channels, 8, 40)).shape == (2, 11, 32)
-
-
-def test_unfolding_equals_the_convolution_when_the_weights_are_rearranged():
-    conv, unfold = VisionTransformer(**TINY), VisionTransformer(**TINY, stem="unfold")
-    weights = conv.state_dict()
-    weights["patch_embed.proj.weight"] = weights["patch_embed.proj.weight"].flatten(1)
-    unfold.load_state_dict(weights)
-    images = torch.randn(2, 3, 40, 24)
-    assert torch.allclose(conv(images), unfold(images), atol=1e-5)
-
-
-def test_the_hybrid_equals_timm_at_trained_and_other_sizes():
-    peer = timm.models.vision_transformer.VisionTransformer(
-        img_size=64,
-        embed_dim=32,
-        depth=2,
-        num_heads=2,
-        num_classes=0,
-        dynamic_img_size=True,
-        embed_layer=lambda **keywords: timm.models.vision_transformer_hybrid.HybridEmbed(
-            timm.models.vision_transformer_hybrid._resnetv2(layers=(1, 2, 1)),
-            proj=True,
-            **without_patch(keywords),
-        ),
-    ).eval()
-    model = VisionTransformer(
-        image_size=64,
-        width=32,
-        depth=2,
-        heads=2,
-        stem="hybrid",
-        resnet_layers=(1, 2, 1),
-        position_mode="timm",
-    ).eval()
-    model.load_state_dict(peer.state_dict())
-    for size in ((64, 64), (96, 96), (32, 80)):
-        images = torch.randn(2, 3, *size)
-        assert torch.allclose(model(images), peer(images), atol=1e-5), size
-
-
-def without_patch(keywords):
-    return {name: value for name, value in keywords.items() if name != "patch_size"} | {"patch_size": 1}
 
 
 def test_attention_weights_of_every_block_equal_the_loop():

@@ -16,9 +16,7 @@ from tests.support.peers import HEADS, HF_VIT, SIZE, timm_vit
 
 
 def test_our_own_file_has_all_that_loading_needs(tmp_path):
-    model = backbone(
-        channels=5, registers=2, positions="sinusoidal", stem="unfold", position_mode="timm", heads=4
-    )
+    model = backbone(channels=5, registers=2, positions="sinusoidal", position_mode="timm", heads=4)
     path = tmp_path / "mine.safetensors"
     statistics = {"mean": (0.5,) * 5, "std": (0.2,) * 5, "bits": 16, "range": (0.0, 4095.0)}
     save_backbone(model, path, **statistics, network="teacher", step=700, config={"seed": 3})
@@ -36,6 +34,14 @@ def test_our_own_file_has_all_that_loading_needs(tmp_path):
     save_backbone(loaded, tmp_path / "again.safetensors")
     saved, again = read_metadata(path), read_metadata(tmp_path / "again.safetensors")
     assert again["sha256"] == saved["sha256"]
+
+
+def test_a_file_of_an_earlier_version_loads(tmp_path):
+    """Its metadata has arguments that there no longer are."""
+    model, path = backbone(), tmp_path / "earlier.safetensors"
+    model.architecture |= {"stem": "conv", "resnet_layers": (3, 4, 9), "resnet_width": 64}
+    save_backbone(model, path)
+    assert torch.equal(load_backbone(path)(IMAGES), model(IMAGES))
 
 
 def test_another_image_size_resamples_the_positions(caplog):
