@@ -217,6 +217,9 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
             named.append(f"{unset.pop(0)}={text}")
     if listed:
         named.append(f"{unset[0]}={write_yaml(listed)}")
+    for key in set(cls.positional) - set(unset):
+        if sum(text.startswith(f"{key}=") for text in (*named, *args.options)) > 1:
+            raise ValueError(f"{key} is given twice, by position and as {key}=...; give it once")
     return load(cls, args.config, [*named, *args.options])
 
 

@@ -52,7 +52,6 @@ class Sheet(Settings):
         (["here"], {"index": "here"}),
         (["here", "a, b.png", "null"], {"index": "here", "images": ("a, b.png", "null")}),
         (["images=[c]", "./x=y", "keep_on=true"], {"index": "./x=y", "images": ("c",), "keep_on": True}),
-        (["here", "a", "index=there"], {"index": "there", "images": ("a",)}),
         (["here", "--page-size", "3", "--paper", "1e3"], {"index": "here", "page_size": 3, "paper": "1e3"}),
         (["--keep-on", "a", "--page-size=[3, 4]"], {"index": "a", "page_size": (3, 4), "keep_on": True}),
         (["here", "page_size=[3, 4]", "paper=a"], {"index": "here", "page_size": (3, 4), "paper": "a"}),
@@ -61,6 +60,14 @@ class Sheet(Settings):
 def test_settings_by_position_and_as_options(argv: list[str], expected: dict[str, object]) -> None:
     config = config_from(parse_arguments(parser(Sheet), ["cake", *argv]), Sheet)
     assert {name: getattr(config, name) for name in config.model_fields_set} == expected
+
+
+@pytest.mark.parametrize("again", [["index=there"], ["--index", "there"], ["index=here"]])
+def test_a_setting_by_position_and_by_name_is_an_error(again: list[str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"index is given twice, by position and as index=\.\.\.; give it once"
+    ):
+        config_from(parse_arguments(parser(Sheet), ["cake", "here", "a", *again]), Sheet)
 
 
 def test_a_positional_argument_too_many_is_an_error() -> None:
