@@ -15,8 +15,6 @@ from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import describe, model_card, show, usage
 from dino_vit.weights.export import export_backbone
-from dino_vit.weights.graph import describe_graph
-from dino_vit.weights.hub import is_name
 
 
 def _load(config: WeightsConfig) -> LoadedBackbone:
@@ -28,8 +26,7 @@ def _load(config: WeightsConfig) -> LoadedBackbone:
 
 def inspect(config: InspectWeightsConfig) -> Facts:
     """Return the facts about a backbone; as text, two columns or JSON."""
-    is_graph = not is_name(config.source) and Path(config.source).suffix == ".onnx"
-    facts = describe_graph(Path(config.source)) if is_graph else describe(_load(config))
+    facts = describe(_load(config))
     lines = [f"{name.replace('_', ' '):<14}  {show(name, facts[name])}" for name in facts if name != "config"]
     return Facts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 

@@ -1,6 +1,5 @@
-"""Write a backbone as an ONNX graph, and say what such a graph is of."""
+"""Write a backbone as an ONNX graph."""
 
-import json
 import logging
 import warnings
 from importlib.util import find_spec
@@ -22,7 +21,8 @@ METADATA_KEY = "dino_vit"
 
 def check_graph(model: Backbone, *, dynamic: bool) -> None:
     """Raise WeightsError for what a graph cannot hold."""
-    _require_libraries()
+    if not (find_spec("onnxscript") and find_spec("onnxruntime")):
+        raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     if size > LARGEST:
         raise WeightsError(f"an ONNX file holds weights of up to 2 GB, but these are {size / 1e9:.1f} GB")
@@ -79,27 +79,3 @@ def write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool) -> No
     onnx.model.metadata_props[METADATA_KEY] = about
     onnx.save(path)
     sync(path)
-
-
-def describe_graph(path: Path) -> dict[str, Any]:
-    """Return the facts about a backbone that was written as a graph."""
-    _require_libraries()
-    import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-    try:
-        graph = onnx.load(path, load_external_data=False)
-    except (OSError, DecodeError) as error:
-        raise WeightsError(f"{path} is not an ONNX graph, or is truncated: {error}") from error
-    properties = {entry.key: entry.value for entry in graph.metadata_props}
-    if METADATA_KEY not in properties:
-        raise WeightsError(
-            f"{path} is an ONNX graph that dino-vit did not write, so its backbone is not known"
-        )
-    facts = json.loads(properties[METADATA_KEY])
-    return {"file": str(path), **{k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}}
-
-
-def _require_libraries() -> None:
-    if not (find_spec("onnxscript") and find_spec("onnxruntime")):
-        raise WeightsError("to write or read ONNX, install its libraries: pip install 'dino-vit[onnx]'")

@@ -97,8 +97,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
         raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
     if path.suffix == ".onnx":
         raise WeightsError(
-            f"{path} is an ONNX graph, which has no weights to load: give those that it was exported from. "
-            f"`dino-vit inspect-weights {path}` says what it is"
+            f"{path} is an ONNX graph, which has no weights to load: give those that it was exported from"
         )
     about = {"facts": _read_hub_facts(path)}
     if path.name == INDEX:

@@ -31,23 +31,11 @@ def test_inspect_weights_in_words_and_as_json(weights, capsys):
     )
 
 
-def test_inspect_weights_of_an_exported_graph(weights, tmp_path, capsys):
+def test_a_graph_has_no_weights_to_load(weights, tmp_path, capsys):
     out = tmp_path / "vit.onnx"
-    facts = dino_vit.inspect_weights(weights, verbose=False).facts
     assert main(["export", str(weights), str(out), "--format", "onnx"]) == 0
-    capsys.readouterr()
-    assert main(["inspect-weights", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "ViT/8" in said
-    assert "0.1, 0.2, 0.3" in said
-    of_graph = dino_vit.inspect_weights(out, verbose=False).facts
-    same = ("architecture", "parameters", "width", "depth", "heads", "mean", "std", "step", "sha256")
-    assert {key: of_graph[key] for key in same} == {key: facts[key] for key in same}
     assert main(["knn", "synthetic:20:32", f"weights={out}"]) == 2
     assert "vit.onnx is an ONNX graph, which has no weights to load" in capsys.readouterr().err
-    out.write_bytes(out.read_bytes()[:1000])
-    assert main(["inspect-weights", str(out)]) == 2
-    assert "is not an ONNX graph, or is truncated" in capsys.readouterr().err
 
 
 def test_export_replaces_a_file_only_if_it_is_told_to(weights, tmp_path, capsys):
