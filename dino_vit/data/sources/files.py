@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from io import BufferedReader, RawIOBase
-from itertools import count
+from itertools import chain, count
 from multiprocessing.synchronize import Event
 from typing import Any, BinaryIO, TypeVar
 
@@ -25,7 +25,6 @@ FileSignature = tuple[int, int, int]  # size, version and time of change
 FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no folder
 UNKNOWN = -1  # version of a file, in a catalogue that was written elsewhere
 OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
-DECODED = ("gzip", "deflate", "br", "zstd")  # by aiohttp, to any length
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 REFUSALS = (401, 403, 404, 410)  # HTTP: asking again would not help
@@ -207,10 +206,9 @@ def request(url: str, start: int, size: int) -> bytes:
 
     async def check(answer: Any) -> None:
         """Refuse what is more than was asked for, before it is read into memory."""
-        packed, length = answer.headers.get("Content-Encoding"), answer.content_length
-        if answer.ok and (packed in DECODED or length is None or length > size):
+        length = answer.content_length
+        if answer.ok and (length is None or length > size):
             answered = "any length" if length is None else f"{length:,} bytes"
-            answered = f"{packed} of {answered}" if packed in DECODED else answered
             raise OSError(f"{url}: the server answers with {answered}, where {size:,} bytes were asked for")
 
     def ask(system: Any, inner: str) -> Any:
@@ -265,12 +263,8 @@ def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return size, version and time of change (ns, 0: unknown) of each path; size −1 if it does not exist."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
     with progress("Looking at files", len(paths)) as advance:
-        rows = in_threads(_signatures, chunks, lambda signatures: advance(len(signatures)))
-    return np.concatenate([np.empty((0, 3), dtype=np.int64), *rows])
-
-
-def _signatures(paths: Sequence[str]) -> NDArray[np.int64]:
-    return np.array([file_signature(path) for path in paths], dtype=np.int64)
+        rows = in_threads(lambda chunk: [*map(file_signature, chunk)], chunks, lambda of: advance(len(of)))
+    return np.array([*chain.from_iterable(rows)], dtype=np.int64).reshape(-1, 3)
 
 
 def file_signature(path: str) -> FileSignature:

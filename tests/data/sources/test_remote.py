@@ -20,10 +20,8 @@ class Endless(BaseHTTPRequestHandler):
     def do_GET(self):
         name = self.path.rstrip("/")
         self.send_response(200)
-        if name.endswith(".gz"):
-            self.send_header("Content-Encoding", "gzip")
         if not name.endswith(".unknown"):
-            self.send_header("Content-Length", str(100 if name.endswith(".gz") else 10**12))
+            self.send_header("Content-Length", str(10**12))
         self.end_headers()
         with suppress(OSError):
             while self.command == "GET" and Endless.sent < 2**28:
@@ -46,7 +44,7 @@ def endless():
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("tar", "1,000,000,000,000 bytes"), ("gz", "gzip of 100 bytes"), ("unknown", "any length")],
+    [("tar", "1,000,000,000,000 bytes"), ("unknown", "any length")],
 )
 def test_a_server_that_answers_with_more_than_was_asked_for_is_cut_off(endless, name, told):
     with pytest.raises(OSError, match=f"the server answers with {told}, where 100 bytes were asked for"):
