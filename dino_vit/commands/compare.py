@@ -72,11 +72,12 @@ def run(config: CompareConfig) -> ComparisonResult:
         log.info("%d of %d: %s", number, len(paths), name)
         frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
         _describe(config, frozen, comparison, name)
+        file = Path(weights)
         with suppress(ValueError):  # not of a run
-            comparison.runs.setdefault(name.partition(" (step ")[0], read_run(_folder_of(weights)))
+            run = read_run(file.parents[1] if file.parent.name == "checkpoints" else file)
+            comparison.runs.setdefault(name.partition(" (step ")[0], run)
         for evaluator in evaluators:
-            path = folder and folder / f"{number}-{evaluator}.json"
-            values = {"weights": weights, "output": path}
+            values = {"weights": weights, "output": folder and folder / f"{number}-{evaluator}.json"}
             try:
                 measured = _evaluate(evaluator, config, values, frozen, comparison, name)
             except ValueError as error:
@@ -164,12 +165,6 @@ def _write_untrained(config: CompareConfig) -> Path:
         save_backbone(untrained, path, **stored)
     wait_for_all()
     return path
-
-
-def _folder_of(weights: str) -> Path:
-    """Return the folder of the run that weights are from, if they are of one."""
-    path = Path(weights)
-    return path.parents[1] if path.parent.name == "checkpoints" else path
 
 
 def _describe(config: CompareConfig, frozen: FrozenBackbone, comparison: Comparison, name: str) -> None:

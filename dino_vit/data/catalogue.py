@@ -35,7 +35,6 @@ from dino_vit.data.sources.archives import (
     ARCHIVES,
     CLASS_NAMES,
     FIELDS,
-    Member,
     class_names,
     named,
     read_member,
@@ -92,8 +91,12 @@ def index_shard(folder: str, file: str, digest: str = "") -> Shard:
     size, version, _ = file_signature(path)
     members = named(ARCHIVES[suffix_of(file)](path), class_names(os.path.dirname(path)))
     members.sort(key=lambda member: member.name)
-    if digest:
-        members = [_with_checksum(path, member) for member in members]
+    if digest:  # of a local tar, whose images are read once more
+        with open(path, "rb") as archive:
+            contents = (os.pread(archive.fileno(), member.size, member.start) for member in members)
+            crcs = [zlib.crc32(content) for content in contents]
+        stored = zipfile.ZIP_STORED
+        members = [m._replace(method=stored, crc=crc) for m, crc in zip(members, crcs, strict=True)]
     names = [member.name for member in members]
     labels = [None if member.label is None else str(member.label) for member in members]
     columns = {"name": bytes_to_arrow(names), "label": pa.array(labels, pa.string())}
@@ -110,13 +113,6 @@ def index_shard(folder: str, file: str, digest: str = "") -> Shard:
         paths={b"".join(name.rpartition(b"/")[:2]) + b"x" for name in names},
         labels=set(labels),
     )
-
-
-def _with_checksum(path: str, member: Member) -> Member:
-    """Return the member of a local tar with the checksum of its contents."""
-    with open(path, "rb") as file:
-        content = os.pread(file.fileno(), member.size, member.start)
-    return member._replace(method=zipfile.ZIP_STORED, crc=zlib.crc32(content))
 
 
 def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
@@ -168,7 +164,10 @@ def _names_digest(folder: str, files: Sequence[str]) -> str:
 def _count_before(folder: str, shards: Sequence[Shard], name: bytes) -> int:
     """Return how many images of ordered shards come before a name."""
     number = bisect_left([shard.last for shard in shards], name)
-    names = _read_index(folder, shards[number])["name"].to_pylist() if number < len(shards) else []
+    names = []
+    if number < len(shards):
+        index = read_index(os.path.join(folder, shards[number].file), shards[number].index)
+        names = index["name"].to_pylist()
     return sum(shard.images for shard in shards[:number]) + bisect_left(names, name)
 
 
@@ -176,15 +175,11 @@ def _fingerprint(folder: str, shards: Sequence[Shard], ordered: bool) -> str:
     """Return the fingerprint of the same images in any other source, as far as these are few enough."""
     images = sum(shard.images for shard in shards)
     if ordered and images <= FINGERPRINTED:
-        indexes = [_read_index(folder, shard) for shard in shards]
+        indexes = [read_index(os.path.join(folder, shard.file), shard.index) for shard in shards]
         names = [name for index in indexes for name in index["name"].to_pylist()]
         return fingerprint_of(names, np.concatenate([np.from_dlpack(index["size"]) for index in indexes]))
     text = "".join(f"{shard.file}\0{shard.index}\0" for shard in shards)
     return f"shards-{images}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _read_index(folder: str, shard: Shard) -> pa.RecordBatch:
-    return read_index(os.path.join(folder, shard.file), shard.index)
 
 
 def _write(path: str, batch: pa.RecordBatch) -> str:

@@ -31,6 +31,7 @@ HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
 _LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
+_TABBED = re.compile(r"([^\t]*)\t?(.*)", re.DOTALL)  # the same, without a suffix of an image
 
 
 class Labels(NamedTuple):
@@ -174,14 +175,9 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
     suffix = suffix_of(path)
     if suffix in (".csv", ".tsv"):
         return _table_entries(path, _rows(path, text, "\t" if suffix == ".tsv" else ","), columns)
-    return (_line_entry(line.strip("\r")) for line in text.split("\n") if line.strip())
-
-
-def _line_entry(line: str) -> Entry:
-    if match := _LINE.fullmatch(line.rstrip()):
-        return Entry(match[1], match[2] or None)
-    name, _, label = line.partition("\t")  # no suffix of an image
-    return Entry(name, label or None)
+    lines = (line.strip("\r") for line in text.split("\n") if line.strip())
+    matches = ((_LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)) for line in lines)
+    return (Entry(match[1], match[2] or None) for match in matches if match)
 
 
 def _rows(path: str, text: str, delimiter: str) -> list[list[str]]:

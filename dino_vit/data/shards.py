@@ -164,8 +164,10 @@ class LocalCopies:
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):  # another run deletes too
                 status = entry.stat()
-                if entry.name.endswith(PARTIAL) and _delete_if_abandoned(Path(entry.path)):
-                    continue
+                if entry.name.endswith(PARTIAL):
+                    with _claimed(Path(entry.path)) as descriptor:  # a killed run has left it incomplete
+                        if descriptor is not None:
+                            continue
                 total += status.st_size
                 number = self.shard_called(entry.name) if entry.name.endswith(SUFFIX) else None
                 if entry.name.endswith(SUFFIX) and number not in kept:
@@ -267,9 +269,3 @@ def _claimed(partial: Path) -> Iterator[int | None]:
         if ours:
             partial.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _delete_if_abandoned(partial: Path) -> bool:
-    """Delete a file that a killed run has left incomplete."""
-    with _claimed(partial) as descriptor:
-        return descriptor is not None

@@ -317,11 +317,6 @@ def model_card(model: Backbone, *, license: str | None = None, evaluation: str =
     return printable_lines(card)
 
 
-def is_own_card(path: Path) -> bool:
-    """Return whether a file is a card that an export wrote and nobody has claimed since."""
-    return path.is_file() and CARD_MARK.encode() in path.read_bytes()
-
-
 def _pretraining(model: Backbone) -> PretrainConfig | None:
     """Return the settings of the pretraining that a backbone comes from, if it is one of ours."""
     settings = model.provenance.config if model.provenance else {}

@@ -19,10 +19,10 @@ from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.card import (
+    CARD_MARK,
     describe,
     dinov2_mlp,
     huggingface_config,
-    is_own_card,
     model_card,
     processor_config,
 )
@@ -90,7 +90,9 @@ def _check_target(path: Path, format: str, overwrite: bool) -> None:
         raise WeightsError(f"{path} must end in {', '.join(suffixes)}")
     if path.is_dir():
         others = {entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES
-        others |= {entry.name for entry in path.glob("README.md") if not is_own_card(entry)}
+        others |= {
+            entry.name for entry in path.glob("README.md") if CARD_MARK.encode() not in entry.read_bytes()
+        }
         if others or format != "huggingface":
             held = f" with {', '.join(sorted(others)[:5])}" if others else ""
             raise WeightsError(f"{path} is an existing folder{held}; choose another name")

@@ -54,7 +54,8 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     """Do the same with a backbone that is loaded already."""
     train_set, val_set = open_sets(config)
     settings = config.model_dump(mode="json", exclude={"grid", "logistic"} - {config.method})
-    details = {"method": config.method, "weights": frozen.describe_weights(), "settings": settings}
+    details: dict[str, Any] = {"method": config.method, "settings": settings}
+    details["weights"] = frozen.describe_weights()
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     if config.method == "logistic":
         inputs = [CLS]

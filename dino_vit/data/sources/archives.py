@@ -65,7 +65,7 @@ class ArchiveSource(IndexedSource, ShardedSource):
 
     @property
     def layout(self) -> ShardLayout:
-        return ShardLayout.of(self.index.columns["file"], len(self._files))
+        return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self._files))
 
     def places(self) -> Iterable[tuple[int, int]]:
         columns = self.index.columns

@@ -252,6 +252,4 @@ def _lock(path: Path, spec: str) -> Iterator[None]:
         except BlockingIOError:
             log.info("%s: waiting for another process that builds its index", spec)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
         yield

@@ -1,20 +1,4 @@
-"""Open a set of images of any kind.
-
-| given | meaning |
-|---|---|
-| `photos` | a folder of images at any depth, or one that contains only tar shards, Parquet files or zips |
-| `photo.jpg`, `photos/*.jpg` | an image, or all that match |
-| `list.txt`, `list.csv`, `list.tsv` | a path per line, possibly with a label |
-| `shards/{000..010}.tar`, `shards/*.tar` | tar shards, in WebDataset's layout if there are labels |
-| `photos.zip` | zip archives |
-| `train.parquet`, `data/train-*.parquet` | Parquet files with a column of images |
-| `hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIGURATION[SPLIT]@REVISION` | a dataset of the Hugging Face hub |
-| `images.npy`, `images.npz`, `images.npz:KEY` | an array (N, H, W), (N, H, W, C) or (N, C, H, W) |
-| `synthetic`, `synthetic:LENGTH:SIZE` | generated textures |
-| `python:MODULE:NAME` | an object of Python code, see `data/custom.py` |
-
-All but arrays may be URLs that fsspec knows.
-"""
+"""Open a set of images of any kind; docs/data.md has a table of what can be given."""
 
 import glob
 import os
