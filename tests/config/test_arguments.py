@@ -64,9 +64,7 @@ def test_settings_by_position_and_as_options(argv: list[str], expected: dict[str
 
 @pytest.mark.parametrize("again", [["index=there"], ["--index", "there"], ["index=here"]])
 def test_a_setting_by_position_and_by_name_is_an_error(again: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"index is given twice, by position and as index=\.\.\.; give it once"
-    ):
+    with pytest.raises(ValueError, match=r"index is given twice, by position and as index=\.\.\."):
         config_from(parse_arguments(parser(Sheet), ["cake", "here", "a", *again]), Sheet)
 
 
