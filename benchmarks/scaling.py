@@ -32,7 +32,8 @@ from benchmarks import step
 from benchmarks.end_to_end import SMALL
 from benchmarks.measure import Row, Table, Work, arguments, compare, report, where
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedSource, signature_column
+from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedSource
+from dino_vit.data.catalogue_writer import signature_column
 from dino_vit.data.sources.files import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 

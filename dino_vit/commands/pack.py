@@ -32,7 +32,8 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
-from dino_vit.data.catalogue import CATALOGUE, Shard, index_shard, write_catalogue
+from dino_vit.data.catalogue import CATALOGUE
+from dino_vit.data.catalogue_writer import Shard, index_shard, write_catalogue
 from dino_vit.data.images.decode import UnreadableImage, decode, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size

@@ -11,14 +11,9 @@ import glob
 import hashlib
 import json
 import os
-import zipfile
-import zlib
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +23,10 @@ from numpy.typing import NDArray
 
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import brief, expand_braces, plural, printable
-from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
+from dino_vit.core.text import expand_braces, plural, printable
 from dino_vit.data.shards import LocalCopies, ShardedSource
-from dino_vit.data.sources.archives import (
-    ARCHIVES,
-    CLASS_NAMES,
-    FIELDS,
-    class_names,
-    named,
-    read_member,
-)
+from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, class_names, read_member
 from dino_vit.data.sources.files import (
-    UNKNOWN,
     ByteRangeReader,
     ChangedFile,
     Refused,
@@ -49,15 +35,12 @@ from dino_vit.data.sources.files import (
     file_signatures,
     is_url,
     read_file,
-    remotely,
     retry,
 )
-from dino_vit.data.sources.index import bytes_to_arrow, cache_folder, fingerprint_of, to_arrow
+from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.source import ShardLayout, suffix_of
 
 CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in
-DIGESTS = ("digest", "index")
-FINGERPRINTED = 2**24  # with more images, the fingerprint is that of the indexes, not of names and sizes
 HELD = 256  # indexes in each process
 VERSION = 1
 
@@ -69,133 +52,10 @@ class StaleIndex(Refused):
         super().__init__(f"{what}. Write the catalogue again: dino-vit pack FOLDER index_only=true")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """What a catalogue needs to know of a shard."""
-
-    file: str  # below the folder of the catalogue
-    images: int
-    size: int
-    version: int
-    digest: str  # SHA-256, empty if it was not computed
-    index: str  # the digest of its index
-    first: bytes  # name
-    last: bytes
-    paths: set[bytes]  # of an image in each folder
-    labels: set[str | None]
-
-
-def index_shard(folder: str, file: str, digest: str = "") -> Shard:
-    """Write the index of an archive beside it; with a digest, the checksums in it are of the images."""
-    path = os.path.join(folder, file)
-    size, version, _ = file_signature(path)
-    members = named(ARCHIVES[suffix_of(file)](path), class_names(os.path.dirname(path)))
-    members.sort(key=lambda member: member.name)
-    if digest:  # of a local tar, whose images are read once more
-        with open(path, "rb") as archive:
-            contents = (os.pread(archive.fileno(), member.size, member.start) for member in members)
-            crcs = [zlib.crc32(content) for content in contents]
-        stored = zipfile.ZIP_STORED
-        members = [m._replace(method=stored, crc=crc) for m, crc in zip(members, crcs, strict=True)]
-    names = [member.name for member in members]
-    labels = [None if member.label is None else str(member.label) for member in members]
-    columns = {"name": bytes_to_arrow(names), "label": pa.array(labels, pa.string())}
-    columns |= {field: to_arrow(np.array([getattr(m, field) for m in members], np.int64)) for field in FIELDS}
-    return Shard(
-        file=file,
-        images=len(members),
-        size=size,
-        version=version if is_url(path) else UNKNOWN,
-        digest=digest,
-        index=_write(path + INDEX, pa.record_batch(columns)),
-        first=names[0] if names else b"",
-        last=names[-1] if names else b"",
-        paths={b"".join(name.rpartition(b"/")[:2]) + b"x" for name in names},
-        labels=set(labels),
-    )
-
-
-def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Write the catalogue of some shards, and return its metadata."""
-    shards = sorted((shard for shard in shards if shard.images), key=lambda shard: os.fsencode(shard.file))
-    if not shards:
-        raise ValueError(f"the archives in {folder} contain no images")
-    ordered = all(shard.last < after.first for shard, after in pairwise(shards))
-    paths = sorted(set[bytes]().union(*(shard.paths for shard in shards)))
-    labels = set[str | None]().union(*(shard.labels for shard in shards))
-    below = list(below_shared(paths))
-    splits, shared = find_splits(below), paths[0].removesuffix(below[0])
-    metadata = {
-        "version": VERSION,
-        "classes": (folder_labels(paths) if labels == {None} else number_labels([*labels])).classes,
-        # Which folder of a name is its label, if labels are folders.
-        "label_depth": shared.count(b"/") + bool(splits) if labels == {None} else None,
-        "splits": {
-            split: [_count_before(folder, shards, shared + split.encode() + end) for end in (b"/", b"0")]
-            for split in (splits if ordered else ())
-        },  # 0 follows the slash
-        "ordered": ordered,
-        "class_names": _names_digest(folder, [shard.file for shard in shards]),
-        "fingerprint": _fingerprint(folder, shards, ordered),
-    }
-    columns: dict[str, Any] = {"file": pa.array([shard.file for shard in shards], pa.large_string())}
-    columns |= {
-        "images": pa.array([shard.images for shard in shards], pa.int64()),
-        "signature": signature_column(np.array([(shard.size, shard.version, 0) for shard in shards])),
-    }
-    for name in DIGESTS:
-        columns[name] = pa.array([bytes.fromhex(getattr(shard, name)) for shard in shards], pa.binary())
-    batch = pa.record_batch(columns, metadata={"dino_vit": json.dumps(metadata)})
-    _write(os.path.join(folder, CATALOGUE), batch)
-    return metadata
-
-
-def signature_column(signatures: NDArray[np.int64]) -> pa.Array:
-    """Return signatures of files (n, 3) as a column, which can be mapped into memory as it is."""
-    return pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel(), pa.int64()), 3)
-
-
-def _names_digest(folder: str, files: Sequence[str]) -> str:
+def names_digest(folder: str, files: Sequence[str]) -> str:
     """Return a digest of the names of classes beside archives, which their indexes hold."""
     folders = [os.path.join(folder, parent) for parent in sorted(set(map(os.path.dirname, files)))]
     return hashlib.sha256(json.dumps(list(map(class_names, folders))).encode()).hexdigest()
-
-
-def _count_before(folder: str, shards: Sequence[Shard], name: bytes) -> int:
-    """Return how many images of ordered shards come before a name."""
-    number = bisect_left([shard.last for shard in shards], name)
-    names = []
-    if number < len(shards):
-        index = read_index(os.path.join(folder, shards[number].file), shards[number].index)
-        names = index["name"].to_pylist()
-    return sum(shard.images for shard in shards[:number]) + bisect_left(names, name)
-
-
-def _fingerprint(folder: str, shards: Sequence[Shard], ordered: bool) -> str:
-    """Return the fingerprint of the same images in any other source, as far as these are few enough."""
-    images = sum(shard.images for shard in shards)
-    if ordered and images <= FINGERPRINTED:
-        indexes = [read_index(os.path.join(folder, shard.file), shard.index) for shard in shards]
-        names = [name for index in indexes for name in index["name"].to_pylist()]
-        return fingerprint_of(names, np.concatenate([np.from_dlpack(index["size"]) for index in indexes]))
-    text = "".join(f"{shard.file}\0{shard.index}\0" for shard in shards)
-    return f"shards-{images}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _write(path: str, batch: pa.RecordBatch) -> str:
-    """Write rows to a local or remote file, and return its digest."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    data = bytes(sink.getvalue())
-    if is_url(path):
-        try:
-            remotely(path, lambda system, inner: system.pipe_file(inner, data))
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {brief(error, 300)}") from error
-    else:
-        write_bytes(Path(path), data)
-    return hashlib.sha256(data).hexdigest()
 
 
 def read_index(path: str, digest: str) -> pa.RecordBatch:
@@ -351,7 +211,7 @@ def _matches_all(pattern: str, files: set[str]) -> bool:
 def _check_files(catalogue: Catalogue) -> None:
     """Check the names of classes and, in a local folder, that it has these archives and no others."""
     files = catalogue.files.to_pylist()
-    if _names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
+    if names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
         raise StaleIndex(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
     if is_url(catalogue.folder):
         return
