@@ -38,6 +38,10 @@ from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 BATCH = 1024  # images per step of a grid
+AS_PUBLISHED = (
+    "chosen on the images that it is evaluated on, as published: slightly optimistic; "
+    "select=train chooses on a tenth of the training images"
+)
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
 
 
@@ -66,17 +70,18 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     setting, values, heads = _fit(config, train, columns, frozen.device)
     judged = _judge_heads(heads, val)
     chosen_by = judged if chosen_on is val else _judge_heads(heads, chosen_on)
-    key = "top1" if val.task == "multiclass" else "score"
+    name = "top1" if val.task == "multiclass" else "score"
     cells: list[dict[str, Any]] = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, key: of_head}
+        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: of_head}
         for (value, spec), of_head in zip(product(values, inputs), judged, strict=True)
     ]
     best = max(range(len(cells)), key=lambda index: _percent(chosen_by[index]))
-    held_out = None
+    how_chosen = AS_PUBLISHED
     if config.select == "train":
         for cell, on_held_out in zip(cells, chosen_by, strict=True):
             cell["held_out"] = on_held_out
-        held_out = len(chosen_on), chosen_by[best]
+        count, percent = plural(len(chosen_on), "training image"), _percent(chosen_by[best])
+        how_chosen = f"chosen on {count} that no head was trained on: {percent:.2f} %"
     row, column = divmod(best, len(inputs))
     details |= {
         "images": {"train": len(train), "val": len(val)},
@@ -86,7 +91,9 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
         "table": cells,
     }
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
-    how_chosen = _how_chosen(held_out, setting, values, values[row])
+    key = {"rate": "grid.rates", "C": "logistic.cs"}.get(setting)  # the penalties of a ridge are fixed
+    if key and len(values) > 1 and values[row] in (min(values), max(values)):
+        how_chosen += f"\nthe best {setting} is at the end of those that were tried: {key} takes others"
     text = [
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
@@ -106,24 +113,6 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
         details["best"]["auroc"] = auroc
         text.append(f"AUROC {auroc} %")
     return classification("linear", config.output, "linear top-1", predictions, details, "\n".join(text))
-
-
-def _how_chosen(
-    held_out: tuple[int, Accuracy | float] | None, setting: str, values: Sequence[float], best: float
-) -> str:
-    """Say by which images the best head was chosen, and whether others should be tried."""
-    text = (
-        "chosen on the images that it is evaluated on, as published: slightly optimistic; "
-        "select=train chooses on a tenth of the training images"
-    )
-    if held_out:
-        count, figure = held_out
-        percent = f"{figure:.2f}" if isinstance(figure, float) else str(figure)
-        text = f"chosen on {plural(count, 'training image')} that no head was trained on: {percent} %"
-    key = {"rate": "grid.rates", "C": "logistic.cs"}.get(setting)  # the penalties of a ridge are fixed
-    if key and len(values) > 1 and best in (min(values), max(values)):
-        text += f"\nthe best {setting} is at the end of those that were tried: {key} takes others"
-    return text
 
 
 def _fit(

@@ -109,9 +109,7 @@ class EpochTraining(ABC):
             self.history = checkpoint.metadata["history"]
             log.info("%s: resuming after epoch %d", folder, len(self.history))
         if not all_equal(len(self.history)):
-            raise ValueError(
-                f"the processes found {folder} at different epochs: all nodes must share one folder"
-            )
+            raise ValueError(f"the processes found {folder} at different epochs: let nodes share it")
 
     @abstractmethod
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
