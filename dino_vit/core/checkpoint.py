@@ -75,9 +75,8 @@ class Checkpoints:
             except StorageError as error:
                 log.warning("skipped a checkpoint: %s", error)
         if self.paths():
-            raise StorageError(
-                f"none of the checkpoints in {self.folder} can be read; move the folder away to start again"
-            )
+            advice = "move the folder away to start again"
+            raise StorageError(f"none of the checkpoints in {self.folder} can be read; {advice}")
         return None
 
     def paths(self) -> list[Path]:

@@ -224,6 +224,4 @@ def _check_files(catalogue: Catalogue) -> None:
                 wrong.append(name)
     if wrong := [*wrong, *expected]:
         counted = plural(len(wrong), "archive")
-        raise StaleIndex(
-            f"{catalogue.folder} is not as it was catalogued: {counted} changed, such as {wrong[0]}"
-        )
+        raise StaleIndex(f"{catalogue.folder} is not as it was: {counted} changed, such as {wrong[0]}")

@@ -33,9 +33,7 @@ class CustomSource:
 
     def __init__(self, given: Any) -> None:
         if not hasattr(given, "__len__") or not (hasattr(given, "read") or hasattr(given, "__getitem__")):
-            raise ValueError(
-                f"{title_of(given)} is not a source of images: it needs __len__, and read(i) or [i]"
-            )
+            raise ValueError(f"{title_of(given)} is no source of images: give it __len__, and read(i) or [i]")
         self.given = _with_hub_rows(given)
         if not len(self):
             raise ValueError(f"{title_of(given)} has no images")

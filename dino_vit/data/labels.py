@@ -277,8 +277,7 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has {columns[0]}s for none of the images: its names are like "
-            f"'{next(iter(table), ''):.200}', those of the source like '{names[0]}'. Names must be equal, "
-            "including the suffix, case and Unicode form"
+            f"'{next(iter(table), ''):.200}', those of the source like '{names[0]}', and must be equal"
         )
     if surplus:
         extra = plural(len(surplus), columns[0])
@@ -318,9 +317,7 @@ def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
         if (first := table.setdefault(name, value)) is not value and first != value:  # NaN is not itself
             contradictions[name] = first, value
     if contradictions:
-        examples = [(name, *values) for name, values in contradictions.items()]
-        named = plural(len(examples), "name")
-        raise ValueError(
-            f"{path} has two values for {named}: {_examples(examples, '%.200r has %.200r and %.200r')}"
-        )
+        pairs = [(name, *values) for name, values in contradictions.items()]
+        examples = _examples(pairs, "%.200r has %.200r and %.200r")
+        raise ValueError(f"{path} has two values for {plural(len(pairs), 'name')}: {examples}")
     return table

@@ -120,9 +120,7 @@ def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = 
     images = [result for result in results if isinstance(result, ImageInfo)]
     unreadable = [result for result in results if isinstance(result, UnreadableImage)]
     if not images:
-        raise ValueError(
-            f"none of {plural(len(indices), 'inspected image')} can be read; the first: {unreadable[0]}"
-        )
+        raise ValueError(f"none of {plural(len(indices), 'inspected image')} can be read: {unreadable[0]}")
     return ImageSummary(images=images, unreadable=unreadable)
 
 

@@ -53,9 +53,7 @@ class LoadedBackbone(Backbone):
         if tokens not in get_args(Tokens):
             raise ValueError(f"tokens={tokens!r} must be one of {', '.join(get_args(Tokens))}")
         if reshape and tokens != "patches":
-            raise ValueError(
-                f"reshape=True makes a map of patches: it needs tokens='patches', not {tokens!r}"
-            )
+            raise ValueError(f"reshape=True makes a map: it needs tokens='patches', not {tokens!r}")
         single = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
         if single or not isinstance(images, Iterable):
             return self.embed([images], tokens=tokens, blocks=blocks, reshape=reshape)[0]

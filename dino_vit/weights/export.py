@@ -84,7 +84,7 @@ def export_backbone(
 def _check_target(path: Path, format: str, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise WeightsError(
-            f"{path} already exists; choose another name, or give --overwrite (in Python overwrite=True)"
+            f"{path} already exists; choose another name, or give --overwrite (overwrite=True)"
         )
     if (suffixes := SUFFIXES.get(format)) and path.suffix not in suffixes:
         raise WeightsError(f"{path} must end in {', '.join(suffixes)}")

@@ -34,8 +34,7 @@ def check_graph(model: Backbone, *, dynamic: bool) -> None:
     if not model.rotary and model.position_mode in ("dino", "dinov2"):
         raise WeightsError(
             f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
-            "--dynamic, or load the weights with position_mode='hf', which is equal at the trained size, and "
-            "save them"
+            "--dynamic, or load with position_mode='hf', which is equal at the trained size, and save"
         )
 
 

@@ -61,9 +61,7 @@ def load_backbone(
     """
     parameters = signature(VisionTransformer).parameters
     if unknown := [name for name in overrides if name not in parameters]:
-        raise TypeError(
-            f"load_backbone() has no argument {unknown[0]!r}; its arguments are {', '.join(parameters)}"
-        )
+        raise TypeError(f"load_backbone() has no argument {unknown[0]!r}, but {', '.join(parameters)}")
     raw = read_weights(source, network)
     layout, model, notes = _load(raw, format, trained_size, overrides)
     origin = _provenance(raw, layout, model)

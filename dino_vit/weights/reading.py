@@ -87,18 +87,14 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
             return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
         files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not files:
-            raise WeightsError(
-                f"{path} holds no weights: neither checkpoints/step-*.safetensors nor any of "
-                f"{', '.join(WEIGHT_FILES)}"
-            )
+            names = ", ".join(("checkpoints/step-*.safetensors", *WEIGHT_FILES))
+            raise WeightsError(f"{path} holds no weights: none of {names}")
         path = files[0]
     elif not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
         raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
     if path.suffix == ".onnx":
-        raise WeightsError(
-            f"{path} is an ONNX graph, which has no weights to load: give those that it was exported from"
-        )
+        raise WeightsError(f"{path} is an ONNX graph, which has no weights to load; give the original")
     about = {"facts": _read_hub_facts(path)}
     if path.name == INDEX:
         content, texts = dict[str, Tensor](), dict[str, str]()
@@ -120,8 +116,7 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of one of our own files, its lists as the tuples that they were."""
     if (version := metadata.get("version", FORMAT_VERSION)) != FORMAT_VERSION:
         raise WeightsError(
-            f"{path} has format version {brief(repr(version))}, but this dino-vit reads version "
-            f"{FORMAT_VERSION}; upgrade dino-vit to load it"
+            f"{path} has format version {brief(repr(version))}, this dino-vit {FORMAT_VERSION}: upgrade it"
         )
     if "architecture" not in metadata:  # such as the classifier and optimiser of a fine-tuning
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
@@ -216,14 +211,12 @@ def _read_pickle(path: Path) -> Any:
         unsafe = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))
         if unsafe:
             raise WeightsError(
-                f"{path} is not safe to load: it would run {unsafe[1] or unsafe[2]}, which weights do not "
-                "need. Nothing in it was executed. If you trust the file, save its state dict alone and load "
-                "that."
+                f"{path} is not safe to load: it would run {unsafe[1] or unsafe[2]}. Nothing in it was "
+                "executed. If you trust the file, save its state dict alone and load that."
             ) from error
         raise WeightsError(
-            f"{path} ({path.stat().st_size:,} bytes) is not a PyTorch checkpoint, or is truncated. Check "
-            "that the download is complete. Supported files are .pth, .pt, .bin, .ckpt and .safetensors. "
-            "Nothing in it was executed."
+            f"{path} ({path.stat().st_size:,} bytes) is not a PyTorch checkpoint or safetensors file, or is "
+            "truncated: is the download complete? Nothing in it was executed."
         ) from error
 
 

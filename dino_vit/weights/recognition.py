@@ -57,9 +57,8 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
         layout = TIMM_DINOV3
     if layout is None:
         raise OtherArchitecture(
-            f"{raw.source} is not a supported vision transformer (tensors: "
-            f"{', '.join(sorted(raw.tensors)[:6])}, ...); supported formats are {', '.join(FORMATS)}; of "
-            "another model of timm give the folder that has its config.json too"
+            f"{raw.source} is not a supported vision transformer ({', '.join(sorted(raw.tensors)[:6])}, ...), "
+            f"which are {', '.join(FORMATS)}; of another model of timm give the folder with its config.json"
         )
     _refuse_unsupported(raw, layout)
     if layout is TIMM and raw.trained_with_dino:

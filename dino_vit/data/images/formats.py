@@ -148,9 +148,7 @@ def from_array(array: NDArray[Any]) -> Tensor:
         return _to_tensor(array)
     if array.ndim == 3 and array.shape[0] < array.shape[2]:
         return _to_tensor(rearrange(array, "c h w -> h w c"))
-    raise ValueError(
-        f"an array of shape {array.shape} is not an image (height, width) or (channels, height, width)"
-    )
+    raise ValueError(f"an array of shape {array.shape} is not an image: (H, W), (H, W, C) or (C, H, W)")
 
 
 def _read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:

@@ -53,9 +53,7 @@ class Pixels:
 
     def _with_channels(self, image: Tensor) -> Tensor:
         if image.ndim != 3 or not image.numel():
-            raise ValueError(
-                f"an array of shape {tuple(image.shape)} is not an image (channels, height, width)"
-            )
+            raise ValueError(f"an array of shape {tuple(image.shape)} is not an image: (C, H, W)")
         if len(image) == 1 and self.channels == 3:
             return image.expand(3, -1, -1).contiguous()
         if len(image) != self.channels:
@@ -69,9 +67,7 @@ class Pixels:
         has_unit_range = image.dtype.is_floating_point or image.dtype == torch.bool
         low, high = self.range or (0.0, 1.0 if has_unit_range else float(torch.iinfo(image.dtype).max))
         if image.dtype == torch.uint8 and high > 255:
-            raise ValueError(
-                f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; use images of one depth"
-            )
+            raise ValueError(f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; use one depth")
         exact = torch.float32 if image.dtype.itemsize <= 2 or image.dtype == torch.float32 else torch.float64
         values = image.to(exact, copy=True)
         least, most = (float(value) for value in values.aminmax())

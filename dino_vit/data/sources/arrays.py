@@ -129,9 +129,7 @@ def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
         return True
     if first < min(middle, last):
         return False
-    raise ValueError(
-        f"{path}: cannot tell which axis of {shape} has the channels; it must be the shortest of an image"
-    )
+    raise ValueError(f"{path}: cannot tell which axis of {shape} has the channels; let it be the shortest")
 
 
 def _labels(path: str, arrays: Mapping[str, NDArray[Any]], count: int) -> Labels:

@@ -160,9 +160,7 @@ def archive_files(spec: str) -> tuple[str, list[str]]:
         files = [path.removeprefix(folder).lstrip("/") for path in expand(spec)]
     files = [file for file in files if suffix_of(file) in ARCHIVE_SUFFIXES]
     if not files:
-        raise ValueError(
-            f"{spec} has no tar or zip archives; give their folder, or a pattern such as '*.tar'"
-        )
+        raise ValueError(f"{spec} has no tar or zip archives; give their folder or a pattern")
     return folder, files
 
 

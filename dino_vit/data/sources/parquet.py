@@ -33,9 +33,7 @@ class ParquetSource(IndexedSource):
                 for columns, batch in read_batches(path):
                     rows = rows or Rows(columns)
                     if columns != rows.columns:
-                        raise ValueError(
-                            f"{path} has different columns from {self._files[0]}. Open them one by one."
-                        )
+                        raise ValueError(f"{path} has different columns from {self._files[0]}")
                     rows.add(batch)
                     images = [image or b"" for image in image_bytes(batch.column(columns.image)).to_pylist()]
                     write_images(b"".join(images))
@@ -44,8 +42,7 @@ class ParquetSource(IndexedSource):
                     advance(len(images))
         if not rows or not any(sizes):
             raise ValueError(
-                f"{self._spec} contains no image bytes, perhaps only paths; write the images into the table, "
-                "or give the folder that holds them"
+                f"{self._spec} has no image bytes, perhaps only paths; give the folder of the images"
             )
         size = np.array(sizes, dtype=np.int64)
         return rows.index_contents(tables, size, {"start": np.cumsum(size) - size, "size": size})

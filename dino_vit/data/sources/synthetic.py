@@ -43,8 +43,7 @@ class SyntheticSource:
     def __init__(self, *, length: int = 20_000, size: int = 32, seed: int = 0) -> None:
         if not 1 <= length <= 10**9 or not 16 <= size <= 512:
             raise ValueError(
-                f"A synthetic set needs a length of 1 to a billion and a size of 16 to 512 pixels; "
-                f"got length {length}, size {size}."
+                f"a synthetic set has 1 to a billion images of 16 to 512 pixels, not {length} of {size}"
             )
         self.length, self.size, self.seed = length, size, seed
         axis = np.linspace(-1, 1, size, dtype=np.float32)

@@ -104,9 +104,7 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
     image = _pick_image(path, marked) or _pick_image(path, usable)
     if image is None:
         columns = brief(", ".join(f"{name} ({type_})" for name, type_ in types.items()), 400)
-        raise ValueError(
-            f"{path} has no column of images: none of {columns} is binary, or a struct with bytes in it."
-        )
+        raise ValueError(f"{path} has no column of images: none of {columns} is binary or has bytes.")
     label = next((name for name in LABEL_COLUMNS if name in types and name != image), None)
     if label is None:
         marked = [name for name in types if features.get(name, {}).get("_type") == "ClassLabel"]
@@ -149,8 +147,7 @@ def _pick_image(path: str, names: list[str]) -> str | None:
             log.info("%s: using images from column %s, not from %s", path, name, ", ".join(others))
             return name
     raise ValueError(
-        f"{path} has several columns of images: {brief(', '.join(names), 400)}. "
-        "Rename one of them to `image`."
+        f"{path} has several columns of images: {brief(', '.join(names), 400)}. Rename one to `image`."
     )
 
 
@@ -170,9 +167,7 @@ class HubSource(IndexedSource):
         first, self._columns = next(iter(found.items()))
         for split, columns in found.items():
             if columns != self._columns:
-                raise ValueError(
-                    f"{self._spec}: its split {split} has other columns than {first}; choose one"
-                )
+                raise ValueError(f"{self._spec}: split {split} has other columns than {first}; choose one")
         files = [str(file["filename"]) for data in self._splits.values() for file in data.cache_files]
         super().__init__(open_index("hub", self._spec, self._build, files))
 
