@@ -57,7 +57,7 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
         layout = TIMM_DINOV3
     if layout is None:
         raise OtherArchitecture(
-            f"{raw.source} is not a supported vision transformer ({', '.join(sorted(raw.tensors)[:6])}, ...), "
+            f"{raw.source} is not a supported vision transformer ({', '.join(sorted(raw.tensors)[:6])} ...), "
             f"which are {', '.join(FORMATS)}; of another model of timm give the folder with its config.json"
         )
     _refuse_unsupported(raw, layout)
