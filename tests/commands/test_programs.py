@@ -1,9 +1,12 @@
 """The programs in eval/, launched as users launch them, on a checkpoint of the loop."""
 
 import json
+import runpy
+import sys
 
 import pytest
 
+from tests.support.documents import ROOT
 from tests.support.runs import command_here, program
 
 
@@ -21,5 +24,8 @@ def test_two_processes_judge_a_run_as_the_command_does(trained):
 
 
 @pytest.mark.parametrize("name", ["attention", "embed", "finetune", "linear"])
-def test_programs_are_their_commands(name):
-    assert program(name, "--help").startswith(f"usage: dino-vit {name} ")
+def test_programs_are_their_commands(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / f"eval/{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out.startswith(f"usage: dino-vit {name} ")
