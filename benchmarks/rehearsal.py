@@ -4,8 +4,10 @@ PyTorch's fake tensors have a device, a shape and a dtype, and no values. Under 
 go through the code that a GPU would run; tensors on the host stay real. It
 
 - raises `HostWaits` where a GPU would make the host wait: a value is read, a shape depends on values, or a
-  copy from the host is not `non_blocking` or not from pinned memory (which is marked, not pinned, here);
-- raises `MixedDevices` where an operator would get tensors of both;
+  copy from the host is not `non_blocking`, not from pinned memory (which is marked, not pinned, here), or
+  converts what it copies;
+- raises `MixedDevices` where an operator would get tensors of both, or a generator of the host;
+- raises `NotOnGpu` for an operator that CUDA lacks, or lacks for integers;
 - counts kernels: one for every operator that computes or copies, also for one on lists of tensors, if PyTorch
   joins these. Operators that only view or allocate count none. On a GPU some operators take more than one;
 - follows the memory of tensors from their first use to their last, in the blocks of the allocator.
@@ -19,8 +21,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +32,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -82,6 +86,14 @@ _FREE = {
     _aten.resize_.default,
     _aten.promote_types.default,
 }
+# What waits for the GPU to say whether it succeeded; fake tensors do not.
+_CHECKED = {
+    _aten._linalg_check_errors.default,
+    _aten._linalg_eigh.default,
+    _aten._linalg_svd.default,
+    _aten.multinomial.default,
+}
+_FLOATS_ONLY = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 
 
 class HostWaits(RuntimeError):
@@ -90,6 +102,10 @@ class HostWaits(RuntimeError):
 
 class MixedDevices(RuntimeError):
     """An operator got tensors of the host and of the GPU."""
+
+
+class NotOnGpu(RuntimeError):
+    """CUDA lacks the operator."""
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -216,14 +232,20 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
     ) -> None:
         """Check that the GPU is given none of the host's tensors, but by copies that nothing waits for."""
         if func in (_aten._to_copy.default, _aten.copy_.default):
-            in_background = kwargs.get("non_blocking") or True in args[2:]
-            if of_host and not (in_background and all(map(_is_pinned, of_host))):
+            if of_host and not _in_background(args, kwargs, of_host):
                 self._wait(func)
-        elif any(tensor.ndim for tensor in of_host):  # a number on the host is an argument of the kernel
+        elif any(tensor.ndim or not _reads_numbers(func) for tensor in of_host):
             raise MixedDevices(f"{func} got tensors of the host: {[tuple(one.shape) for one in of_host]}")
+        if getattr(kwargs.get("generator"), "device", CUDA).type != "cuda":
+            raise MixedDevices(f"{func} got a generator of the host")
         indexed = func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
-        if indexed and any(one is not None and one.dtype == torch.bool for one in args[1]):
+        if func in _CHECKED or (
+            indexed and any(one is not None and one.dtype == torch.bool for one in args[1])
+        ):
             self._wait(func)
+        integers = func in _FLOATS_ONLY and not args[0].is_floating_point()
+        if integers or not _has_kernel(func):
+            raise NotOnGpu(f"CUDA has no {func}{' of integers' if integers else ''}")
 
     def _wait(self, func: OpOverload) -> None:
         if not self.answers:
@@ -264,7 +286,9 @@ def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingS
 
 def _pinned(tensor: Tensor) -> Tensor:
     """Stand in for `Tensor.pin_memory`."""
-    return tensor if _is_pinned(tensor) else _mark_pinned(tensor.clone())
+    if _is_pinned(tensor):
+        return tensor
+    return _mark_pinned(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor))
 
 
 def _mark_pinned(tensor: Tensor) -> Tensor:
@@ -274,6 +298,34 @@ def _mark_pinned(tensor: Tensor) -> Tensor:
 
 def _is_pinned(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "pinned", False)
+
+
+def _in_background(args: Sequence[Any], kwargs: Mapping[str, Any], of_host: Sequence[Tensor]) -> bool:
+    """Tell whether a copy to the GPU is one transfer from pinned memory that the host does not wait for."""
+    target, source = args[0], of_host[0]
+    same = kwargs.get("dtype") in (None, source.dtype)
+    if target is source:  # the new tensor is laid out as it, if it has no gaps
+        direct = same and is_non_overlapping_and_dense_or_false(source)
+    else:
+        direct = (target.dtype, target.shape, target.stride()) == (
+            source.dtype,
+            source.shape,
+            source.stride(),
+        )
+    return direct and (kwargs.get("non_blocking") or True in args[2:]) and _is_pinned(source)
+
+
+def _reads_numbers(func: OpOverload) -> bool:
+    """Tell whether an operator takes a number on the host as an argument of its kernel."""
+    name = func.name()
+    return torch.Tag.pointwise in func.tags or "_foreach_" in name or name.startswith("aten::fill")
+
+
+@cache
+def _has_kernel(func: OpOverload) -> bool:
+    """Tell whether an operator runs on CUDA, of which a build of PyTorch for CPUs knows nothing."""
+    has: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    return func.namespace != "aten" or has(func.name(), "CUDA") or not has("aten::mm", "CUDA")
 
 
 def _faked(tensor: Tensor) -> Tensor:
