@@ -307,12 +307,12 @@ def _in_background(args: Sequence[Any], kwargs: Mapping[str, Any], of_host: Sequ
     if target is source:  # the new tensor is laid out as it, if it has no gaps
         direct = same and is_non_overlapping_and_dense_or_false(source)
     else:
-        direct = (target.dtype, target.shape, target.stride()) == (
-            source.dtype,
-            source.shape,
-            source.stride(),
-        )
+        direct = _layout(target) == _layout(source)
     return direct and (kwargs.get("non_blocking") or True in args[2:]) and _is_pinned(source)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _reads_numbers(func: OpOverload) -> bool:
