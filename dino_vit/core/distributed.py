@@ -100,18 +100,15 @@ def all_reduce_mean(tensor: Tensor) -> Tensor:
     """Return the mean over all processes, without gradient; a single process gets the same tensor back."""
     if world_size() == 1:
         return tensor
-    total = tensor.detach().clone()
-    dist.all_reduce(total)  # sum: gloo has no mean
-    return total / world_size()
+    return all_reduce_sum(tensor) / world_size()  # gloo has no mean
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Return the sum over all processes, with gradient."""
+    """Return the sum over all processes, without gradient."""
     if world_size() == 1:
         return tensor
-    from torch.distributed.nn import functional
-
-    total: Tensor = functional.all_reduce(tensor)  # type: ignore[no-untyped-call]
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
     return total
 
 
