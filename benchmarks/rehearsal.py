@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.gradients import engine
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.distributed import world_size
+from dino_vit.core.distributed import end_processes, world_size
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
 
@@ -327,19 +327,20 @@ def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingS
 def one_of_two() -> Iterator[None]:
     """Be the first of two processes with GPUs, whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    of_cuda = {"Stream": Stream, "Event": Stream, "current_stream": Stream, "current_device": lambda: 0}
+    of_cuda: dict[str, Any] = {"Stream": Stream, "Event": Stream, "current_stream": Stream}
+    of_cuda |= {"current_device": lambda: 0, "get_device_capability": lambda *_: (9, 0)}
     with ExitStack() as stack:
         for name, stand_in in {**of_cuda, "stream": lambda _: nullcontext()}.items():
             stack.enter_context(patch(f"torch.cuda.{name}", stand_in))
         stack.enter_context(patch("torch.accelerator.current_stream", Stream))
-        stack.enter_context(patch("dino_vit.core.distributed._host_group", lambda: dist.group.WORLD))
+        stack.enter_context(patch("torch.distributed.new_group", lambda **_: dist.group.WORLD))
         # Which would bring together what the others found on their hosts.
         stack.enter_context(patch("dino_vit.training.setup.in_all_processes", nullcontext))
         stack.enter_context(patch("dino_vit.training.resolve.all_gather", lambda rows: rows))
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            end_processes()
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -374,15 +375,15 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def _reads_numbers(func: OpOverload) -> bool:
     """Tell whether an operator takes a number on the host as an argument of its kernel."""
-    name = func.name()
-    return torch.Tag.pointwise in func.tags or "_foreach_" in name or name.startswith("aten::fill")
+    return torch.Tag.pointwise in func.tags or str(func).startswith(("aten._foreach_", "aten.fill"))
 
 
 @cache
 def _has_kernel(func: OpOverload) -> bool:
     """Tell whether an operator runs on CUDA, of which a build of PyTorch for CPUs knows nothing."""
     has: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-    return func.namespace != "aten" or has(func.name(), "CUDA") or not has("aten::mm", "CUDA")
+    name = func.name()  # type: ignore[no-untyped-call]
+    return func.namespace != "aten" or has(name, "CUDA") or not has("aten::mm", "CUDA")
 
 
 def _faked(tensor: Tensor) -> Tensor:

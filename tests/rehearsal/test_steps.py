@@ -1,12 +1,14 @@
 """No step makes the host wait for a GPU or mixes devices, and the kernels of the recipe's step are few."""
 
 import pytest
+import torch
 
 import dino_vit
-from benchmarks.rehearsal import HostWaits, one_of_two, rehearsed_run
+from benchmarks.rehearsal import HostWaits, Rehearsal, one_of_two, rehearsed_run
 from benchmarks.step import FIXED
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.distributed import all_gather_equal, any_process, broadcast_int
 from dino_vit.training.loop import take_step
 from tests.support.backbones import backbone
 from tests.support.runs import RESNET
@@ -110,3 +112,20 @@ def test_no_step_of_two_processes_waits_or_mixes_devices(tmp_path, name):
         assert whole["student.head.last_layer.weight_v"] == whole["teacher.head.last_layer.weight_v"]
         assert whole["student.head.last_layer.weight_v"][0] == state.objective.prototypes
         assert state.writer.finish(wait=True).exists()
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_hosts_agree_without_the_gpus_if_gloo_connects_them(monkeypatch, caplog, connects):
+    def fail(**_):
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    with one_of_two(), Rehearsal(answers=True) as rehearsal:
+        if not connects:
+            monkeypatch.setattr("torch.distributed.new_group", fail)
+        any_process(False)  # the first time, the hosts connect
+        rehearsal.waits.clear()
+        any_process(False)
+        broadcast_int(3)
+        all_gather_equal(torch.zeros(2))
+        assert bool(rehearsal.waits) is not connects
+    assert ("set GLOO_SOCKET_IFNAME" in caplog.text) is not connects
