@@ -30,11 +30,11 @@ class _Saved:
         return self.tensor
 
 
-def backward(root: Tensor) -> None:
+def backward(root: Tensor, gradient: Tensor | None = None) -> None:
     """Compute gradients as PyTorch's engine does, node by node, in this thread and with any tensors."""
     # By which the recomputation of blocks tells one backward pass from another.
     with patch("torch._C._current_graph_task_id", return_value=next(_tasks)):
-        _walk(root)
+        _walk(root, torch.ones_like(root) if gradient is None else gradient)
     _hooks.clear()
     while _callbacks:
         _callbacks.pop(0)()
@@ -62,7 +62,7 @@ _hooks = defaultdict[Any, list[tuple[int, Callable[[Tensor], Tensor | None]]]](
 _callbacks: list[Callable[[], None]] = []  # for the end of a backward pass
 
 
-def _walk(root: Tensor) -> None:
+def _walk(root: Tensor, gradient: Tensor) -> None:
     start: Any = root.grad_fn
     waiting: Counter[Any] = Counter()  # inputs that a node still waits for
     nodes, seen = [start], {start}
@@ -75,7 +75,7 @@ def _walk(root: Tensor) -> None:
                     nodes.append(following)
     del nodes, seen
     inputs: dict[Any, dict[int, Tensor]] = defaultdict(dict)
-    inputs[start][0] = torch.ones_like(root)
+    inputs[start][root.output_nr] = gradient
     numbers = count()
     ready = [(0, next(numbers), start)]
     while ready:

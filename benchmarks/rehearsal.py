@@ -417,8 +417,11 @@ def _part() -> str:
     return found
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, scale: float) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, scale: float | None = None, **masks: Any
+) -> Tensor:
     """Compute attention with the kernel that a GPU would choose."""
+    assert not any(masks.values()), masks
     if q.dtype == torch.float32:
         keeps = torch.is_grad_enabled()
         return _aten._scaled_dot_product_efficient_attention(q, k, v, None, keeps, dropout_p, scale=scale)[0]

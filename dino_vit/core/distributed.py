@@ -49,7 +49,7 @@ def limit_waits(minutes: float) -> None:
         return
     limit, (group, _) = timedelta(minutes=minutes), _hosts()
     if group is not None:
-        # NCCL kills its process. The group of hosts, for which every step waits, raises an error: it is first.
+        # NCCL kills its process. The group of hosts, for which all steps wait, raises an error: it is first.
         _set_timeout(limit, group)
         limit += timedelta(minutes=1)
     _set_timeout(limit, dist.group.WORLD)
