@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -28,22 +30,39 @@ class _Saved:
         return self.tensor
 
 
-def backward(root: Tensor) -> None:
+def backward(root: Tensor, gradient: Tensor | None = None) -> None:
     """Compute gradients as PyTorch's engine does, node by node, in this thread and with any tensors."""
     # By which the recomputation of blocks tells one backward pass from another.
     with patch("torch._C._current_graph_task_id", return_value=next(_tasks)):
-        _walk(root)
+        _walk(root, torch.ones_like(root) if gradient is None else gradient)
+    _hooks.clear()
+    while _callbacks:
+        _callbacks.pop(0)()
 
 
-def saved_for_backward() -> saved_tensors_hooks:
-    """Let `backward` free what was computed for it inside as soon as it was used."""
-    return saved_tensors_hooks(_Saved, _Saved.take)
+@contextmanager
+def engine() -> Iterator[None]:
+    """Let `backward` stand in for PyTorch's engine, and free what is kept for it when it was used."""
+    with (
+        patch("torch.autograd.backward", backward),
+        patch(
+            "torch.Tensor.register_hook",
+            lambda tensor, hook: _hooks[tensor.grad_fn].append((tensor.output_nr, hook)),
+        ),
+        patch("torch.autograd.Variable._execution_engine", SimpleNamespace(queue_callback=_callbacks.append)),
+        saved_tensors_hooks(_Saved, _Saved.take),
+    ):
+        yield
 
 
 _tasks = count(1)
+_hooks = defaultdict[Any, list[tuple[int, Callable[[Tensor], Tensor | None]]]](
+    list
+)  # of the outputs of nodes
+_callbacks: list[Callable[[], None]] = []  # for the end of a backward pass
 
 
-def _walk(root: Tensor) -> None:
+def _walk(root: Tensor, gradient: Tensor) -> None:
     start: Any = root.grad_fn
     waiting: Counter[Any] = Counter()  # inputs that a node still waits for
     nodes, seen = [start], {start}
@@ -56,13 +75,17 @@ def _walk(root: Tensor) -> None:
                     nodes.append(following)
     del nodes, seen
     inputs: dict[Any, dict[int, Tensor]] = defaultdict(dict)
-    inputs[start][0] = torch.ones_like(root)
+    inputs[start][root.output_nr] = gradient
     numbers = count()
     ready = [(0, next(numbers), start)]
     while ready:
         # The newest node first, and the leaves before it.
         _, _, node = heapq.heappop(ready)
-        gradients = _call(node, inputs.pop(node, {}))
+        received = inputs.pop(node, {})
+        for index, hook in _hooks.get(node, ()):
+            if index in received:
+                received[index] = received[index] if (changed := hook(received[index])) is None else changed
+        gradients = _call(node, received)
         for (following, index), gradient in zip(node.next_functions, gradients, strict=False):
             if following is None:
                 continue
@@ -78,7 +101,7 @@ def _walk(root: Tensor) -> None:
 def _call(node: Any, received: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
     """Return the gradients that a node passes on, and free what it kept for them."""
     if node.name().endswith("AccumulateGrad"):
-        return _accumulate(node.variable, received[0])
+        return _accumulate(node.variable, received[0]) if received else ()
     given = [received.get(index) for index in range(len(node._input_metadata))]
     if all(one is None for one in given):
         return [None] * len(node.next_functions)

@@ -4,14 +4,17 @@ PyTorch's fake tensors have a device, a shape and a dtype, and no values. Under 
 go through the code that a GPU would run; tensors on the host stay real. It
 
 - raises `HostWaits` where a GPU would make the host wait: a value is read, a shape depends on values, or a
-  copy from the host is not `non_blocking` or not from pinned memory (which is marked, not pinned, here);
-- raises `MixedDevices` where an operator would get tensors of both;
+  copy from the host is not `non_blocking`, not from pinned memory (which is marked, not pinned, here), or
+  converts what it copies;
+- raises `MixedDevices` where an operator would get tensors of both, or a generator of the host;
+- raises `NotOnGpu` for an operator that CUDA lacks, or lacks for integers;
 - counts kernels: one for every operator that computes or copies, also for one on lists of tensors, if PyTorch
   joins these. Operators that only view or allocate count none. On a GPU some operators take more than one;
 - follows the memory of tensors from their first use to their last, in the blocks of the allocator.
 
-PyTorch's engine for gradients needs a real device, so `backward` stands in for it. Compiled code, streams,
-several processes, and the memory that a kernel takes for itself are not rehearsed.
+PyTorch's engine for gradients needs a real device, so `backward` stands in for it. Several processes are
+rehearsed as one of them, whose collectives do nothing. Compiled code, what one stream has to wait for in
+another, and the memory that a kernel takes for itself are not rehearsed.
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,11 +43,13 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from benchmarks.gradients import backward, saved_for_backward
+from benchmarks.gradients import engine
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.distributed import end_processes, world_size
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
 
@@ -82,6 +90,14 @@ _FREE = {
     _aten.resize_.default,
     _aten.promote_types.default,
 }
+# What waits for the GPU to say whether it succeeded; fake tensors do not.
+_CHECKED = {
+    _aten._linalg_check_errors.default,
+    _aten._linalg_eigh.default,
+    _aten._linalg_svd.default,
+    _aten.multinomial.default,
+}
+_FLOATS_ONLY = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 
 
 class HostWaits(RuntimeError):
@@ -90,6 +106,10 @@ class HostWaits(RuntimeError):
 
 class MixedDevices(RuntimeError):
     """An operator got tensors of the host and of the GPU."""
+
+
+class NotOnGpu(RuntimeError):
+    """CUDA lacks the operator."""
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,8 +195,7 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             stack.enter_context(patch("torch.Tensor.pin_memory", _pinned))
             stack.enter_context(patch("torch.Tensor.is_pinned", _is_pinned))
             stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
-            stack.enter_context(patch("torch.autograd.backward", backward))
-            stack.enter_context(saved_for_backward())
+            stack.enter_context(engine())
             stack.enter_context(FakeTensorMode())
             super().__enter__()  # type: ignore[no-untyped-call]
             self._stack = stack.pop_all()
@@ -201,7 +220,7 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
                 out = func(*args, **kwargs)
             return _mark_pinned(out) if pins else out
         if into_host or (func is _aten.copy_.default and not isinstance(args[0], FakeTensor)):
-            return self._answer(func, args)
+            return self._of_host(func, args, kwargs)
         self._check(func, args, kwargs, of_host)
         args, kwargs = tree_map_only(Tensor, _faked, (args, kwargs))
         try:
@@ -211,19 +230,41 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
         self.record(func, args, out)
         return out
 
+    def _of_host(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator makes on the host of a tensor on the GPU."""
+        source: Tensor = args[0]
+        if func is _aten.empty_like.default:
+            with unset_fake_temporarily():
+                out = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+                return _mark_pinned(out) if kwargs.get("pin_memory") else out
+        if func is not _aten.copy_.default:
+            return self._answer(func, args)
+        target, source = args[:2]
+        if not _in_background(args, kwargs, target=target, source=source):
+            self._wait(func)
+        with unset_fake_temporarily():
+            return target.fill_(1)
+
     def _check(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], of_host: Sequence[Tensor]
     ) -> None:
         """Check that the GPU is given none of the host's tensors, but by copies that nothing waits for."""
         if func in (_aten._to_copy.default, _aten.copy_.default):
-            in_background = kwargs.get("non_blocking") or True in args[2:]
-            if of_host and not (in_background and all(map(_is_pinned, of_host))):
+            source = args[func is _aten.copy_.default]
+            if of_host and not _in_background(args, kwargs, target=args[0], source=source):
                 self._wait(func)
-        elif any(tensor.ndim for tensor in of_host):  # a number on the host is an argument of the kernel
+        elif any(tensor.ndim or not _reads_numbers(func) for tensor in of_host):
             raise MixedDevices(f"{func} got tensors of the host: {[tuple(one.shape) for one in of_host]}")
+        if getattr(kwargs.get("generator"), "device", CUDA).type != "cuda":
+            raise MixedDevices(f"{func} got a generator of the host")
         indexed = func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
-        if indexed and any(one is not None and one.dtype == torch.bool for one in args[1]):
+        if func in _CHECKED or (
+            indexed and any(one is not None and one.dtype == torch.bool for one in args[1])
+        ):
             self._wait(func)
+        integers = func in _FLOATS_ONLY and not args[0].is_floating_point()
+        if integers or not _has_kernel(func):
+            raise NotOnGpu(f"CUDA has no {func}{' of integers' if integers else ''}")
 
     def _wait(self, func: OpOverload) -> None:
         if not self.answers:
@@ -248,9 +289,29 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
 
 
 class OnGpu(Accelerator):  # type: ignore[misc]
-    """A single process with a GPU."""
+    """A process with a GPU, the first if there are several."""
 
     device = CUDA
+    process_index = 0
+    num_processes = property(lambda _: world_size())
+
+    def prepare_model(self, model: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
+        """Leave out DistributedDataParallel, which exchanges gradients inside PyTorch's engine."""
+        return model
+
+
+class Stream:
+    """Stand in for a stream or an event of CUDA: whatever is asked of it is done."""
+
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __getattr__(self, _: str) -> Callable[..., Stream]:
+        return lambda *_, **__: self
 
 
 @contextmanager
@@ -262,9 +323,31 @@ def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingS
         yield rehearsal, state
 
 
+@contextmanager
+def one_of_two() -> Iterator[None]:
+    """Be the first of two processes with GPUs, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    of_cuda: dict[str, Any] = {"Stream": Stream, "Event": Stream, "current_stream": Stream}
+    of_cuda |= {"current_device": lambda: 0, "get_device_capability": lambda *_: (9, 0)}
+    with ExitStack() as stack:
+        for name, stand_in in {**of_cuda, "stream": lambda _: nullcontext()}.items():
+            stack.enter_context(patch(f"torch.cuda.{name}", stand_in))
+        stack.enter_context(patch("torch.accelerator.current_stream", Stream))
+        stack.enter_context(patch("torch.distributed.new_group", lambda **_: dist.group.WORLD))
+        # Which would bring together what the others found on their hosts.
+        stack.enter_context(patch("dino_vit.training.setup.in_all_processes", nullcontext))
+        stack.enter_context(patch("dino_vit.training.resolve.all_gather", lambda rows: rows))
+        try:
+            yield
+        finally:
+            end_processes()
+
+
 def _pinned(tensor: Tensor) -> Tensor:
     """Stand in for `Tensor.pin_memory`."""
-    return tensor if _is_pinned(tensor) else _mark_pinned(tensor.clone())
+    if _is_pinned(tensor):
+        return tensor
+    return _mark_pinned(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor))
 
 
 def _mark_pinned(tensor: Tensor) -> Tensor:
@@ -274,6 +357,33 @@ def _mark_pinned(tensor: Tensor) -> Tensor:
 
 def _is_pinned(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "pinned", False)
+
+
+def _in_background(args: Sequence[Any], kwargs: Mapping[str, Any], *, target: Tensor, source: Tensor) -> bool:
+    """Tell whether a copy is one transfer from or to pinned memory, which the host does not wait for."""
+    if target is source:  # the new tensor is laid out as it, if it has no gaps
+        direct = kwargs.get("dtype") in (None, source.dtype) and is_non_overlapping_and_dense_or_false(source)
+    else:
+        direct = _layout(target) == _layout(source)
+    of_host = source if isinstance(target, FakeTensor) else target
+    return direct and (kwargs.get("non_blocking") or True in args[2:]) and _is_pinned(of_host)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _reads_numbers(func: OpOverload) -> bool:
+    """Tell whether an operator takes a number on the host as an argument of its kernel."""
+    return torch.Tag.pointwise in func.tags or str(func).startswith(("aten._foreach_", "aten.fill"))
+
+
+@cache
+def _has_kernel(func: OpOverload) -> bool:
+    """Tell whether an operator runs on CUDA, of which a build of PyTorch for CPUs knows nothing."""
+    has: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    name = func.name()  # type: ignore[no-untyped-call]
+    return func.namespace != "aten" or has(name, "CUDA") or not has("aten::mm", "CUDA")
 
 
 def _faked(tensor: Tensor) -> Tensor:
@@ -307,8 +417,11 @@ def _part() -> str:
     return found
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, scale: float) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, scale: float | None = None, **masks: Any
+) -> Tensor:
     """Compute attention with the kernel that a GPU would choose."""
+    assert not any(masks.values()), masks
     if q.dtype == torch.float32:
         keeps = torch.is_grad_enabled()
         return _aten._scaled_dot_product_efficient_attention(q, k, v, None, keeps, dropout_p, scale=scale)[0]

@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dino_vit.core import log
+
 Items = TypeVar("Items", bound=Sequence[Any])
 T = TypeVar("T")
 _shares_work = ContextVar("_shares_work", default=False)
+CONNECT = timedelta(minutes=2)  # for gloo, if NCCL has connected
 START = timedelta(minutes=30)  # for collectives until `limit_waits`: each host sets up at its own pace
 
 
@@ -36,7 +39,7 @@ def rank() -> int:
 def end_processes() -> None:
     """Destroy the process group, if there is one, and the one for tensors on the CPU with it."""
     if world_size() > 1:
-        _host_group.cache_clear()
+        _hosts.cache_clear()
         dist.destroy_process_group()
 
 
@@ -44,13 +47,17 @@ def limit_waits(minutes: float) -> None:
     """Have collectives fail from now on when another process has not answered for so long."""
     if world_size() == 1:
         return
+    limit, (group, _) = timedelta(minutes=minutes), _hosts()
+    if group is not None:
+        # NCCL kills its process. The group of hosts, for which all steps wait, raises an error: it is first.
+        _set_timeout(limit, group)
+        limit += timedelta(minutes=1)
+    _set_timeout(limit, dist.group.WORLD)
+
+
+def _set_timeout(limit: timedelta, group: dist.ProcessGroup | None) -> None:
     # torch.distributed.set_timeout came after torch 2.10.
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    limit = timedelta(minutes=minutes)
-    set_timeout(limit, _host_group())
-    # NCCL kills its process. The host group, for which every step waits, raises an error, so it comes first.
-    spare = timedelta(minutes=1) if dist.get_backend() == "nccl" else timedelta()
-    set_timeout(limit + spare, dist.group.WORLD)
+    (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit, group)
 
 
 def is_main_process() -> bool:
@@ -83,7 +90,7 @@ def share_work(work: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any
     except Exception as error:
         outcome = error
     outcomes: list[Any] = [None] * world_size()
-    dist.all_gather_object(outcomes, outcome, group=_host_group())
+    dist.all_gather_object(outcomes, outcome, group=_hosts()[0])
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
@@ -100,18 +107,15 @@ def all_reduce_mean(tensor: Tensor) -> Tensor:
     """Return the mean over all processes, without gradient; a single process gets the same tensor back."""
     if world_size() == 1:
         return tensor
-    total = tensor.detach().clone()
-    dist.all_reduce(total)  # sum: gloo has no mean
-    return total / world_size()
+    return all_reduce_sum(tensor) / world_size()  # gloo has no mean
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Return the sum over all processes, with gradient."""
+    """Return the sum over all processes, without gradient."""
     if world_size() == 1:
         return tensor
-    from torch.distributed.nn import functional
-
-    total: Tensor = functional.all_reduce(tensor)  # type: ignore[no-untyped-call]
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
     return total
 
 
@@ -130,10 +134,11 @@ def all_gather_equal(tensor: Tensor) -> Tensor:
     """Concatenate the rows of all processes by rank, without gradient; each has as many. Nothing waits."""
     if world_size() == 1:
         return tensor
-    rows = [torch.empty_like(tensor) for _ in range(world_size())]
-    group = _host_group() if tensor.is_cpu else None  # NCCL takes no tensors of the CPU
-    dist.all_gather(rows, tensor.detach().contiguous(), group=group)
-    return torch.cat(rows)
+    group, device = _hosts() if tensor.is_cpu else (None, tensor.device)  # NCCL takes no tensors of the CPU
+    mine = tensor.detach().contiguous().to(device)
+    rows = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(rows, mine, group=group)
+    return torch.cat(rows).to(tensor.device)
 
 
 def all_gather(tensor: Tensor) -> Tensor:
@@ -157,8 +162,9 @@ def broadcast_int(number: int) -> int:
     """Return what rank 0 passes, in all processes, without waiting for an accelerator."""
     if world_size() == 1:
         return number
-    shared = torch.tensor([number])
-    dist.broadcast(shared, src=0, group=_host_group())
+    group, device = _hosts()
+    shared = torch.tensor([number], device=device)
+    dist.broadcast(shared, src=0, group=group)
     return int(shared.item())
 
 
@@ -170,9 +176,12 @@ def all_equal(number: int) -> bool:
 
 def _largest(numbers: Tensor) -> Tensor:
     """Return the element-wise maximum over all processes of a tensor on the CPU."""
-    if world_size() > 1:
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=_host_group())
-    return numbers
+    if world_size() == 1:
+        return numbers
+    group, device = _hosts()
+    numbers = numbers.to(device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return numbers.cpu()
 
 
 def wait_for_all() -> None:
@@ -257,8 +266,28 @@ def unanswered(error: BaseException) -> bool:
 
 
 @cache
-def _host_group() -> dist.ProcessGroup:
-    """Return a group for tensors on the CPU; all processes create it in the same call."""
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def _hosts() -> tuple[dist.ProcessGroup | None, torch.device]:
+    """Return the group by which hosts agree, and where its tensors lie; all processes make the first call.
+
+    It is one of gloo beside NCCL's, which would wait for the GPUs, or NCCL's if gloo does not connect them.
+    """
+    if dist.get_backend() == "gloo":
+        return None, torch.device("cpu")
+    device, group = torch.device("cuda", torch.cuda.current_device()), None
+    dist.all_reduce(
+        torch.zeros(1, device=device)
+    )  # wait for each host, which then has the same time to connect
+    try:
+        group = dist.new_group(backend="gloo", timeout=CONNECT)
+    except RuntimeError as error:
+        log.debug("gloo: %s", error)
+    connected = torch.tensor([int(group is not None)], device=device)
+    dist.all_reduce(connected, op=dist.ReduceOp.MIN)
+    if group is not None and connected.item():
+        _set_timeout(START, group)
+        return group, torch.device("cpu")
+    log.warning(
+        "the hosts cannot connect by gloo, so each step waits for the GPUs; set GLOO_SOCKET_IFNAME to the "
+        "network interface between them"
+    )
+    return None, device

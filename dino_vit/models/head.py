@@ -5,6 +5,7 @@ in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncB
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,29 +98,52 @@ def _unit(x: Tensor) -> Tensor:
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)
 
 
+class _Normalise(torch.autograd.Function):
+    """BatchNorm with the statistics of all processes; for its gradient it keeps the input as it came.
+
+    nn.SyncBatchNorm would make the host wait for the device once in each forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+        values, over, shape = x.float(), [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
+        count = values.new_full((1,), values.numel() / values.shape[1])
+        sums = all_reduce_sum(torch.cat([values.sum(over), count]))
+        rows = sums[-1].clamp(min=1)  # a pass may have no masked patch
+        mean = sums[:-1] / rows
+        centred = values - mean.view(shape)
+        variance = all_reduce_sum(centred.square().sum(over)) / rows
+        scale = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, scale, rows)
+        ctx.mark_non_differentiable(mean, variance, rows)
+        out = centred * (scale * weight).view(shape) + bias.view(shape)
+        return out.to(x.dtype), mean, variance, rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale, rows = ctx.saved_tensors
+        grad, over, shape = grads[0].float(), [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
+        centred = x.float() - mean.view(shape)
+        sums = torch.stack([grad.sum(over), (grad * centred).sum(over)])
+        of_mean, of_scale = all_reduce_sum(sums) / rows
+        moved = grad - of_mean.view(shape) - centred * (of_scale * scale.square()).view(shape)
+        of_input = (moved * (scale * weight).view(shape)).to(x.dtype)
+        return of_input, sums[1] * scale, sums[0], None
+
+
 class AcrossProcesses(_BatchNorm):
     """What a BatchNorm of any number of dimensions adds to its class: the values of all processes count."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or (world_size() == 1 and x.numel() > x.shape[1]):  # PyTorch refuses one row
             return super().forward(x)
-        values = x.float()
-        over = [0, *range(2, x.ndim)]
-        shape = [1, -1, *[1] * (x.ndim - 2)]
-        count = values.new_full((1,), values.numel() / values.shape[1])
-        sums = all_reduce_sum(torch.cat([values.sum(over), count]))
-        rows = sums[-1].detach().clamp(min=1)  # a pass may have no masked patch
-        mean = sums[:-1] / rows
-        centred = values - mean.view(shape)
-        variance = all_reduce_sum(centred.square().sum(over)) / rows
+        normalised, mean, variance, rows = _Normalise.apply(x, self.weight, self.bias, self.eps)
         share = (self.momentum or 0.0) * (rows > 1)
-        unbiased = variance.detach() * rows / (rows - 1).clamp(min=1)
+        unbiased = variance * rows / (rows - 1).clamp(min=1)
         # `data`, as PyTorch keeps the buffers for the gradient of another pass of the same step.
-        self.get_buffer("running_mean").data.lerp_(mean.detach(), share)
+        self.get_buffer("running_mean").data.lerp_(mean, share)
         self.get_buffer("running_var").data.lerp_(unbiased, share)
         self.get_buffer("num_batches_tracked").add_(1)
-        scale = (variance + self.eps).rsqrt() * self.weight
-        normalised = (centred * scale.view(shape) + self.bias.view(shape)).to(x.dtype)
         # timm's BatchNormAct2d holds the activation that follows.
         for part in ("drop", "act"):
             if following := getattr(self, part, None):

@@ -54,7 +54,7 @@ class Output(NamedTuple):
     cls: Tensor  # (v·b, width)
     projection: Projection  # of cls
     patches: Projection | None = None  # of the masked patches, or of all
-    tokens: Tensor | None = None  # (v·b, N, width): all patches of the views of the first size
+    tokens: Tensor | None = None  # (v·b, N, width): all patches of the views of the first size, if asked for
 
 
 class Network(nn.Module):
@@ -98,7 +98,7 @@ class Network(nn.Module):
             of_patches = Projection(self.head.project(patches), projection.prototypes)
         else:
             of_patches = None
-        return Output(cls, projection, of_patches, tokens)
+        return Output(cls, projection, of_patches, tokens if all_patches else None)
 
     def features(
         self,

@@ -17,7 +17,7 @@ from dino_vit.config.pretrain import PHASES, PretrainConfig
 from dino_vit.config.settings import get
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, NotFinite
-from dino_vit.core.distributed import all_reduce_mean, any_process, limit_waits
+from dino_vit.core.distributed import all_reduce_mean, any_process, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, wait_for_device
@@ -187,7 +187,8 @@ def log_step(state: TrainingState, reporter: Reporter) -> None:
 def save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: bool = False) -> None:
     """Begin to write a checkpoint, after the one before; `wait` until it is on the disk."""
     finish_save(state, reporter, wait=True)
-    if state.saved_step == state.step:
+    # Rank 0 decides: it alone knows whether the one before was written, and all give their parts of shards.
+    if broadcast_int(state.saved_step == state.step):
         return
     state.begin_save()
     if wait or last:

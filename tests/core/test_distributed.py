@@ -7,6 +7,7 @@ import torch.multiprocessing as mp
 from dino_vit.core.distributed import (
     all_gather,
     all_reduce_mean,
+    all_reduce_sum,
     broadcast_int,
     end_processes,
     lost_process,
@@ -98,24 +99,26 @@ def _check_gather(number):
 
 def _check_batch_norm(number):
     """Over rows of which process 1 has more, and over none; beside PyTorch's on all of them."""
-    rows = torch.randn(9, 4) * 3 + 5
+    rows = torch.randn(9, 4, 2) * 3 + 5
     ours, theirs = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
     convert_sync_batchnorm(ours)
     for layer in (ours, theirs):
         torch.nn.init.uniform_(layer.weight, generator=torch.Generator().manual_seed(0))
     shared, whole = rows.split((3, 6))[number].clone().requires_grad_(), rows.clone().requires_grad_()
-    factor = torch.arange(36.0).view(9, 4)
+    factor = torch.arange(72.0).view(9, 4, 2)
     (ours(shared) * factor.split((3, 6))[number]).sum().backward()
     (expected := theirs(whole)).mul(factor).sum().backward()
     torch.testing.assert_close(ours(shared), expected.split((3, 6))[number])
     torch.testing.assert_close(shared.grad, whole.grad.split((3, 6))[number])
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(all_reduce_sum(parameter.grad), theirs.get_parameter(name).grad)
     theirs(whole)
     # With a gradient they would keep the graph of every step.
     assert not any(buffer.requires_grad for buffer in ours.buffers())
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(ours.get_buffer(name), theirs.get_buffer(name))
     ours(rows[:0])
-    ours(rows[:number])  # one row over all processes
+    ours(rows[:number, :, :1])  # one row over all processes
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
     torch.testing.assert_close(ours.running_var, theirs.running_var)
 

@@ -14,6 +14,7 @@ from benchmarks.rehearsal import (
     HostWaits,
     Kernels,
     MixedDevices,
+    NotOnGpu,
     OnGpu,
     Rehearsal,
 )
@@ -81,6 +82,14 @@ WAITS = {
     "a copy": lambda x: torch.ones(4).to(CUDA),
     "a copy of memory that is not pinned": lambda x: torch.ones(4).to(CUDA, non_blocking=True),
     "a copy that waits": lambda x: torch.ones(4).pin_memory().to(CUDA),
+    "a copy that casts": lambda x: torch.ones(4).pin_memory().to(CUDA, torch.bfloat16, non_blocking=True),
+    "a copy with gaps": lambda x: torch.ones(4, 4)[:, :2].pin_memory().to(CUDA, non_blocking=True),
+    "a copy that transposes": lambda x: x.view(2, 2).copy_(
+        torch.ones(2, 2).pin_memory().t(), non_blocking=True
+    ),
+    "a value that is set": lambda x: x.__setitem__(0, 1.0),
+    "a solver": lambda x: torch.linalg.solve(x.view(2, 2), x.view(2, 2)),
+    "eigenvalues": lambda x: torch.linalg.eigh(x.view(2, 2)),
 }
 RUNS_ON = {
     "arithmetic": lambda x: (x * 2 + torch.tensor(3.0)).sum(),
@@ -108,11 +117,28 @@ def test_what_waits_for_nothing_runs(name):
 
 
 @pytest.mark.parametrize(
-    "mix", [torch.add, torch.dot, lambda x, y: x[y.long()], lambda x, y: torch.cat([x, y])]
+    "mix",
+    [
+        torch.add,
+        torch.dot,
+        lambda x, y: x[y.long()],
+        lambda x, y: x[y > 0],
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.stack([x[0], y[0]]),  # numbers of the host are taken by some operators only
+        lambda x, y: torch.index_select(x, 0, y[0].long()),
+        lambda x, y: torch.randn(4, generator=torch.Generator(), device=x.device),
+    ],
 )
 def test_tensors_of_both_devices_are_noticed(mix):
     with Rehearsal(), pytest.raises(MixedDevices):
         mix(torch.zeros(4, device=CUDA), torch.zeros(4))
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch knows nothing of CUDA's operators")
+@pytest.mark.parametrize("lacks", [lambda x: torch.histogram(x, 3), lambda x: x.long() @ x.long().T])
+def test_what_cuda_lacks_is_noticed(lacks):
+    with Rehearsal(), pytest.raises(NotOnGpu):
+        lacks(torch.zeros(2, 2, device=CUDA))
 
 
 def test_an_operator_on_unequal_tensors_counts_for_each():

@@ -2,26 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dino_vit
-from benchmarks.rehearsal import CUDA, HostWaits, Rehearsal, rehearsed_run
+from benchmarks.rehearsal import HostWaits, Rehearsal, one_of_two, rehearsed_run
 from benchmarks.step import FIXED
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.distributed import end_processes
-from dino_vit.method.optim import (
-    build_optimizer,
-    clip_gradients,
-    ema_update,
-    parameter_groups,
-    reduce_loss,
-    step_if_finite,
-)
+from dino_vit.core.distributed import all_gather_equal, any_process, broadcast_int
 from dino_vit.training.loop import take_step
 from tests.support.backbones import backbone
 from tests.support.runs import RESNET
@@ -52,7 +39,6 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
     },
     # With 16 views of 8 passes, half of which are masked, some pass has none.
     "no patches": {**PATCHES, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"},
-    "resnet": {**RESNET, "optim.name": "lars", "optim.clip_mode": "global", "head.batch_norm": "true"},
     "imitation": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5, "run.precision": "no"},
     "gram": {**PATCHES, "teacher.weights": "run", "gram.weights": "run", "gram.scale": 2},
 }
@@ -104,39 +90,42 @@ def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method
     assert 0.97 * MOST[method] < rehearsal.kernels.total() <= MOST[method], rehearsal.by_part
 
 
-@pytest.fixture
-def shards():
-    """A student and a teacher as FSDP leaves them to the first of two processes: half of each tensor."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    with Rehearsal(answers=True) as rehearsal:
-        mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
-
-        def half(tensor):
-            # Of tensors of the processes together: what FSDP calls a shard.
-            return DTensor.from_local(tensor.chunk(2)[0].clone(), mesh, [Shard(0)], run_check=False)
-
-        networks = []
-        for _ in range(2):
-            network = backbone().to(CUDA)
-            for parameter in network.parameters():
-                parameter.data = torch.cat([parameter.data, parameter.data])  # which two processes can halve
-            for module in network.modules():
-                for name, parameter in module.named_parameters(recurse=False):
-                    setattr(module, name, nn.Parameter(half(parameter.data)))
-            networks.append(network)
-        for parameter in networks[0].parameters():
-            parameter.grad = torch.ones_like(parameter)
-        yield rehearsal, *networks
-    end_processes()
+SHARDED = {"run.sharded": "true", "head.batch_norm": "true"}
+OF_TWO = {
+    "shards": {**SHARDED, **PATCHES, "model.grad_checkpointing": "true", "optim.clip_mode": "module"},
+    "shards in float16": {**SHARDED, "run.precision": "fp16", "optim.accumulate": 2},
+    "resnet": {**RESNET, "optim.name": "lars", "optim.clip_mode": "global", "head.batch_norm": "true"},
+}
 
 
-@pytest.mark.parametrize("mode", ["tensor", "module", "global", "none"])
-def test_a_step_on_shards_ends_on_a_gpu(shards, mode):
-    rehearsal, student, teacher = shards
-    optimizer = build_optimizer("adamw", parameter_groups(student))
-    rehearsal.restart()
-    norm = clip_gradients([student], mode=mode, max_norm=3.0)
-    assert rehearsal.kernels.total() < 60, "one for every tensor"
-    _, finite = reduce_loss(torch.ones((), device=CUDA), norm)
-    step_if_finite(optimizer, finite)
-    ema_update(teacher, student, 0.99)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_no_step_of_two_processes_waits_or_mixes_devices(tmp_path, name):
+    config = configured(tmp_path / "run", {**SMALL, **OF_TWO[name]})
+    with one_of_two(), rehearsed_run(config) as (rehearsal, state):
+        assert state.sharded == ("shards" in name)
+        rehearsal.restart()
+        take_step(state, state.loader.batches())
+        assert rehearsal.by_part["clipping"] < 60, "one for every tensor"
+        rehearsal.answers = True
+        state.begin_save()
+        whole = {name: tensor.shape for name, tensor in state.writer._copy.items()}
+        assert whole["student.head.last_layer.weight_v"] == whole["teacher.head.last_layer.weight_v"]
+        assert whole["student.head.last_layer.weight_v"][0] == state.objective.prototypes
+        assert state.writer.finish(wait=True).exists()
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_hosts_agree_without_the_gpus_if_gloo_connects_them(monkeypatch, caplog, connects):
+    def fail(**_):
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    with one_of_two(), Rehearsal(answers=True) as rehearsal:
+        if not connects:
+            monkeypatch.setattr("torch.distributed.new_group", fail)
+        any_process(False)  # the first time, the hosts connect
+        rehearsal.waits.clear()
+        any_process(False)
+        broadcast_int(3)
+        all_gather_equal(torch.zeros(2))
+        assert bool(rehearsal.waits) is not connects
+    assert ("set GLOO_SOCKET_IFNAME" in caplog.text) is not connects

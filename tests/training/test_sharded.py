@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.storage import StorageError
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.eval.online import OnlineEvaluation, random_indices
 from tests.support.images import write_synthetic
@@ -85,6 +87,27 @@ def figures_of_its_own():
     """Have the evaluations of this process give other figures, as rounding may on another GPU."""
     evaluate = OnlineEvaluation.__call__
     OnlineEvaluation.__call__ = lambda self, model: evaluate(self, model)._replace(knn=math.nan)
+
+
+def a_full_disk_for_a_moment():
+    """Have the first checkpoint of this process fail."""
+    save = Checkpoints.save
+
+    def fail(*_):
+        Checkpoints.save = save
+        raise StorageError("no space left")
+
+    Checkpoints.save = fail
+
+
+def test_all_give_their_parts_again_of_a_checkpoint_that_rank_0_could_not_write(tmp_path):
+    settings = {**TWO, "budget.steps": 2, "run.checkpoint_every": 2, "run.peer_timeout": 0.2}
+    settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0, "run.eval_every": "null"}
+    first, second = torchrun_environs()
+    started = pair(tmp_path / "run", settings, [first], before=a_full_disk_for_a_moment)
+    said = finish([*started, *pair(tmp_path / "run", settings, [second])])
+    assert "no checkpoint was written. no space left" in said[0]
+    assert steps(tmp_path / "run") == [2]
 
 
 def test_rank_0_decides_what_is_the_best_as_all_must_give_their_parts_of_it(tmp_path):

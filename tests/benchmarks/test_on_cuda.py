@@ -1,0 +1,83 @@
+"""The programs that `make bench` runs on a GPU, rehearsed: they run through, whatever they measure."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as bench
+from benchmarks import attention, backbone, checkpoint, knn, step
+from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
+from tests.support.runs import SETTINGS as TINY
+from tests.support.runs import arguments
+
+NAMES = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - set(bench.LONG)
+PROGRAMS = sorted(name for name in NAMES if bench.on_cuda(name))
+ROOT = Path(bench.__file__).parents[1]
+SMALL = {key: value for key, value in TINY.items() if key.startswith(("model.", "head.", "views."))}
+SMALL |= {"model.depth": 1}
+OF_CUDA = ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that says nothing of its memory."""
+    for name in OF_CUDA:
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda: 0)
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
+    for program in (step, checkpoint):
+        monkeypatch.setattr(program, "start_processes", OnGpu)
+    monkeypatch.setattr(attention, "CALLS", 1)
+    monkeypatch.setattr(step, "peak_memory", lambda *_, **__: 1.0)
+    monkeypatch.setattr(step, "matrix_share", lambda *_: "1 TFLOP/s")  # by hooks of PyTorch's own engine
+    monkeypatch.setattr(knn, "check", lambda _: "")  # it reads values
+    with Rehearsal(answers=True):
+        yield CUDA
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_takes_what_it_is_called_with(name, monkeypatch, capsys):
+    called = ["--repeats", "1", "--threads", "1", "--out", "x.json"]
+    monkeypatch.setattr("sys.argv", [name, *called, "--unknown"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(Path(bench.__file__).with_name(f"{name}.py")), run_name="__main__")
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --unknown\n")
+
+
+def test_a_row_of_each_kind(gpu, tmp_path):
+    row, _ = step.measure(step.Case(2, "bf16", SMALL), repeats=1)
+    assert row.speed.keys() == row.memory.keys() == {"dino_vit", "reference"}
+    assert attention.measure("cuda", torch.bfloat16, True, 37, repeats=1).speed["attend"] > 0
+    assert backbone.measure(backbone.Case(96, 2, True, "bf16", "cuda"), repeats=1).memory
+    assert knn.measure(600, 20, 1, gpu)[0].speed["dino_vit"] > 0
+    settings = tuple(arguments(tmp_path / "run", {"model.depth": 1})[1:])
+    assert checkpoint.run(repeats=1, threads=1, settings=settings)[0].rows
+
+
+def test_the_tests_of_make_test_gpu_run(tmp_path):
+    """On a CPU, without the compiler's minutes: what is left to fail on a GPU is the GPU."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "--basetemp",
+        tmp_path / "runs",
+    ]
+    environ = {**os.environ, "TEST_GPU_ON": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
