@@ -168,12 +168,12 @@ def _adapt(
 
 
 @torch.no_grad()
-def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) -> Tensor:
-    """Limit gradient norms to `max_norm` and return the norm of all gradients before.
+def clip_gradients(modules: Sequence[Sequence[Tensor]], *, mode: str, max_norm: float) -> Tensor:
+    """Limit the norms of the gradients of modules' parameters; return the norm of all gradients before.
 
     "tensor" limits the norm of each gradient, "module" of each module, "global" of all, "none" no norm.
     """
-    per_module = [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
+    per_module = [[p.grad for p in parameters if p.grad is not None] for parameters in modules]
     gradients = [gradient for part in per_module for gradient in part]
     norms = full_tensor(torch.stack(torch._foreach_norm(gradients)))
     total: Tensor = torch.linalg.vector_norm(norms)
@@ -198,18 +198,10 @@ def reduce_loss(loss: Tensor, gradient_norm: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def ema_update(teacher: nn.Module, student: nn.Module, momentum: float, *, statistics: bool = False) -> None:
-    """Update the teacher's parameters: momentum * teacher + (1 - momentum) * student.
-
-    With `statistics` those of BatchNorm follow too, as they must where the teacher itself sees no image.
-    """
-    teachers, students = dict(teacher.named_parameters()), dict(student.named_parameters())
-    assert teachers.keys() == students.keys(), teachers.keys() ^ students.keys()
-    torch._foreach_lerp_(list(teachers.values()), list(students.values()), 1 - momentum)
-    if statistics:
-        groups = zip(_by_dtype(list(teacher.buffers())), _by_dtype(list(student.buffers())), strict=True)
-        for ours, theirs in groups:
-            if ours[0].is_floating_point():
-                torch._foreach_lerp_(ours, theirs, 1 - momentum)
-            else:
-                torch._foreach_copy_(ours, theirs)
+def ema_update(teacher: Sequence[Tensor], student: Sequence[Tensor], momentum: float) -> None:
+    """Update the teacher's tensors: momentum * teacher + (1 - momentum) * student; integers are copied."""
+    for ours, theirs in zip(_by_dtype(teacher), _by_dtype(student), strict=True):
+        if ours[0].is_floating_point():
+            torch._foreach_lerp_(ours, theirs, 1 - momentum)
+        else:
+            torch._foreach_copy_(ours, theirs)

@@ -19,7 +19,7 @@ EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, wh
 
 
 class Packed:
-    """How the tokens of images of several sizes are packed into one sequence (1, rows, D), size by size.
+    """How the tokens of images of several sizes are packed into one matrix (rows, D), size by size.
 
     Only attention takes them apart; all else is computed by one operator for all sizes. Images of one size
     stay as they are, (B, N, D).
@@ -27,17 +27,18 @@ class Packed:
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         self.shapes = shapes  # (B, N) of each size
+        self.rows = [batch * tokens for batch, tokens in shapes]
 
-    def split(self, x: Tensor) -> list[Tensor]:
-        """Return the tokens of each size, (B, N, D)."""
+    def split(self, x: Tensor, *shape: int) -> list[Tensor]:
+        """Return the tokens of each size, (B, N, *shape)."""
         if len(self.shapes) == 1:
-            return [x]
-        parts = torch.split(x.flatten(0, 1), [batch * tokens for batch, tokens in self.shapes])
-        return [part.view(*shape, -1) for part, shape in zip(parts, self.shapes, strict=True)]
+            return [x.view(*x.shape[:2], *shape)]
+        parts = torch.split(x, self.rows)
+        return [part.view(*size, *shape) for part, size in zip(parts, self.shapes, strict=True)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Pack the tokens of each size, (B, N, D)."""
-        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])[None]
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
 
     def join_scales(self, scales: Sequence[Tensor]) -> Tensor:
         """Pack the numbers of the images of each size, (..., B, 1, 1): one for each token of an image."""
@@ -45,7 +46,7 @@ class Packed:
             return scales[0]
         sizes = zip(scales, self.shapes, strict=True)
         rows = [of_size.expand(-1, -1, -1, tokens, 1).flatten(2, 3) for of_size, (_, tokens) in sizes]
-        return torch.cat(rows, dim=2)[:, :, None]
+        return torch.cat(rows, dim=2)
 
 
 class Attention(nn.Module):
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         self.attention_dropout = attention_dropout
         self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.proj = Linear(width, width)
-        self.proj_drop = nn.Dropout(dropout)
+        self.proj_drop = _dropout(dropout)
 
     def forward(
         self,
@@ -80,17 +81,15 @@ class Attention(nn.Module):
         packed: Packed | None = None,
         cast: Sequence[Cast] = ((), ()),
     ) -> Tensor:
-        qkv = self._project(x, *cast[0])
-        parts = [qkv] if packed is None else packed.split(qkv)
-        sizes = zip(parts, rotations, strict=True)
-        attended = [self._attend(part, queries, rotation) for part, rotation in sizes]
-        joined = attended[0] if packed is None else packed.join(attended)
-        return self.proj_drop(self.proj(joined, *cast[1]))
+        packed = packed or Packed([(x.shape[0], x.shape[1])])
+        parts = packed.split(self._project(x, *cast[0]), 3, self.heads, -1)
+        attended = [self._attend(*size, queries) for size in zip(parts, rotations, strict=True)]
+        return self.proj_drop(self.proj(packed.join(attended), *cast[1]))
 
-    def _attend(self, qkv: Tensor, queries: slice, rotation: Rotation | None) -> Tensor:
+    def _attend(self, qkv: Tensor, rotation: Rotation | None, queries: slice) -> Tensor:
         q, k, v = self._heads(qkv, rotation)
         dropout = self.attention_dropout if self.training else 0.0
-        x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)
+        x = attend(q if queries is ALL else q[:, :, queries], k, v, scale=self.scale, dropout=dropout)
         return x.transpose(1, 2).flatten(2)
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
@@ -101,13 +100,12 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens (B, N, D) to queries, keys and values, (B, h, N, d) each."""
-        return self._heads(self._project(x), rotation)
+        return self._heads(self._project(x).unflatten(2, (3, self.heads, -1)), rotation)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        # Without einops, whose calls cost the host more than these. Unbinding before the transposition makes
-        # the backward pass one copy instead of two.
-        parts = qkv.view(*qkv.shape[:2], 3, self.heads, -1).unbind(2)  # (B, N, h, d) each
-        q, k, v = (part.transpose(1, 2) for part in parts)
+        # Without einops, whose calls cost the host more than these. Unbinding (B, N, 3, h, d) before the
+        # transposition makes the backward pass one copy instead of two.
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _project(self, x: Tensor, weights: Weights | None = None) -> Tensor:
@@ -126,8 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.
     ViT-S/16 takes 0.95 s instead of 1.11 s.
     """
     batch, heads, tokens, _ = q.shape
-    fits = batch * heads * tokens * tokens * q.element_size() <= EXPLICIT_BYTES
-    if dropout > 0.0 or not q.is_cpu or q.dtype != torch.bfloat16 or not fits:
+    explicit = q.is_cpu and q.dtype == torch.bfloat16 and dropout == 0.0
+    if not explicit or batch * heads * tokens * tokens * q.element_size() > EXPLICIT_BYTES:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
     q, k, v = (rearrange(part, "b h n d -> (b h) n d") for part in (q, k, v))
     # baddbmm scales the product itself, which saves a pass over the scores.
@@ -143,7 +141,7 @@ class MLP(nn.Module):
         self.gated = gated
         self.fc1 = Linear(width, 2 * hidden if gated else hidden)
         self.fc2 = Linear(hidden, width)
-        self.drop = nn.Dropout(dropout)
+        self.drop = _dropout(dropout)
 
     def forward(self, x: Tensor, cast: Sequence[Cast] = ((), ())) -> Tensor:
         x = self.fc1(x, *cast[0])
@@ -153,6 +151,11 @@ class MLP(nn.Module):
         else:
             x = F.gelu(x)
         return self.drop(self.fc2(self.drop(x), *cast[1]))
+
+
+def _dropout(rate: float) -> nn.Module:
+    # nn.Dropout calls an operator for a rate of 0 too.
+    return nn.Dropout(rate) if rate else nn.Identity()
 
 
 class LayerScale(nn.Module):
@@ -170,6 +173,8 @@ class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` of float32 tokens, also with the bfloat16 weights that FSDP gathers."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         return F.layer_norm(x, self.normalized_shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
 
@@ -208,12 +213,13 @@ class Block(nn.Module):
         scales: Tensor | None = None,
         packed: Packed | None = None,
     ) -> Tensor:
-        """Return the tokens (B, N, D) after this block, or only the queries.
+        """Return the tokens after this block, (B, N, D) or packed, or only the queries.
 
         There is a rotation for each size that is packed; `scales` multiply the branches (stochastic depth).
         """
         qkv, proj, *of_mlp = cast_together(self.attn.qkv, self.attn.proj, self.mlp.fc1, self.mlp.fc2)
         attended = self.ls1(self.attn(self.norm1(x), queries, rotations, packed, (qkv, proj)))
-        x = x[:, queries] + (attended if scales is None else attended * scales[0])
+        x = x if queries is ALL else x[:, queries]
+        x = x + attended if scales is None else torch.addcmul(x, attended, scales[0])
         y = self.ls2(self.mlp(self.norm2(x), of_mlp))
-        return x + (y if scales is None else y * scales[1])
+        return x + y if scales is None else torch.addcmul(x, y, scales[1])

@@ -146,20 +146,14 @@ class VisionTransformer(Backbone):
         They are drawn on the host, all at once: on a GPU each draw would be a kernel of its own. With a
         `drop_path_seed` they are a function of it, else they come from PyTorch's generator.
         """
-        rates = self.drop_path_rates
-        if not self.training or not any(rates):
+        if not self.training or not any(self.drop_path_rates):
             return None
-        seed, drawn = self.drop_path_seed, []
+        seed, counts = self.drop_path_seed, [view.shape[0] for view in views]
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for view in views:
-            kept = torch.ones(self.depth, 2, view.shape[0])
-            for rate, of_block in zip(rates, kept, strict=True):
-                if rate:
-                    for of_branch in of_block:
-                        of_branch.bernoulli_(1 - rate, generator=generator)
-            kept /= 1 - torch.tensor(rates)[:, None, None]  # the expectation stays
-            drawn.append(to_device(kept, view.device)[..., None, None])
-        return drawn
+        rates = torch.tensor(self.drop_path_rates)[:, None, None]
+        kept = torch.rand(self.depth, 2, sum(counts), generator=generator) >= rates
+        scales = to_device(kept / (1 - rates), views[0].device)  # the expectation stays
+        return torch.split(scales[..., None, None], counts, dim=2)
 
     def forward_views(
         self,
@@ -177,12 +171,12 @@ class VisionTransformer(Backbone):
         parts = [self.embed_patches(view, None if i else mask) for i, view in enumerate(views)]
         rotations = [self.rotations(view) for view in views]
         packed = Packed([(part.shape[0], part.shape[1]) for part in parts])
-        x, of_rows = packed.join(parts), None if scales is None else packed.join_scales(scales)
+        x, of_rows = packed.join(parts), None if scales is None else packed.join_scales(scales).unbind()
         blocks = list(self.blocks)
         for index, block in enumerate(blocks[:-1]):
             turned = [of_size[index] for of_size in rotations]
             x = self._run(block, x, ALL, turned, None if of_rows is None else of_rows[index], packed)
-        parts = packed.split(x)
+        parts = packed.split(x, -1)
         features = []
         for i, part in enumerate(parts):
             every = tokens and i == 0
