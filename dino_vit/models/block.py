@@ -3,12 +3,12 @@
 b batch, h heads, n tokens, d channels of a head
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.models.linear import Cast, Linear, Weights, cast_together, linear
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         self.attention_dropout = attention_dropout
         self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.proj = Linear(width, width)
-        self.proj_drop = _dropout(dropout)
+        self.dropout = dropout
 
     def forward(
         self,
@@ -84,7 +84,8 @@ class Attention(nn.Module):
         packed = packed or Packed([(x.shape[0], x.shape[1])])
         parts = packed.split(self._project(x, *cast[0]), 3, self.heads, -1)
         attended = [self._attend(*size, queries) for size in zip(parts, rotations, strict=True)]
-        return self.proj_drop(self.proj(packed.join(attended), *cast[1]))
+        x = self.proj(packed.join(attended), *cast[1])
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def _attend(self, qkv: Tensor, rotation: Rotation | None, queries: slice) -> Tensor:
         q, k, v = self._heads(qkv, rotation)
@@ -105,12 +106,14 @@ class Attention(nn.Module):
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         # Without einops, whose calls cost the host more than these. Unbinding (B, N, 3, h, d) before the
         # transposition makes the backward pass one copy instead of two.
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        q, k, v = qkv.unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _project(self, x: Tensor, weights: Weights | None = None) -> Tensor:
         if self.key_bias:
-            return self.qkv(x) if weights is None else self.qkv(x, weights)
+            projected: Tensor = self.qkv(x, weights) if weights else self.qkv(x)
+            return projected
         weight, bias = weights or (self.qkv.weight, self.qkv.bias)
         assert bias is not None, "without a bias there is no key bias to leave out"
         of_queries, of_keys, of_values = bias.chunk(3)  # the second part has no effect
@@ -123,14 +126,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.
     The fused kernel of a CPU is slow in bfloat16, so there the softmax is written out: a backbone step of
     ViT-S/16 takes 0.95 s instead of 1.11 s.
     """
-    batch, heads, tokens, _ = q.shape
     explicit = q.is_cpu and q.dtype == torch.bfloat16 and dropout == 0.0
-    if not explicit or batch * heads * tokens * tokens * q.element_size() > EXPLICIT_BYTES:
+    if not explicit or math.prod(q.shape[:3]) * q.shape[2] * q.element_size() > EXPLICIT_BYTES:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-    q, k, v = (rearrange(part, "b h n d -> (b h) n d") for part in (q, k, v))
+    heads = q.shape[1]
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     # baddbmm scales the product itself, which saves a pass over the scores.
     scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    return rearrange(scores.softmax(dim=-1) @ v, "(b h) n d -> b h n d", h=heads)
+    return (scores.softmax(dim=-1) @ v).unflatten(0, (-1, heads))
 
 
 class MLP(nn.Module):
@@ -141,7 +144,7 @@ class MLP(nn.Module):
         self.gated = gated
         self.fc1 = Linear(width, 2 * hidden if gated else hidden)
         self.fc2 = Linear(hidden, width)
-        self.drop = _dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x: Tensor, cast: Sequence[Cast] = ((), ())) -> Tensor:
         x = self.fc1(x, *cast[0])
@@ -150,12 +153,11 @@ class MLP(nn.Module):
             x = F.silu(gate) * value
         else:
             x = F.gelu(x)
-        return self.drop(self.fc2(self.drop(x), *cast[1]))
-
-
-def _dropout(rate: float) -> nn.Module:
-    # nn.Dropout calls an operator for a rate of 0 too.
-    return nn.Dropout(rate) if rate else nn.Identity()
+        if self.dropout:
+            return F.dropout(
+                self.fc2(F.dropout(x, self.dropout, self.training), *cast[1]), self.dropout, self.training
+            )
+        return self.fc2(x, *cast[1])
 
 
 class LayerScale(nn.Module):
@@ -200,10 +202,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = LayerNorm(width, eps=norm_eps)
         self.attn = Attention(width, heads, dropout=dropout, **attention)
-        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.ls1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = LayerNorm(width, eps=norm_eps)
         self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
-        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.ls2 = None if layer_scale is None else LayerScale(width, layer_scale)
 
     def forward(
         self,
@@ -217,9 +219,17 @@ class Block(nn.Module):
 
         There is a rotation for each size that is packed; `scales` multiply the branches (stochastic depth).
         """
-        qkv, proj, *of_mlp = cast_together(self.attn.qkv, self.attn.proj, self.mlp.fc1, self.mlp.fc2)
-        attended = self.ls1(self.attn(self.norm1(x), queries, rotations, packed, (qkv, proj)))
-        x = x if queries is ALL else x[:, queries]
-        x = x + attended if scales is None else torch.addcmul(x, attended, scales[0])
-        y = self.ls2(self.mlp(self.norm2(x), of_mlp))
-        return x + y if scales is None else torch.addcmul(x, y, scales[1])
+        attention, mlp = self.attn, self.mlp
+        cast: Sequence[Cast] = ((), (), (), ())
+        if torch.is_autocast_enabled(x.device.type):
+            cast = cast_together(attention.qkv, attention.proj, mlp.fc1, mlp.fc2)
+        of_attention, of_mlp = (None, None) if scales is None else scales.unbind()
+        attended = attention(self.norm1(x), queries, rotations, packed, cast[:2])
+        x = _residual(x if queries is ALL else x[:, queries], attended, self.ls1, of_attention)
+        return _residual(x, mlp(self.norm2(x), cast[2:]), self.ls2, of_mlp)
+
+
+def _residual(x: Tensor, branch: Tensor, layer_scale: LayerScale | None, scale: Tensor | None) -> Tensor:
+    if layer_scale is not None:
+        branch = layer_scale(branch)
+    return x + branch if scale is None else torch.addcmul(x, branch, scale)

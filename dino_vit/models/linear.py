@@ -28,16 +28,14 @@ class Linear(nn.Linear):
 def cast_together(*layers: nn.Module) -> list[Cast]:
     """Return the weights of layers as autocast casts them, by one kernel instead of one for each tensor.
 
-    It is what the layers are called with after their input: nothing without autocast, where a compiler joins
-    the casts itself, and where a layer was replaced by another kind.
+    It is what the layers are called with after their input: nothing where a compiler joins the casts itself,
+    and where a layer was replaced by another kind.
     """
-    uncast: list[Cast] = [()] * len(layers)
     ours = [layer for layer in layers if isinstance(layer, Linear)]
-    if len(ours) < len(layers) or not torch.is_autocast_enabled(ours[0].weight.device.type):
-        return uncast
     tensors = [tensor for layer in ours for tensor in (layer.weight, layer.bias) if tensor is not None]
-    if torch.compiler.is_compiling() or any(tensor.dtype != torch.float32 for tensor in tensors):
-        return uncast
+    fits = len(ours) == len(layers) and all(tensor.dtype == torch.float32 for tensor in tensors)
+    if not fits or torch.compiler.is_compiling():
+        return [()] * len(layers)
     cast = iter(_CastTogether.apply(*tensors))
     return [((next(cast), None if layer.bias is None else next(cast)),) for layer in ours]
 

@@ -197,13 +197,13 @@ class TrainingState:
 
     @cached_property
     def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The teacher's tensors that follow the student's; statistics, if the teacher itself sees no image."""
+        """The teacher's tensors that follow the student's; also statistics, if the teacher sees no image."""
         networks, frozen = (self.teacher, self.student), self.objective.frozen is not None
         ours, theirs = ([*n.parameters(), *(n.buffers() if frozen else ())] for n in networks)
         return ours, theirs
 
     def seed(self, seed: int) -> None:
-        """Seed PyTorch's generators of the host and of the device; `torch.manual_seed` looks for all others."""
+        """Seed PyTorch's generators of the host and of the device, not those of all devices."""
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
