@@ -81,6 +81,7 @@ class VisionTransformer(Backbone):
         super().__init__()
         self.architecture: dict[str, Any] = arguments
         self.grad_checkpointing = False
+        self.patch_drop = 0.0  # share of the patches that `draw_visible` drops in training
         self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -155,6 +156,17 @@ class VisionTransformer(Backbone):
         scales = to_device(kept / (1 - rates), views[0].device)  # the expectation stays
         return torch.split(scales[..., None, None], counts, dim=2)
 
+    def draw_visible(self, images: Tensor) -> Tensor | None:
+        """Draw which tokens of each image `patch_drop` leaves, (B, 1 + R + kept), as `draw_scales` draws."""
+        if not self.training or not self.patch_drop:
+            return None
+        generator = None if (seed := self.drop_path_seed) is None else torch.Generator().manual_seed(seed + 1)
+        batch, patches = images.shape[0], math.prod(self.grid_of(*images.shape[-2:]))
+        kept = max(1, round(patches * (1 - self.patch_drop)))
+        chosen = torch.rand(batch, patches, generator=generator).argsort(1)[:, :kept].sort(1).values
+        others = torch.arange(self.first_patch).expand(batch, -1)
+        return to_device(torch.cat([others, self.first_patch + chosen], dim=1), images.device)
+
     def forward_views(
         self,
         views: Sequence[Tensor],
@@ -162,6 +174,7 @@ class VisionTransformer(Backbone):
         *,
         tokens: bool = False,
         scales: Sequence[Tensor] | None = None,
+        visible: Tensor | None = None,
     ) -> list[Tensor]:
         """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
 
@@ -169,6 +182,8 @@ class VisionTransformer(Backbone):
         """
         scales = scales or self.draw_scales(views)
         parts = [self.embed_patches(view, None if i else mask) for i, view in enumerate(views)]
+        if visible is not None:
+            parts[0] = parts[0].gather(1, visible[..., None].expand(-1, -1, self.width))
         rotations = [self.rotations(view) for view in views]
         packed = Packed([(part.shape[0], part.shape[1]) for part in parts])
         x, of_rows = packed.join(parts), None if scales is None else packed.join_scales(scales).unbind()
