@@ -89,6 +89,7 @@ class _Model(TypedDict, total=False):
     registers: int
     drop_path: float
     drop_path_schedule: Literal["linear", "uniform"]
+    patch_drop: float
     layer_scale: float | None
     init_std: float
     grad_checkpointing: bool
@@ -361,6 +362,7 @@ def pretrain(
       model.registers=0                   register tokens
       model.drop_path=0.1                 stochastic depth of the student's last block
       model.drop_path_schedule=linear     rising from 0, or all equal [linear|uniform]
+      model.patch_drop=0                  share of a global view's patches that the student does not see
       model.layer_scale=null              initial scale of the branches of a block; null: none
       model.init_std=0.02                 standard deviation of the first weights of linear layers
       model.grad_checkpointing=false      recompute blocks to save memory

@@ -50,7 +50,7 @@ for step, batch in enumerate(islice(loader.batches(), options.steps)):
     optimizer.zero_grad()
     out.loss.backward()
     optimizer.step()
-    ema_update(teacher, student, momentum=0.996)
+    ema_update(list(teacher.parameters()), list(student.parameters()), momentum=0.996)
     objective.accumulate(out)
     objective.update()
     if step % 10 == 0:

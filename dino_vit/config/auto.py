@@ -215,12 +215,21 @@ def _choose_gentle(choices: _Choices) -> None:
     reason = "a short run learns faster from views with more of the image"
     choices.choose("views.global_scale", (0.25, 1.0), reason)
     choices.choose("views.local_scale", (0.1, 0.4), reason)
+    if _can_drop_patches(choices.config):
+        reason = "a short run sees more images where half of their patches are left out"
+        choices.choose("model.patch_drop", 0.5, reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)
     of_dino = PretrainConfig()
     for key in REGULARISATION:
         if get(choices.config, key) != get(of_dino, key):
             choices.choose(key, get(of_dino, key), f"DINO's, for a run of fewer than {SHORT:,} steps")
+
+
+def _can_drop_patches(config: PretrainConfig) -> bool:
+    """Tell whether nothing but CLS tokens is learned, in a backbone that takes any patches."""
+    others = config.loss.patch_weight or config.gram or config.teacher.weights
+    return not (others or config.model.timm or config.model.positions == "rotary")
 
 
 def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:

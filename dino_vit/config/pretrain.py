@@ -46,8 +46,8 @@ AUTO_KEYS = frozenset(
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
         *("loss.centering", "loss.koleo_weight", "run.eval_every"),
-        *("model.drop_path", "model.drop_path_schedule", "model.layer_scale", "model.init_std"),
-        *("optim.layer_decay", "optim.patch_embed_lr"),
+        *("model.drop_path", "model.drop_path_schedule", "model.patch_drop", "model.layer_scale"),
+        *("model.init_std", "optim.layer_decay", "optim.patch_embed_lr"),
     )
 )
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
@@ -141,6 +141,15 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         yield "give model.width and model.depth, or model.arch"
     elif not model.arch:
         yield from _check_heads(model)
+    needs_all = {
+        "model.positions=rotary": model.positions == "rotary",
+        f"loss.patch_weight={config.loss.patch_weight}": bool(config.loss.patch_weight),
+        "gram": config.gram is not None,
+        f"teacher.weights={config.teacher.weights}": bool(config.teacher.weights),
+    }
+    for given, needs in needs_all.items():
+        if needs and model.patch_drop:
+            yield f"{given} needs all patches; set model.patch_drop=0"
 
 
 def _check_heads(model: sections.Model) -> Iterator[str]:

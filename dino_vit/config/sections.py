@@ -36,7 +36,8 @@ Side = Dimension | tuple[Dimension, Dimension]
 # Settings that a model of timm has no use for.
 OF_OUR_TRANSFORMERS = (
     *("model.patch_size", "model.positions", "model.rotary_rescale", "model.key_bias", "model.registers"),
-    *("model.layer_scale", "model.drop_path_schedule", "model.init_std", "optim.patch_embed_lr"),
+    *("model.layer_scale", "model.drop_path_schedule", "model.patch_drop", "model.init_std"),
+    "optim.patch_embed_lr",
 )
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
@@ -118,6 +119,7 @@ class Model(Settings):
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting("linear", "rising from 0, or all equal")
+    patch_drop: BelowOne = setting(0.0, "share of a global view's patches that the student does not see")
     layer_scale: Positive | None = setting(None, "initial scale of the branches of a block; null: none")
     init_std: Positive = setting(0.02, "standard deviation of the first weights of linear layers")
     grad_checkpointing: bool = setting(False, "recompute blocks to save memory", resumable=True)

@@ -53,7 +53,8 @@ def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
     if name == "lars":
         optimizer = LARS(groups)
     elif name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=fused)
+        kind = FusedAdamW if fused else torch.optim.AdamW
+        optimizer = kind(groups, lr=0.0, weight_decay=0.0, fused=fused)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=fused)
     # Create the whole state now: a checkpoint then has the same tensors at every step, and if the first step
@@ -127,6 +128,28 @@ def _of_shapes(factors: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return _split_as(torch.cat([factor.expand(tensor.numel()) for factor, tensor in pairs]), tensors)
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with its fused kernel, but without the sorting of all tensors in each step."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        skipped = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[parameter] for parameter in parameters]
+            keys = ("exp_avg", "exp_avg_sq", "step")
+            averages, squares, steps = ([state[key] for state in states] for key in keys)
+            torch._foreach_add_(steps, 1.0 if skipped is None else [1 - skipped] * len(steps))
+            names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+            options = {**{name: group[name] for name in names}, "found_inf": skipped}
+            options["beta1"], options["beta2"] = group["betas"]
+            gradients = [parameter.grad for parameter in parameters]
+            torch._fused_adamw_(parameters, gradients, averages, squares, [], steps, **options)
+
+
 class LARS(Optimizer):
     """SGD with momentum, where the update of a decayed tensor is scaled to the norm of the tensor."""
 
@@ -168,12 +191,12 @@ def _adapt(
 
 
 @torch.no_grad()
-def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) -> Tensor:
-    """Limit gradient norms to `max_norm` and return the norm of all gradients before.
+def clip_gradients(modules: Sequence[Sequence[Tensor]], *, mode: str, max_norm: float) -> Tensor:
+    """Limit the norms of the gradients of modules' parameters; return the norm of all gradients before.
 
     "tensor" limits the norm of each gradient, "module" of each module, "global" of all, "none" no norm.
     """
-    per_module = [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
+    per_module = [[p.grad for p in parameters if p.grad is not None] for parameters in modules]
     gradients = [gradient for part in per_module for gradient in part]
     norms = full_tensor(torch.stack(torch._foreach_norm(gradients)))
     total: Tensor = torch.linalg.vector_norm(norms)
@@ -198,18 +221,10 @@ def reduce_loss(loss: Tensor, gradient_norm: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def ema_update(teacher: nn.Module, student: nn.Module, momentum: float, *, statistics: bool = False) -> None:
-    """Update the teacher's parameters: momentum * teacher + (1 - momentum) * student.
-
-    With `statistics` those of BatchNorm follow too, as they must where the teacher itself sees no image.
-    """
-    teachers, students = dict(teacher.named_parameters()), dict(student.named_parameters())
-    assert teachers.keys() == students.keys(), teachers.keys() ^ students.keys()
-    torch._foreach_lerp_(list(teachers.values()), list(students.values()), 1 - momentum)
-    if statistics:
-        groups = zip(_by_dtype(list(teacher.buffers())), _by_dtype(list(student.buffers())), strict=True)
-        for ours, theirs in groups:
-            if ours[0].is_floating_point():
-                torch._foreach_lerp_(ours, theirs, 1 - momentum)
-            else:
-                torch._foreach_copy_(ours, theirs)
+def ema_update(teacher: Sequence[Tensor], student: Sequence[Tensor], momentum: float) -> None:
+    """Update the teacher's tensors: momentum * teacher + (1 - momentum) * student; integers are copied."""
+    for ours, theirs in zip(_by_dtype(teacher), _by_dtype(student), strict=True):
+        if ours[0].is_floating_point():
+            torch._foreach_lerp_(ours, theirs, 1 - momentum)
+        else:
+            torch._foreach_copy_(ours, theirs)

@@ -65,6 +65,10 @@ class Backbone(nn.Module):
         """Draw the `scales` of `forward_views`, if the backbone takes any."""
         return None
 
+    def draw_visible(self, images: Tensor) -> Tensor | None:
+        """Draw the `visible` patches of `forward_views`, if not all are."""
+        return None
+
     def forward_views(
         self,
         views: Sequence[Tensor],
@@ -72,10 +76,12 @@ class Backbone(nn.Module):
         *,
         tokens: bool = False,
         scales: Sequence[Tensor] | None = None,
+        visible: Tensor | None = None,
     ) -> list[Tensor]:
         """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
 
-        `scales` are what stochastic depth multiplies the branches of blocks by, for each size.
+        `scales` are what stochastic depth multiplies the branches of blocks by, for each size; `visible` are
+        the patches of the first size that are not dropped.
         """
         first = self.forward_features(views[0], mask) if tokens else self.forward_cls(views[0])
         return [first, *map(self.forward_cls, views[1:])]

@@ -3,12 +3,12 @@
 b batch, h heads, n tokens, d channels of a head
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.models.linear import Cast, Linear, Weights, cast_together, linear
@@ -19,7 +19,7 @@ EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, wh
 
 
 class Packed:
-    """How the tokens of images of several sizes are packed into one sequence (1, rows, D), size by size.
+    """How the tokens of images of several sizes are packed into one matrix (rows, D), size by size.
 
     Only attention takes them apart; all else is computed by one operator for all sizes. Images of one size
     stay as they are, (B, N, D).
@@ -27,17 +27,18 @@ class Packed:
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         self.shapes = shapes  # (B, N) of each size
+        self.rows = [batch * tokens for batch, tokens in shapes]
 
-    def split(self, x: Tensor) -> list[Tensor]:
-        """Return the tokens of each size, (B, N, D)."""
+    def split(self, x: Tensor, *shape: int) -> list[Tensor]:
+        """Return the tokens of each size, (B, N, *shape)."""
         if len(self.shapes) == 1:
-            return [x]
-        parts = torch.split(x.flatten(0, 1), [batch * tokens for batch, tokens in self.shapes])
-        return [part.view(*shape, -1) for part, shape in zip(parts, self.shapes, strict=True)]
+            return [x.view(*x.shape[:2], *shape)]
+        parts = torch.split(x, self.rows)
+        return [part.view(*size, *shape) for part, size in zip(parts, self.shapes, strict=True)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Pack the tokens of each size, (B, N, D)."""
-        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])[None]
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
 
     def join_scales(self, scales: Sequence[Tensor]) -> Tensor:
         """Pack the numbers of the images of each size, (..., B, 1, 1): one for each token of an image."""
@@ -45,7 +46,7 @@ class Packed:
             return scales[0]
         sizes = zip(scales, self.shapes, strict=True)
         rows = [of_size.expand(-1, -1, -1, tokens, 1).flatten(2, 3) for of_size, (_, tokens) in sizes]
-        return torch.cat(rows, dim=2)[:, :, None]
+        return torch.cat(rows, dim=2)
 
 
 class Attention(nn.Module):
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         self.attention_dropout = attention_dropout
         self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.proj = Linear(width, width)
-        self.proj_drop = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(
         self,
@@ -80,17 +81,16 @@ class Attention(nn.Module):
         packed: Packed | None = None,
         cast: Sequence[Cast] = ((), ()),
     ) -> Tensor:
-        qkv = self._project(x, *cast[0])
-        parts = [qkv] if packed is None else packed.split(qkv)
-        sizes = zip(parts, rotations, strict=True)
-        attended = [self._attend(part, queries, rotation) for part, rotation in sizes]
-        joined = attended[0] if packed is None else packed.join(attended)
-        return self.proj_drop(self.proj(joined, *cast[1]))
+        packed = packed or Packed([(x.shape[0], x.shape[1])])
+        parts = packed.split(self._project(x, *cast[0]), 3, self.heads, -1)
+        attended = [self._attend(*size, queries) for size in zip(parts, rotations, strict=True)]
+        x = self.proj(packed.join(attended), *cast[1])
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
-    def _attend(self, qkv: Tensor, queries: slice, rotation: Rotation | None) -> Tensor:
+    def _attend(self, qkv: Tensor, rotation: Rotation | None, queries: slice) -> Tensor:
         q, k, v = self._heads(qkv, rotation)
         dropout = self.attention_dropout if self.training else 0.0
-        x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)
+        x = attend(q if queries is ALL else q[:, :, queries], k, v, scale=self.scale, dropout=dropout)
         return x.transpose(1, 2).flatten(2)
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
@@ -101,18 +101,19 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens (B, N, D) to queries, keys and values, (B, h, N, d) each."""
-        return self._heads(self._project(x), rotation)
+        return self._heads(self._project(x).unflatten(2, (3, self.heads, -1)), rotation)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        # Without einops, whose calls cost the host more than these. Unbinding before the transposition makes
-        # the backward pass one copy instead of two.
-        parts = qkv.view(*qkv.shape[:2], 3, self.heads, -1).unbind(2)  # (B, N, h, d) each
-        q, k, v = (part.transpose(1, 2) for part in parts)
+        # Without einops, whose calls cost the host more than these. Unbinding (B, N, 3, h, d) before the
+        # transposition makes the backward pass one copy instead of two.
+        q, k, v = qkv.unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _project(self, x: Tensor, weights: Weights | None = None) -> Tensor:
         if self.key_bias:
-            return self.qkv(x) if weights is None else self.qkv(x, weights)
+            projected: Tensor = self.qkv(x, weights) if weights else self.qkv(x)
+            return projected
         weight, bias = weights or (self.qkv.weight, self.qkv.bias)
         assert bias is not None, "without a bias there is no key bias to leave out"
         of_queries, of_keys, of_values = bias.chunk(3)  # the second part has no effect
@@ -125,14 +126,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.
     The fused kernel of a CPU is slow in bfloat16, so there the softmax is written out: a backbone step of
     ViT-S/16 takes 0.95 s instead of 1.11 s.
     """
-    batch, heads, tokens, _ = q.shape
-    fits = batch * heads * tokens * tokens * q.element_size() <= EXPLICIT_BYTES
-    if dropout > 0.0 or not q.is_cpu or q.dtype != torch.bfloat16 or not fits:
+    explicit = q.is_cpu and q.dtype == torch.bfloat16 and dropout == 0.0
+    if not explicit or math.prod(q.shape[:3]) * q.shape[2] * q.element_size() > EXPLICIT_BYTES:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-    q, k, v = (rearrange(part, "b h n d -> (b h) n d") for part in (q, k, v))
+    heads = q.shape[1]
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     # baddbmm scales the product itself, which saves a pass over the scores.
     scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    return rearrange(scores.softmax(dim=-1) @ v, "(b h) n d -> b h n d", h=heads)
+    return (scores.softmax(dim=-1) @ v).unflatten(0, (-1, heads))
 
 
 class MLP(nn.Module):
@@ -143,7 +144,7 @@ class MLP(nn.Module):
         self.gated = gated
         self.fc1 = Linear(width, 2 * hidden if gated else hidden)
         self.fc2 = Linear(hidden, width)
-        self.drop = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x: Tensor, cast: Sequence[Cast] = ((), ())) -> Tensor:
         x = self.fc1(x, *cast[0])
@@ -152,7 +153,11 @@ class MLP(nn.Module):
             x = F.silu(gate) * value
         else:
             x = F.gelu(x)
-        return self.drop(self.fc2(self.drop(x), *cast[1]))
+        if self.dropout:
+            return F.dropout(
+                self.fc2(F.dropout(x, self.dropout, self.training), *cast[1]), self.dropout, self.training
+            )
+        return self.fc2(x, *cast[1])
 
 
 class LayerScale(nn.Module):
@@ -170,6 +175,8 @@ class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` of float32 tokens, also with the bfloat16 weights that FSDP gathers."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         return F.layer_norm(x, self.normalized_shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
 
@@ -195,10 +202,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = LayerNorm(width, eps=norm_eps)
         self.attn = Attention(width, heads, dropout=dropout, **attention)
-        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.ls1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = LayerNorm(width, eps=norm_eps)
         self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
-        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.ls2 = None if layer_scale is None else LayerScale(width, layer_scale)
 
     def forward(
         self,
@@ -208,12 +215,21 @@ class Block(nn.Module):
         scales: Tensor | None = None,
         packed: Packed | None = None,
     ) -> Tensor:
-        """Return the tokens (B, N, D) after this block, or only the queries.
+        """Return the tokens after this block, (B, N, D) or packed, or only the queries.
 
         There is a rotation for each size that is packed; `scales` multiply the branches (stochastic depth).
         """
-        qkv, proj, *of_mlp = cast_together(self.attn.qkv, self.attn.proj, self.mlp.fc1, self.mlp.fc2)
-        attended = self.ls1(self.attn(self.norm1(x), queries, rotations, packed, (qkv, proj)))
-        x = x[:, queries] + (attended if scales is None else attended * scales[0])
-        y = self.ls2(self.mlp(self.norm2(x), of_mlp))
-        return x + (y if scales is None else y * scales[1])
+        attention, mlp = self.attn, self.mlp
+        cast: Sequence[Cast] = ((), (), (), ())
+        if torch.is_autocast_enabled(x.device.type):
+            cast = cast_together(attention.qkv, attention.proj, mlp.fc1, mlp.fc2)
+        of_attention, of_mlp = (None, None) if scales is None else scales.unbind()
+        attended = attention(self.norm1(x), queries, rotations, packed, cast[:2])
+        x = _residual(x if queries is ALL else x[:, queries], attended, self.ls1, of_attention)
+        return _residual(x, mlp(self.norm2(x), cast[2:]), self.ls2, of_mlp)
+
+
+def _residual(x: Tensor, branch: Tensor, layer_scale: LayerScale | None, scale: Tensor | None) -> Tensor:
+    if layer_scale is not None:
+        branch = layer_scale(branch)
+    return x + branch if scale is None else torch.addcmul(x, branch, scale)

@@ -28,13 +28,13 @@ class Linear(nn.Linear):
 def cast_together(*layers: nn.Module) -> list[Cast]:
     """Return the weights of layers as autocast casts them, by one kernel instead of one for each tensor.
 
-    It is what the layers are called with after their input: nothing without autocast, where a compiler joins
-    the casts itself, and where a layer was replaced by another kind.
+    It is what the layers are called with after their input: nothing where a compiler joins the casts itself,
+    and where a layer was replaced by another kind.
     """
     ours = [layer for layer in layers if isinstance(layer, Linear)]
     tensors = [tensor for layer in ours for tensor in (layer.weight, layer.bias) if tensor is not None]
     fits = len(ours) == len(layers) and all(tensor.dtype == torch.float32 for tensor in tensors)
-    if not fits or torch.compiler.is_compiling() or not torch.is_autocast_enabled(tensors[0].device.type):
+    if not fits or torch.compiler.is_compiling():
         return [()] * len(layers)
     cast = iter(_CastTogether.apply(*tensors))
     return [((next(cast), None if layer.bias is None else next(cast)),) for layer in ours]
@@ -75,13 +75,12 @@ def init_linear(layer: nn.Linear, std: float = 0.02) -> None:
 
 
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
-    if not x.is_cpu:
-        return False
     # The compiler and the tracer do not know the operator.
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    if traced or torch.is_autocast_enabled("cpu"):
+    if not x.is_cpu or torch.compiler.is_compiling() or not mkl_is_slow():
         return False
-    return x.dtype == weight.dtype == torch.float32 and x.ndim > 1 and x.numel() > 0 and mkl_is_slow()
+    if torch._C._get_tracing_state() is not None or torch.is_autocast_enabled("cpu"):
+        return False
+    return x.dtype == weight.dtype == torch.float32 and x.ndim > 1 and x.numel() > 0
 
 
 class OneDnnLinear(torch.autograd.Function):

@@ -85,8 +85,8 @@ class Network(nn.Module):
         mask = None
         if masks is not None and hide:
             mask = F.pad(masks.mask, (0, 0, 0, len(views[0]) - len(masks.mask)))
-        scales = self.backbone.draw_scales(views)
-        cls, tokens = self.features(views, mask, masks is not None or all_patches, scales)
+        drawn = self.backbone.draw_scales(views), self.backbone.draw_visible(views[0])
+        cls, tokens = self.features(views, mask, masks is not None or all_patches, *drawn)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
         projection = Projection(self.head.project(cls), self.head.prototypes)
         if tokens is None:
@@ -106,12 +106,15 @@ class Network(nn.Module):
         mask: Tensor | None,
         all_patches: bool,
         scales: Sequence[Tensor] | None,
+        visible: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the CLS tokens of all views, and all patches of the first size if asked for.
 
         This is what `run.compile` compiles: the shapes are the same in each step.
         """
-        first, *others = self.backbone.forward_views(views, mask, tokens=all_patches, scales=scales)
+        first, *others = self.backbone.forward_views(
+            views, mask, tokens=all_patches, scales=scales, visible=visible
+        )
         if not all_patches:
             return torch.cat([first, *others]), None
         return torch.cat([first[:, 0], *others]), first[:, self.backbone.first_patch :]
@@ -130,6 +133,7 @@ def build_networks(
     *,
     backbone: Mapping[str, Any],
     drop_path: float,
+    patch_drop: float = 0.0,
     head: Mapping[str, Any],
     patch_head: bool = False,
     feature_dim: int | None = None,
@@ -158,6 +162,8 @@ def build_networks(
         return DINOHead(in_dim=width, **head)
 
     student, teacher = build(drop_path), build(0.0)
+    if patch_drop:
+        student.backbone.patch_drop = patch_drop
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False).eval()  # its targets are a function of the images
     for module in teacher.modules():  # a BatchNorm takes the statistics of the batch, as in 2021

@@ -89,6 +89,7 @@ class VisionTransformer(Backbone):
         super().__init__()
         self.architecture: dict[str, Any] = arguments
         self.grad_checkpointing = False
+        self.patch_drop = 0.0  # share of the patches that `draw_visible` drops in training
         self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -153,20 +154,25 @@ class VisionTransformer(Backbone):
         They are drawn on the host, all at once: on a GPU each draw would be a kernel of its own. With a
         `drop_path_seed` they are a function of it, else they come from PyTorch's generator.
         """
-        rates = self.drop_path_rates
-        if not self.training or not any(rates):
+        if not self.training or not any(self.drop_path_rates):
             return None
-        seed, drawn = self.drop_path_seed, []
+        seed, counts = self.drop_path_seed, [view.shape[0] for view in views]
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for view in views:
-            kept = torch.ones(self.depth, 2, view.shape[0])
-            for rate, of_block in zip(rates, kept, strict=True):
-                if rate:
-                    for of_branch in of_block:
-                        of_branch.bernoulli_(1 - rate, generator=generator)
-            kept /= 1 - torch.tensor(rates)[:, None, None]  # the expectation stays
-            drawn.append(to_device(kept, view.device)[..., None, None])
-        return drawn
+        rates = torch.tensor(self.drop_path_rates)[:, None, None]
+        kept = torch.rand(self.depth, 2, sum(counts), generator=generator) >= rates
+        scales = to_device(kept / (1 - rates), views[0].device)  # the expectation stays
+        return torch.split(scales[..., None, None], counts, dim=2)
+
+    def draw_visible(self, images: Tensor) -> Tensor | None:
+        """Draw which tokens of each image `patch_drop` leaves, (B, 1 + R + kept), as `draw_scales` draws."""
+        if not self.training or not self.patch_drop:
+            return None
+        generator = None if (seed := self.drop_path_seed) is None else torch.Generator().manual_seed(seed + 1)
+        batch, patches = images.shape[0], math.prod(self.grid_of(*images.shape[-2:]))
+        kept = max(1, round(patches * (1 - self.patch_drop)))
+        chosen = torch.rand(batch, patches, generator=generator).argsort(1)[:, :kept].sort(1).values
+        others = torch.arange(self.first_patch).expand(batch, -1)
+        return to_device(torch.cat([others, self.first_patch + chosen], dim=1), images.device)
 
     def forward_views(
         self,
@@ -175,6 +181,7 @@ class VisionTransformer(Backbone):
         *,
         tokens: bool = False,
         scales: Sequence[Tensor] | None = None,
+        visible: Tensor | None = None,
     ) -> list[Tensor]:
         """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
 
@@ -182,14 +189,16 @@ class VisionTransformer(Backbone):
         """
         scales = scales or self.draw_scales(views)
         parts = [self.embed_patches(view, None if i else mask) for i, view in enumerate(views)]
+        if visible is not None:
+            parts[0] = parts[0].gather(1, visible[..., None].expand(-1, -1, self.width))
         rotations = [self.rotations(view) for view in views]
         packed = Packed([(part.shape[0], part.shape[1]) for part in parts])
-        x, of_rows = packed.join(parts), None if scales is None else packed.join_scales(scales)
+        x, of_rows = packed.join(parts), None if scales is None else packed.join_scales(scales).unbind()
         blocks = list(self.blocks)
         for index, block in enumerate(blocks[:-1]):
             turned = [of_size[index] for of_size in rotations]
             x = self._run(block, x, ALL, turned, None if of_rows is None else of_rows[index], packed)
-        parts = packed.split(x)
+        parts = packed.split(x, -1)
         features = []
         for i, part in enumerate(parts):
             every = tokens and i == 0

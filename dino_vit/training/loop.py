@@ -108,8 +108,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
 
     # The running statistics of BatchNorm, which a forward pass changes.
-    buffers = [*student.buffers(), *state.teacher.buffers()]
-    before = snapshot(buffers)
+    before = snapshot(state.statistics)
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
         batch = state.interval.next_batch(batches)
@@ -119,22 +118,20 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
         seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
-        torch.manual_seed(seed)
+        state.seed(seed)
         student.backbone.drop_path_seed = seed
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`
-    parts = list(student.children())
-    norm = clip_gradients(parts, mode=config.optim.clip_mode, max_norm=config.optim.clip)
+    norm = clip_gradients(state.parameters, mode=config.optim.clip_mode, max_norm=config.optim.clip)
     freeze(state)
     loss, finite = reduce_loss(loss, norm)
     step_if_finite(state.optimizer, finite)
-    restore_unless(finite, buffers, before)
+    restore_unless(finite, state.statistics, before)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     # After a skipped step too: the student is as it was, so the teacher moves towards it.
-    frozen = state.objective.frozen is not None
-    ema_update(state.teacher, student, rates.momentum, statistics=frozen)
+    ema_update(*state.averaged, rates.momentum)
     state.objective.update()
 
     state.step += 1

@@ -145,6 +145,7 @@ def build_untrained(
     return build_networks(
         backbone=keywords,
         drop_path=config.model.drop_path,
+        patch_drop=config.model.patch_drop,
         head=config.head.model_dump(exclude={"shared"}),
         patch_head=patch_head,
         feature_dim=None if imitated is None else imitated.width,

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -181,6 +182,31 @@ class TrainingState:
     def device(self) -> torch.device:
         device: torch.device = self.accelerator.device
         return device
+
+    # Lists of tensors, for which a search of the networks in each step would take as long as a clipping.
+
+    @cached_property
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """The student's parameters: those of the backbone, and of each head."""
+        return [list(part.parameters()) for part in self.student.children()]
+
+    @cached_property
+    def statistics(self) -> list[Tensor]:
+        """The running statistics of BatchNorm in both networks."""
+        return [*self.student.buffers(), *self.teacher.buffers()]
+
+    @cached_property
+    def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The teacher's tensors that follow the student's; also statistics, if the teacher sees no image."""
+        networks, frozen = (self.teacher, self.student), self.objective.frozen is not None
+        ours, theirs = ([*n.parameters(), *(n.buffers() if frozen else ())] for n in networks)
+        return ours, theirs
+
+    def seed(self, seed: int) -> None:
+        """Seed PyTorch's generators of the host and of the device, not those of all devices."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def autocast(self) -> torch.autocast:
         dtype = DTYPES[self.precision]

@@ -3,17 +3,18 @@
 `draw_augment` draws a row of parameters for each view; `Augment` applies the rows to a batch on any
 device, in float32 on levels from 0 to 255, without rounding between operations (PIL rounds after each).
 
-Axes: n images, c channels, h height, w width. An operation takes images and their rows, and overwrites the
-images. There is one path for all devices: on a CPU it takes 1 % of a step of ViT-S/16.
+Axes: n images, c channels, h height, w width. An operation takes images and their parameters (k, n, 1, 1, 1),
+and overwrites the images. There is one path for all devices: on a CPU it takes 1 % of a step of ViT-S/16.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,24 +28,27 @@ from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.images.pixels import unit_scale
 
 Operation = Callable[[Tensor, Tensor], object]
+Step = tuple[Operation, NDArray[np.int64], NDArray[np.float32]]  # indices (m,) of images, parameters (k, m)
 
-# The shortest sequence of the four jitter operations that contains every order of them: a batch of images of
-# any orders takes twelve operations, where four for each of four positions would be sixteen.
-JITTERS = (0, 1, 2, 3, 0, 1, 2, 0, 3, 1, 0, 2)
+# Brightness, contrast and saturation blend an image with a grey, so images of any order of the four jitter
+# operations pass these six steps: a step blends, or shifts the hue (True).
+JITTERS = (False, True, False, False, True, False)
 _NEGLIGIBLE = 1e-3  # taps of the Gaussian below this weight are left out; the centre has weight 1
 _REACH = math.sqrt(-2 * math.log(_NEGLIGIBLE))  # in sigmas
 _LUMA = (0.2989, 0.587, 0.114)
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _NOTHING = range(5)
 
 
-def _places(order: Sequence[int]) -> list[int]:
-    """Return where in `JITTERS` the operations of an order are."""
-    places = [-1]
+def _in_steps(order: Sequence[int]) -> list[int]:
+    """Return the operation of each step of `JITTERS` for an order of the four."""
+    operations, step = [_NOTHING] * len(JITTERS), -1
     for number in order:
-        places.append(JITTERS.index(number, places[-1] + 1))
-    return places[1:]
+        step = JITTERS.index(number == _HUE, step + 1)
+        operations[step] = number
+    return operations
 
 
-_PLACES = [_places(order) for order in permutations(range(4))]
+_IN_STEPS = np.array([_in_steps(order) for order in permutations(range(4))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +122,8 @@ class Augment(nn.Module):
         self, *, mean: Sequence[float], std: Sequence[float], sigma_max: float = 2.0, hue_max: float = 0.5
     ) -> None:
         super().__init__()
-        self.jitter: list[Operation] = [_brightness_, _contrast_]
-        self.grey: list[Operation] = []
-        if len(mean) == 3:
-            self.jitter += [_saturation_, partial(_hue_, turns=max(1, math.ceil(6 * hue_max)))]
-            self.grey = [_grey_]
-        self.blur = partial(_blur_, sigma_max=sigma_max)
+        self.sigma_max, self.colour = sigma_max, len(mean) == 3
+        self.hue = partial(_hue_, turns=max(1, math.ceil(6 * hue_max)))
         levels = 255 * rearrange(torch.tensor([mean, std]), "two c -> two c 1 1")
         self.register_buffer("mean", levels[0], persistent=False)
         self.register_buffer("std", levels[1], persistent=False)
@@ -133,37 +133,59 @@ class Augment(nn.Module):
         assert images.dtype in (torch.uint8, torch.float32), images.dtype
         assert images.shape[1] == len(self.mean), images.shape
         x = images * 255 if images.is_floating_point() else images.float()
-        steps = self._steps(rows)
-        # The indices of all steps move to the device in one copy, their parameters in another.
-        flat = torch.tensor([row for _, chosen in steps for row in chosen], dtype=torch.long)
-        counts = [len(chosen) for _, chosen in steps]
-        indices = torch.split(to_device(flat, x.device), counts)
-        parameters = torch.split(to_device(rows[flat], x.device), counts)
-        for (operation, _), index, own in zip(steps, indices, parameters, strict=True):
-            if len(index) == len(x):
-                operation(x, own)
-            elif len(index):
-                selected = x.index_select(0, index)
-                operation(selected, own)
-                x.index_copy_(0, index, selected)
+        if steps := [step for step in self._steps(rows.numpy(), min(x.shape[-2:])) if len(step[1])]:
+            # The indices of all steps move to the device in one copy, their parameters in another.
+            operations, chosen, numbers = zip(*steps, strict=True)
+            indices = _on_device(chosen, x.device)
+            parameters = _on_device([own.ravel() for own in numbers], x.device)
+            for operation, index, own in zip(operations, indices, parameters, strict=True):
+                own = own.view(-1, len(index), 1, 1, 1)
+                if len(index) == len(x):
+                    operation(x, own)
+                else:
+                    selected = x.index_select(0, index)
+                    operation(selected, own)
+                    x.index_copy_(0, index, selected)
         return x.sub_(self.mean).div_(self.std)
 
-    def _steps(self, rows: Tensor) -> list[tuple[Operation, list[int]]]:
-        """List the operations in order, each with the indices of the images it applies to."""
-        on = [[row for row, value in enumerate(column) if value > 0] for column in rows.T.tolist()]
-        places = [_PLACES[number] for number in rows[:, Column.ORDER].int().tolist()]
-        jitter = [
-            (self.jitter[number], [row for row in on[Column.JITTER] if place in places[row]])
-            for place, number in enumerate(JITTERS)
-            if number < len(self.jitter)
-        ]
-        return [
-            (_flip_, on[Column.FLIP]),
-            *jitter,
-            *((grey, on[Column.GREY]) for grey in self.grey),
-            (self.blur, on[Column.SIGMA]),
-            (_solarise_, on[Column.SOLARISE]),
-        ]
+    def _steps(self, rows: NDArray[np.float32], side: int) -> Iterator[Step]:
+        """Yield the operations in order, each with the images that it applies to and its parameters."""
+        on = rows.T > 0
+
+        def step(operation: Operation, images: NDArray[np.bool_], *own: NDArray[np.float32]) -> Step:
+            return operation, images.nonzero()[0], np.array([of_row[images] for of_row in own], np.float32)
+
+        yield step(_flip_, on[Column.FLIP])
+        in_steps = np.where(
+            on[Column.JITTER][:, None], _IN_STEPS[rows[:, Column.ORDER].astype(int)], _NOTHING
+        )
+        if not self.colour:
+            in_steps[in_steps >= _SATURATION] = _NOTHING
+        for number, is_hue in zip(in_steps.T, JITTERS, strict=True):
+            if is_hue:
+                yield step(self.hue, number == _HUE, rows[:, Column.HUE])
+            elif (number < _NOTHING).any():  # those of other images change nothing
+                factors = [
+                    rows[:, Column.BRIGHTNESS],
+                    rows[:, Column.CONTRAST],
+                    rows[:, Column.SATURATION],
+                    1.0,
+                ]
+                factor = np.choose(np.minimum(number, _HUE), factors)
+                greys = [(1 - factor) * (number == kind) for kind in (_SATURATION, _CONTRAST)]
+                yield step(_blend_, np.ones(len(rows), bool), factor, *greys)
+        if self.colour:
+            yield step(_grey_, on[Column.GREY])
+        blurred = on[Column.SIGMA]
+        yield _blur_, blurred.nonzero()[0], _gaussian(rows[blurred, Column.SIGMA], self.sigma_max, side - 1)
+        yield step(_solarise_, on[Column.SOLARISE])
+
+
+def _on_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
+    """Move arrays to a device in one copy."""
+    return torch.split(
+        to_device(torch.from_numpy(np.concatenate(parts)), device), [len(part) for part in parts]
+    )
 
 
 class CustomAugment(nn.Module):
@@ -198,10 +220,6 @@ class CustomAugment(nn.Module):
         return (changed.float() - self.mean) / self.std
 
 
-def _factor(rows: Tensor, column: Column) -> Tensor:
-    return rearrange(rows[:, column], "n -> n 1 1 1")
-
-
 def _flip_(x: Tensor, _: Tensor) -> None:
     x.copy_(x.flip(-1))
 
@@ -215,27 +233,20 @@ def _grey_(x: Tensor, _: Tensor) -> None:
     x.copy_(_luma(x).expand_as(x))
 
 
-def _brightness_(x: Tensor, rows: Tensor) -> None:
-    x.mul_(_factor(rows, Column.BRIGHTNESS)).clamp_(0, 255)
+def _blend_(x: Tensor, own: Tensor) -> None:
+    """Set x to factor · x + of_pixel · grey + of_mean · mean, within the levels.
 
-
-def _contrast_(x: Tensor, rows: Tensor) -> None:
-    """Blend with the mean luma, or with the mean of each channel if the image is not RGB."""
+    The grey is the luma of each pixel, or the pixel itself if the image is not RGB.
+    """
+    factor, of_pixel, of_mean = own.unbind()
+    grey = _luma(x) if x.shape[1] == 3 else x.clone()
     # A mean over all pixels at once would depend on the number of threads.
-    mean = x.mean(-1, keepdim=True).mean(-2, keepdim=True)
-    _blend_(x, _factor(rows, Column.CONTRAST), _luma(mean) if x.shape[1] == 3 else mean)
+    mean = grey.mean(-1, keepdim=True).mean(-2, keepdim=True)
+    grey.mul_(of_pixel).addcmul_(mean, of_mean)
+    torch.addcmul(grey, x, factor, out=x).clamp_(0, 255)
 
 
-def _saturation_(x: Tensor, rows: Tensor) -> None:
-    _blend_(x, _factor(rows, Column.SATURATION), _luma(x))
-
-
-def _blend_(x: Tensor, factor: Tensor, grey: Tensor) -> None:
-    """Set x to factor · x + (1 − factor) · grey, within the levels."""
-    x.mul_(factor).add_(grey.mul_(1 - factor)).clamp_(0, 255)
-
-
-def _hue_(x: Tensor, rows: Tensor, *, turns: int) -> None:
+def _hue_(x: Tensor, own: Tensor, *, turns: int) -> None:
     """Shift the hue of HSV, without a branch per pixel, which would cost more than the arithmetic.
 
     In HSV a channel's value is a trapezoid of the hue: over one turn it stays at the maximum of the three
@@ -244,39 +255,33 @@ def _hue_(x: Tensor, rows: Tensor, *, turns: int) -> None:
     the order of the other two channels tells which line it is. Clamping restores the flat parts. This holds
     for shifts of up to a sixth, so a larger shift takes several `turns`.
     """
-    shift = _factor(rows, Column.HUE) * (-6 / turns)
-    red, green, blue = x.chunk(3, dim=1)
-    sides = torch.empty_like(x)
+    shift = own[0] * (-6 / turns)
     for _ in range(turns):
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-        below = (low + high).sub_(red).sub_(green).sub_(blue)  # −middle
+        below = (low + high).sub_(x.sum(1, keepdim=True))  # −middle
         step = (high - low).mul_(shift)
-        torch.sub(green, blue, out=sides[:, 0:1])
-        torch.sub(blue, red, out=sides[:, 1:2])
-        torch.sub(red, green, out=sides[:, 2:3])
-        torch.add(below, x, alpha=2.0, out=x).addcmul_(sides.sign_(), step)
+        sides = x.roll(-1, 1).sub_(x.roll(1, 1)).sign_()  # green − blue, blue − red, red − green
+        torch.add(below, x, alpha=2.0, out=x).addcmul_(sides, step)
         torch.clamp(x, low, high, out=x)
 
 
-def _blur_(x: Tensor, rows: Tensor, *, sigma_max: float) -> None:
+def _blur_(x: Tensor, taps: Tensor) -> None:
     """Convolve with a Gaussian, reflected at the borders, as a sum of shifted images."""
-    height, width = x.shape[-2:]
-    kernel = _gaussian(_factor(rows, Column.SIGMA), sigma_max, min(height, width) - 1)
-    taps, radius = torch.split(kernel, 1, dim=-1), kernel.shape[-1] // 2
+    (height, width), radius = x.shape[-2:], len(taps) // 2
+    first, *others = taps.unbind()
     for dim, size, border in ((-2, height, (0, 0, radius, radius)), (-1, width, (radius, radius, 0, 0))):
         padded = F.pad(x, border, mode="reflect")
-        torch.mul(padded.narrow(dim, 0, size), taps[0], out=x)
-        for shift, tap in enumerate(taps[1:], start=1):
+        torch.mul(padded.narrow(dim, 0, size), first, out=x)
+        for shift, tap in enumerate(others, start=1):
             x.addcmul_(padded.narrow(dim, shift, size), tap)
 
 
-def _gaussian(sigma: Tensor, sigma_max: float, largest: int) -> Tensor:
-    """Return the weights (n, 1, 1, taps) of Gaussians, up to a negligible one or the size of the image."""
+def _gaussian(sigma: NDArray[np.float32], sigma_max: float, largest: int) -> NDArray[np.float32]:
+    """Return the weights (taps, n) of Gaussians, up to a negligible one or the size of the image."""
     radius = min(math.floor(sigma_max * _REACH), largest)
-    distances = torch.arange(-radius, radius + 1, device=sigma.device)
-    kernel = torch.exp(-0.5 * (distances / sigma) ** 2)
-    kernel = kernel * (kernel >= _NEGLIGIBLE)
-    return kernel / kernel.sum(-1, keepdim=True)
+    kernel = np.exp(-0.5 * (np.arange(-radius, radius + 1)[:, None] / sigma) ** 2)
+    kernel *= kernel >= _NEGLIGIBLE
+    return (kernel / kernel.sum(0)).astype(np.float32)
 
 
 def _solarise_(x: Tensor, _: Tensor) -> None:

@@ -134,7 +134,7 @@ def test_clipped_gradients_are_those_of_the_cpu(mode):
             parameter.grad = None
             parameter.data = parameter.data.to(device)
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
-        clip_gradients(networks, mode=mode, max_norm=0.3)
+        clip_gradients([list(n.parameters()) for n in networks], mode=mode, max_norm=0.3)
         gradients[device] = [p.grad.cpu() for network in networks for p in network.parameters()]
     for found, expected in zip(gradients[DEVICE], gradients["cpu"], strict=True):
         assert torch.allclose(found, expected, atol=1e-6)

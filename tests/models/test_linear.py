@@ -66,7 +66,6 @@ def test_weights_that_are_cast_together_are_those_of_autocast(frozen: bool) -> N
         y = layers[1](layers[0](x, *cast[0]), *cast[1])
         return [y, *([] if frozen else torch.autograd.grad(y.square().sum(), used))]
 
-    assert cast_together(*layers) == [()] * 3
     with torch.autocast("cpu", torch.bfloat16):
         cast = cast_together(*layers)  # of the last no gradient is asked for
         tensors = [tensor for ((weight, bias),) in cast for tensor in (weight, bias) if tensor is not None]

@@ -71,6 +71,31 @@ def test_drop_path_grows_linearly_and_only_acts_in_training():
     assert model.eval().draw_scales(views) is None
 
 
+def test_dropped_patches_are_as_if_they_were_not_in_the_image():
+    model = VisionTransformer(**TINY, registers=2)
+    model.patch_drop = 0.4
+    images = torch.randn(5, 3, 32, 32)
+    assert model.eval().draw_visible(images) is None
+    visible = model.train().draw_visible(images)
+    tokens = model.embed_patches(images)
+    assert visible.shape == (5, 3 + round(0.6 * (tokens.shape[1] - 3)))
+    assert (visible[:, :3] == torch.arange(3)).all(), "CLS token and registers stay"
+    assert len(visible.unique(dim=0)) == 5, "each image has its own"
+    cls = model.forward_views([images, images[:, :, :16, :16]], visible=visible)[0]
+    for one, indices in enumerate(visible):
+        kept = torch.stack([tokens[one, index] for index in indices.unique().tolist()])[None]
+        assert kept.shape[1] == len(indices), "none twice"
+        for block in model.blocks:
+            kept = block(kept)
+        assert torch.allclose(cls[one], model.norm(kept)[0, 0], atol=1e-5)
+    drawn = []
+    for seed in (3, 3, 4):
+        model.drop_path_seed = seed
+        drawn.append(model.draw_visible(images))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"positions": "rotary", "width": 32}, {"registers": 2, "layer_scale": 0.1}]
 )

@@ -26,7 +26,12 @@ from tests.support.training import configured
 SETTINGS = {"data.augment_on": "worker", "run.log_every": 1000, "optim.clip_mode": "global"}
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1, "head.shared": "false"}
 CASES = [
-    {"optim.accumulate": 2, "model.drop_path": 0.2, "model.grad_checkpointing": "true"},
+    {
+        "optim.accumulate": 2,
+        "model.drop_path": 0.2,
+        "model.patch_drop": 0.5,
+        "model.grad_checkpointing": "true",
+    },
     {**PATCHES, "loss.centering": "sinkhorn", "model.registers": 2, "model.layer_scale": 0.1},
 ]
 
@@ -56,13 +61,16 @@ def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, s
     monkeypatch.setattr("dino_vit.models.linear.mkl_is_slow", lambda: False)  # a kernel of some CPUs alone
     rehearsal = Rehearsal(answers=True)
     ours, memory = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
-    draw = VisionTransformer.draw_scales
 
-    def draw_on_host(*arguments):  # where a GPU's are drawn, too
-        with _disable_current_modes():
-            return draw(*arguments)
+    def on_host(draw):  # where a GPU's are drawn, too
+        def drawn(*arguments):
+            with _disable_current_modes():
+                return draw(*arguments)
 
-    monkeypatch.setattr(VisionTransformer, "draw_scales", draw_on_host)
+        return drawn
+
+    for name in ("draw_scales", "draw_visible"):
+        monkeypatch.setattr(VisionTransformer, name, on_host(getattr(VisionTransformer, name)))
     real, expected = second_step(Kernels(), Accelerator(), tmp_path / "real", settings)
     assert ours == real
     assert ours.total() > 300

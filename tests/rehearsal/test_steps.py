@@ -30,7 +30,12 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
         "model.rotary_rescale": 2,
         "model.drop_path": 0.2,
     },
-    "recomputation": {"model.grad_checkpointing": "true", "optim.name": "sgd", "optim.layer_decay": 0.9},
+    "recomputation": {
+        "model.grad_checkpointing": "true",
+        "model.patch_drop": 0.5,
+        "optim.name": "sgd",
+        "optim.layer_decay": 0.9,
+    },
     "patches with a mean": {
         **PATCHES,
         "loss.centering": "ema",

@@ -254,7 +254,7 @@ RESNET |= {"model.arch": "timm:test_resnet"}  # with BatchNorm
 @pytest.mark.parametrize(
     "settings",
     [
-        {"run.precision": "bf16", "data.batch_size": 4, "optim.accumulate": 2},
+        {"run.precision": "bf16", "data.batch_size": 4, "optim.accumulate": 2, "model.patch_drop": 0.5},
         {"run.log_every": 4, "run.eval_every": 1},
         {**ALL_TERMS, "model.drop_path": 0.1},
         {**ROTARY, "model.registers": 2},

@@ -106,7 +106,7 @@ class Finetuning(EpochTraining):
             logits = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
         torch.autograd.backward(loss)
-        norm = optim.clip_gradients([self.model], mode="global", max_norm=config.clip)
+        norm = optim.clip_gradients([list(self.model.parameters())], mode="global", max_norm=config.clip)
         mean, finite = optim.reduce_loss(loss, norm)
         optim.step_if_finite(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
