@@ -71,7 +71,7 @@ with torch.no_grad():
         for output, target in zip(detector.eval()(images), targets, strict=True)
     ]
 detected = torch.cat([(overlap > 0.5).any(1) for overlap in overlaps])
-percent = 100 * detected.float().mean()
+recall = 100 * detected.float().mean()
 print(
-    f"steps: {step}, loss {loss:.2f}; of the regions in 20 other scenes {percent:.0f} % have a box of their class"
+    f"steps: {step}, loss {loss:.2f}; {recall:.0f} % of the regions of other scenes are detected (IoU > 0.5)"
 )
