@@ -72,6 +72,4 @@ with torch.no_grad():
     ]
 detected = torch.cat([(overlap > 0.5).any(1) for overlap in overlaps])
 recall = 100 * detected.float().mean()
-print(
-    f"steps: {step}, loss {loss:.2f}; {recall:.0f} % of the regions of other scenes are detected (IoU > 0.5)"
-)
+print(f"steps: {step}, loss {loss:.2f}; {recall:.0f} % of other regions are detected (IoU > 0.5)")
