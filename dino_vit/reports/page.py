@@ -34,9 +34,7 @@ KNN = (
     "Of the images of the online evaluation, in per cent: the share whose class is predicted, or the mAP of "
     "several labels, or the R² of numbers."
 )
-MIOU = (
-    "Of patches by masks, in per cent: each gets the class that the nearest patches of other images vote for."
-)
+MIOU = "Of patches, in per cent: each gets the class that its neighbours in other images vote for."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
     (

@@ -12,13 +12,8 @@ from dino_vit.training.metrics import Baseline, MetricsRecord
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
-FIGURES = {  # of an evaluation
-    "rankme": "effective rank",
-    "knn": "k-NN",
-    "best_knn": "best k-NN",
-    "probe": "ridge probe",
-    "miou": "mIoU",
-}
+FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN"}
+FIGURES |= {"probe": "ridge probe", "miou": "mIoU"}
 # The figures that a k-NN accuracy is compared with.
 COMPARED = {
     "knn": "before training",

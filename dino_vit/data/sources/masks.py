@@ -115,16 +115,12 @@ def open_masks(
     )
 
 
-def open_watched(spec: str, source: Source) -> tuple[MaskedSource, MaskedSource] | None:
-    """Open the masked images to learn from and to judge by of an opened source; None if it has no masks."""
-    if recognise(spec) is not None:
-        return open_masks(spec, training=True), open_masks(spec)
+def open_watched(spec: str, source: Source) -> MaskedSource | None:
+    """Open a source, which is open already, with its masks; None if it has none."""
     if isinstance(source, MaskedSource):
-        return source, source
-    if is_url(spec) or not is_folder(_beside(spec)):
-        return None
-    masked = open_masks(spec)
-    return masked, masked
+        return source
+    has_masks = recognise(spec) is not None or (not is_url(spec) and is_folder(_beside(spec)))
+    return open_masks(spec) if has_masks else None
 
 
 def _beside(spec: str) -> str:

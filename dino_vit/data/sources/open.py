@@ -122,9 +122,9 @@ def _open_folder(root: str) -> Source:
     from dino_vit.data.sources.published import recognise
 
     if published := recognise(root):
-        text = "%s is %s by its folders: its images are in %s, without labels"
-        log.info(text, root, published.title, published.image_folder)
-        return without_labels(FolderSource(os.path.join(root, published.image_folder)))
+        folder = published.images.partition("/")[0]  # of all splits
+        log.info("%s is %s by its folders: its images are in %s", root, published.title, folder)
+        return without_labels(FolderSource(os.path.join(root, folder)))
     try:
         return FolderSource(root)
     except NoImages as error:

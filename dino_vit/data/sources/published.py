@@ -24,11 +24,6 @@ class PublishedSet(NamedTuple):
         names = filter(None, (self.images, self.masks, self.text))
         return [f"{root}/{name.format(self.splits[not training])}" for name in names]
 
-    @property
-    def image_folder(self) -> str:
-        """The folder of the images of all splits."""
-        return self.images.partition("/")[0]
-
 
 VOC = """background aeroplane bicycle bird boat bottle bus car cat chair cow dining_table dog horse motorbike
     person potted_plant sheep sofa train tv_monitor"""

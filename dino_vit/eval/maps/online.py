@@ -1,7 +1,7 @@
 """Evaluation during training by masks: the mIoU of patches, classified by their neighbours in other images.
 
-A few patches of the centre crops of a few hundred images bound memory and time. As in `dense`, every other
-image is learned from, or the split of a published set that is there for it.
+A few patches of the centre crops of a few hundred images bound memory and time. Every other image is learned
+from, as in `dense`.
 """
 
 import math
@@ -34,34 +34,25 @@ SPEC = FeatureSpec(tokens="patches")
 class OnlineSegmentation:
     """Evaluate the patches of a backbone on the same images each time; all processes get the same figures."""
 
-    def __init__(
-        self, train: MaskedSource, source: MaskedSource, evaluation: OnlineEvaluation, backbone: Backbone
-    ) -> None:
-        self.train, self.source, self.evaluation = train, source, evaluation
+    def __init__(self, source: MaskedSource, evaluation: OnlineEvaluation, backbone: Backbone) -> None:
+        self.source, self.evaluation = source, evaluation
         self.grid = backbone.grid_of(*evaluation.transform.size)
         self.patches = spread(math.prod(self.grid), PATCHES)
-        learned, judged = spread(len(train), IMAGES // 2), spread(len(source), IMAGES // 2)
-        if train is source:
-            learned, judged = (spread(len(source), IMAGES)[first::2] for first in (0, 1))
-        self.learned, self.judged = self._read_classes(train, learned), self._read_classes(source, judged)
+        indices = spread(len(source), IMAGES)
+        self.learned, self.judged = self._read_classes(indices[::2]), self._read_classes(indices[1::2])
         classes, targets = (torch.cat([*part.values()]) for part in (self.learned, self.judged))
         classes = classes[classes < IGNORED]
         if len(torch.unique(classes)) < 2 or (targets == IGNORED).all():
-            raise ValueError(
-                "the patches to learn from must be of two classes or more, and some to judge by of one"
-            )
+            text = "the patches to learn from need two classes, and those to judge by one"
+            raise ValueError(f"{text}; the value {IGNORED} is none")
         guess = classes.mode().values.expand_as(targets)
-        constant = self._measure(guess, [*self.judged.values()]).value
-        self.guesses: dict[str, Any] = {"constant_miou": 100 * constant, "mask_images": len(self.judged)}
-
-    def __str__(self) -> str:
-        judged, learned = plural(len(self.judged), "image"), plural(len(self.learned), "other")
-        return f"the run is evaluated by masks: patches of {judged} are classified by those of {learned}"
+        constant = 100 * self._measure(guess, [*self.judged.values()]).value
+        self.guesses: dict[str, Any] = {"constant_miou": constant, "mask_images": len(self.judged)}
 
     def __call__(self, backbone: Backbone) -> dict[str, Any]:
         """Return the mIoU and its standard error, in per cent."""
-        bank, learned = self._features(backbone, self.train, self.learned)
-        queries, judged = self._features(backbone, self.source, self.judged)
+        bank, learned = self._features(backbone, self.learned)
+        queries, judged = self._features(backbone, self.judged)
         if not (learned and judged and bank.isfinite().all() and queries.isfinite().all()):
             return {"miou": math.nan}
         classes = torch.cat(learned)
@@ -71,24 +62,22 @@ class OnlineSegmentation:
         interval = self._measure(predicted, judged).interval
         return {"miou": interval.percent, "miou_error": (interval.high - interval.low) / (2 * 1.96)}
 
-    def _read_classes(self, source: MaskedSource, indices: Sequence[int]) -> dict[int, Tensor]:
+    def _read_classes(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return the classes of patches by image; name what is left out."""
         classes = dict[int, Tensor]()
         for index in indices:
             try:
-                mask = self.evaluation.transform.place_mask(source.mask(index))
+                mask = self.evaluation.transform.place_mask(self.source.mask(index))
             except UnreadableImage as error:
                 log.warning("left out: %s", error)
             else:
-                of_patches = patch_classes(mask[None], self.grid, len(source.classes)).flatten()
+                of_patches = patch_classes(mask[None], self.grid, len(self.source.classes)).flatten()
                 classes[index] = of_patches[self.patches].long()
         if not classes:
-            raise ValueError("none of the masks can be read")
+            raise ValueError("there are too few masks that can be read")
         return classes
 
-    def _features(
-        self, backbone: Backbone, source: MaskedSource, classes: dict[int, Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _features(self, backbone: Backbone, classes: dict[int, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the features (n, D) of patches, and their classes image by image."""
         transform, autocast = self.evaluation.transform, self.evaluation.autocast
         frozen = FrozenBackbone(model=backbone, transform=transform, autocast=autocast)
@@ -97,7 +86,7 @@ class OnlineSegmentation:
         batches += [[]] * (math.ceil(len(classes) / (world_size() * BATCH)) - len(batches))
         parts = [
             (batch.indices, batch.values[:, self.patches].flatten(0, 1))
-            for batch in frozen.features(source, batches, SPEC)
+            for batch in frozen.features(self.source, batches, SPEC)
         ]
         images, features = (all_gather(torch.cat(part)) for part in zip(*parts, strict=True))
         return features, [classes[image] for image in images.tolist()]
@@ -117,7 +106,9 @@ def open_segmentation(
         masked = open_watched(spec, evaluation.source) if backbone.has_patches else None
         if masked is None:
             return None, []
-        segmentation = OnlineSegmentation(*masked, evaluation, backbone)
+        segmentation = OnlineSegmentation(masked, evaluation, backbone)
     except ValueError as error:
         return None, [f"the run is not evaluated by masks: {error}"]
-    return segmentation, [str(segmentation)]
+    judged, learned = plural(len(segmentation.judged), "image"), plural(len(segmentation.learned), "other")
+    by = f"patches of {judged} are classified by those of {learned}"
+    return segmentation, [f"the run is evaluated by masks: {by}"]

@@ -68,7 +68,10 @@ def test_masks_that_cannot_be_used_are_left_out_or_said(tmp_path, caplog):
     for name in "024":
         Image.new("L", (40, 40), 255).save(tmp_path / f"masks/{name}.png")
     unlike.convert("L").save(tmp_path / "masks/2.png")
-    for reason in ("must be of two classes or more", "no image of .*photos has a mask in"):
+    for reason in (
+        "need two classes, and those to judge by one; the value 255 is none",
+        "no image of .*photos has a mask in",
+    ):
         segmentation, (said,) = opened(spec, source)
         assert segmentation is None
         assert re.search(f"the run is not evaluated by masks: .*{reason}", said)
