@@ -60,7 +60,8 @@ optimizer = torch.optim.AdamW(detector.parameters(), lr=1e-3)
 end, step = time.time() + 60 * options.minutes, 0
 while time.time() < end:
     optimizer.zero_grad()
-    sum(detector(*batch(range(4 * step, 4 * step + 4))).values()).backward()
+    loss = sum(detector(*batch(range(4 * step, 4 * step + 4))).values())
+    loss.backward()
     optimizer.step()
     step += 1
 images, targets = batch(range(19_980, 20_000))
@@ -70,4 +71,5 @@ with torch.no_grad():
         for output, target in zip(detector.eval()(images), targets, strict=True)
     ]
 detected = torch.cat([(overlap > 0.5).any(1) for overlap in overlaps])
-print(f"steps: {step}; {100 * detected.float().mean():.0f} % of the regions of other scenes are detected")
+recall = 100 * detected.float().mean()
+print(f"steps: {step}, loss {loss:.2f}; {recall:.0f} % of other regions are detected (IoU > 0.5)")

@@ -27,8 +27,9 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import digest, write_bytes
 from dino_vit.data.sources.index import cache_folder
-from dino_vit.data.sources.masks import open_masks, recognise
+from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.sources.published import recognise
 from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from dino_vit.commands import Result, format_table
 from dino_vit.config.commands import DenseConfig
 from dino_vit.core.text import plural
-from dino_vit.data.sources.masks import MaskedSource, open_masks, recognise
+from dino_vit.data.sources.masks import MaskedSource, open_masks
+from dino_vit.data.sources.published import recognise
 from dino_vit.eval.accuracy import Interval, Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone

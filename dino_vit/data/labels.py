@@ -256,6 +256,10 @@ class LabelledSource(Subset):
         return self.source.fingerprint
 
 
+def without_labels(source: Source) -> LabelledSource:
+    return LabelledSource(source, number_labels([None] * len(source)))
+
+
 def join_labels(source: Source, path: str | Path) -> LabelledSource:
     """Label items by name from a file, and warn about names without a match."""
     values = values_by_name(source, str(path), LABEL_COLUMNS)

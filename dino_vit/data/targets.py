@@ -29,7 +29,9 @@ class Targets(NamedTuple):
     def __str__(self) -> str:
         images, names = plural(len(self.indices), "image"), brief(", ".join(self.names), 100)
         if self.task == "multiclass":
-            return f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
+            text = f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
+            unlike = len(self.names) > len(self.indices) / 2 and as_number(self.names[0]) is not None
+            return text + "; if these are numbers to predict, use task=regression" * unlike
         if self.task == "regression":
             return f"numbers to predict for each of {images}: {names}"
         mean = self.values.sum() / max(1, len(self.values))

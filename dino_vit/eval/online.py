@@ -113,10 +113,12 @@ class OnlineFigures(NamedTuple):
     knn_answers: str | None = None
     best_knn_answers: str | None = None
     probe_answers: str | None = None
-    # Standard errors in points, where a figure is mAP or R², which no image is right or wrong by.
+    # Standard errors in points, where a figure is mAP, R² or mIoU, which no image is right or wrong by.
     knn_error: float | None = None
     best_knn_error: float | None = None
     probe_error: float | None = None
+    miou: float | None = None  # of patches, by masks
+    miou_error: float | None = None
 
 
 class _Judged(NamedTuple):

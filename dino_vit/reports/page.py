@@ -18,6 +18,7 @@ from dino_vit.views.build import MASKED_VIEWS
 BUCKETS = 300  # the lowest and the highest point of each are kept
 FIGURES = {  # field of a record and its format, by title
     "k-NN": ("knn", "{:.1f} %"),
+    "mIoU": ("miou", "{:.1f} %"),
     "effective rank": ("rankme", "{:.0f}"),
     "entropy gap": ("entropy_gap", "{:.2f}"),
     "loss − ln(prototypes)": ("excess", "{:+.2f}"),
@@ -33,6 +34,7 @@ KNN = (
     "Of the images of the online evaluation, in per cent: the share whose class is predicted, or the mAP of "
     "several labels, or the R² of numbers."
 )
+MIOU = "Of patches, in per cent: each gets the class that its neighbours in other images vote for."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
     (
@@ -109,6 +111,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
     metric = record.baseline.metric.replace("top-1", "accuracy")
+    miou = record.baseline_levels("miou", "constant_miou")
     rank = record.baseline_levels("rankme")
     loss = LOSS if prototypes else IMITATED
     specs: list[tuple[str, str, dict[str, str], dict[str, float], str]] = [
@@ -120,6 +123,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
         (f"k-NN {metric}", KNN, {"k-NN": "knn", "best tokens": "best_knn"}, knn, "%"),
+        ("mIoU", MIOU, {"mIoU": "miou"}, miou, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
     ]

@@ -45,6 +45,7 @@ class RunRecord:
         """Return figures measured before the first step, by the name of what they were measured on."""
         network = "initial weights" if self.config.init else "untrained"
         names = {"raw_pixels": "raw pixels", "largest_class": "largest class", "chance": "chance"}
+        names |= {"constant_miou": "always one class"}
         levels = {names.get(figure, network): finite(getattr(self.baseline, figure)) for figure in figures}
         return {name: level for name, level in levels.items() if level is not None}
 

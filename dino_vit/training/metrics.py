@@ -20,6 +20,8 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Count = Annotated[int, Field(ge=0, le=2**53)]
 # Which images of an evaluation were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
+# The first of these that is measured tells which step was the best.
+DECISIVE = ("knn", "miou", "rankme")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class MetricsRecord:
     knn_error: float | None = None  # standard errors, where these are mAP or R²
     best_knn_error: float | None = None
     probe_error: float | None = None
+    miou: float | None = None  # of patches in per cent, where the step was evaluated and there are masks
+    miou_error: float | None = None
     state: str = ""  # what the records so far say about the run
 
     def to_record(self) -> dict[str, Any]:
@@ -82,7 +86,7 @@ class MetricsRecord:
     def scalars(self) -> dict[str, float]:
         """Return the scalars for trackers, those of an evaluation in a group of their own."""
         record = {name: value for name, value in self.to_record().items() if isinstance(value, int | float)}
-        evaluated = ("knn", "rankme", "best_knn", "probe", "colour", "brightness")
+        evaluated = ("knn", "rankme", "best_knn", "probe", "colour", "brightness", "miou")
         return {f"{'eval' if name in evaluated else 'train'}/{name}": record[name] for name in record}
 
 
@@ -126,6 +130,10 @@ class Baseline:
     knn_error: Number | None = None
     best_knn_error: Number | None = None
     probe_error: Number | None = None
+    miou: Number | None = None
+    miou_error: Number | None = None
+    constant_miou: Number | None = None  # of one class, always guessed
+    mask_images: Count | None = None  # images that mIoU is of
     metric: Literal["top-1", "mAP", "R²"] = "top-1"  # what all accuracies are
     raw_pixels: Number | None = None
     colours: Number | None = None  # a probe that sees nothing else

@@ -1,10 +1,10 @@
-"""What the records of a run show: its accuracies beside those before training, and collapses.
+"""What the records of a run show: its accuracies and mIoU beside those before training, and collapses.
 
 The accuracies with how sure it is that they differ; the collapses by the outputs of the teacher.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dino_vit.eval.accuracy import mcnemar
@@ -12,6 +12,8 @@ from dino_vit.training.metrics import Baseline, MetricsRecord
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
+FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN"}
+FIGURES |= {"probe": "ridge probe", "miou": "mIoU"}
 # The figures that a k-NN accuracy is compared with.
 COMPARED = {
     "knn": "before training",
@@ -40,7 +42,7 @@ class Reading(NamedTuple):
     before: float
     images: int
     answers: tuple[str | None, str | None] = None, None  # which images were right, now and before
-    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP and R²
+    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP, R² and mIoU
 
     @property
     def rise(self) -> float:
@@ -70,14 +72,16 @@ def readings_of(
         ("k-NN", "knn"),
         (f"k-NN by {metrics.best_features}", "best_knn"),
         ("ridge probe", "probe"),
+        ("mIoU", "miou"),
     ):
         now, then = getattr(metrics, field), getattr(before, field)
         if now is not None and then is not None and math.isfinite(now - then):
             answers, errors = (
-                (getattr(metrics, f"{field}_{name}"), getattr(before, f"{field}_{name}"))
+                (getattr(metrics, f"{field}_{name}", None), getattr(before, f"{field}_{name}", None))
                 for name in ("answers", "error")
             )
-            readings.append(Reading(title, now, then, baseline.queries or QUERIES, answers, errors))
+            images = baseline.mask_images if field == "miou" else baseline.queries
+            readings.append(Reading(title, now, then, images or QUERIES, answers, errors))
     return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
 
 
@@ -97,28 +101,29 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str
         return ""
     last, levels, figures = evaluations[-1], baseline.figures(), []
     if last.knn is not None:
-        compared = ", ".join(
-            f"{text} {levels[name]:.1f}" for name, text in COMPARED.items() if name in levels
-        )
         metric = "" if baseline.metric == "top-1" else f" {baseline.metric}"
         knn = f"k-NN{metric} {last.knn:.1f} ± {_margin(last.knn, baseline.queries, last.knn_error):.1f} %"
         # Photos of one place or moment are easy neighbours: on new images the figure may be far lower.
         knn += " among the training images" if baseline.leave_one_out else ""
-        figures.append(f"{knn} ({compared})" if compared else knn)
+        figures.append(knn + _compared(levels, COMPARED))
         if last.best_features not in (None, "CLS") and last.best_knn is not None:
             figures.append(f"{last.best_knn:.1f} % by {last.best_features}")
     if last.probe is not None:
         margin = _margin(last.probe, baseline.queries, last.probe_error)
         probe = f"ridge probe {last.probe:.1f} ± {margin:.1f} %"
-        figures.append(probe + _before(levels, "probe"))
-    figures.append(f"effective rank {last.rankme:.1f}{_before(levels, 'rankme')}")
+        figures.append(probe + _compared(levels, {"probe": "before training"}))
+    if last.miou is not None:
+        compared = _compared(levels, {"miou": "before training", "constant_miou": "always one class"})
+        figures.append(f"mIoU {last.miou:.1f} ± {_margin(last.miou, None, last.miou_error):.1f} %{compared}")
+    figures.append(f"effective rank {last.rankme:.1f}{_compared(levels, {'rankme': 'before training'})}")
     if last.knn is None and last.entropy_gap is not None:
         figures.append(f"entropy gap {last.entropy_gap:.2f}")
     return "; ".join(filter(None, [", ".join(figures), _confidence(readings_of(last, baseline, baseline))]))
 
 
-def _before(levels: dict[str, float], name: str) -> str:
-    return f" (before training {levels[name]:.1f})" if name in levels else ""
+def _compared(levels: Mapping[str, float], texts: Mapping[str, str]) -> str:
+    compared = [f"{text} {levels[name]:.1f}" for name, text in texts.items() if name in levels]
+    return f" ({', '.join(compared)})" if compared else ""
 
 
 def _margin(percent: float, images: int | None, error: float | None) -> float:

@@ -30,14 +30,14 @@ from dino_vit.training.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.training.readings import COMPARED
+from dino_vit.training.readings import COMPARED, FIGURES
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import WAITING_HELP, judge, waits_for_images
 
 FEW_CHOICES = 3  # each gets a line at the start
-TITLES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "probe": "ridge probe"}
-TITLES |= {name: text for name, text in COMPARED.items() if name != "knn"}
+TITLES = FIGURES | {name: text for name, text in COMPARED.items() if name != "knn"}
+TITLES |= {"constant_miou": "mIoU of one class"}
 
 
 class Reporter:

@@ -88,6 +88,11 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     if splits := choose_splits(evaluated):
         use = describe_use(evaluated, *splits, name or config.data.images)
         notes.append(f"{use}; the run learns from all of them, without labels")
+    from dino_vit.eval.maps.online import open_segmentation
+
+    spec = name or config.data.images
+    state.segmentation, said = open_segmentation(spec, state.evaluation, state.teacher.backbone)
+    notes += said
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -24,10 +24,13 @@ from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
-from dino_vit.training.metrics import Baseline, MetricsRecord
+from dino_vit.training.metrics import DECISIVE, Baseline, MetricsRecord
 from dino_vit.training.plan import Plan
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.sampler import sampling_fingerprint
+
+if TYPE_CHECKING:
+    from dino_vit.eval.maps.online import OnlineSegmentation
 
 # What to do about a state that is not finite.
 ADVICE = (
@@ -156,6 +159,7 @@ class TrainingState:
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     evaluation: OnlineEvaluation
+    segmentation: "OnlineSegmentation | None" = None
     checkpoints: Checkpoints
     unreadable: UnreadableImages
     frozen_sha256: str | None = None  # of the teacher of `teacher.weights`
@@ -224,18 +228,22 @@ class TrainingState:
         return None if batch.masks is None else batch.masks.to(self.device)
 
     def evaluate(self) -> OnlineFigures:
-        """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
+        """Evaluate the teacher; update the best result: k-NN by labels, mIoU by masks, otherwise the rank."""
         figures = self._timed_evaluation()
-        figure, value = ("rankme", figures.rankme) if figures.knn is None else ("knn", figures.knn)
+        figure = next(name for name in DECISIVE if getattr(figures, name) is not None)
+        value, best = getattr(figures, figure), self.best
+        best = best if best and best["figure"] == figure else None  # before, mIoU did not decide
         # A NaN is never the best. Rank 0 decides, since figures of others may differ by rounding, and a
         # checkpoint of shards needs all.
-        if broadcast_int(math.isfinite(value) and (self.best is None or value > self.best["value"])):
+        if broadcast_int(math.isfinite(value) and (best is None or value > best["value"])):
             self.best = {"figure": figure, "value": value, "step": self.step}
         return figures
 
     def _timed_evaluation(self) -> OnlineFigures:
         start = time.perf_counter()
         figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
+        if self.segmentation:
+            figures = figures._replace(**self.teacher.with_full_weights(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
         return figures
 
@@ -248,7 +256,8 @@ class TrainingState:
         """Evaluate the network before the first step and, on rank 0, what needs no network."""
         figures = self._timed_evaluation()
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
-        return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}))
+        of_masks = self.segmentation.guesses if self.segmentation else {}
+        return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}), **of_masks)
 
     def start_clock(self) -> None:
         """Begin to count the seconds of this start."""

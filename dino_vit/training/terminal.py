@@ -94,6 +94,7 @@ class RunProgress:
             parts += [] if gap is None else [f"{name} {gap:5.2f}"]
         parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]
         parts += [f"eta {'-' if seconds is None else duration(seconds):>6}", self.diagnosis.state]
-        parts += [] if metrics.knn is None else [f"k-NN {metrics.knn:.1f} %"]
+        for name, figure in (("k-NN", metrics.knn), ("mIoU", metrics.miou)):
+            parts += [] if figure is None else [f"{name} {figure:.1f} %"]
         parts += [] if self.saved_step is None else [f"saved {self.saved_step:,}"]
         return "  ".join(parts)

@@ -1,7 +1,8 @@
 """Say what has come of a run: its state, the figures with how sure they are, and the one thing to try next.
 
-With labels all accuracies decide on the state, without them the effective rank and the entropy gap; the
-README has a table of the states. Advice names a setting, its value and a measured cause (`CAUSES`).
+With labels or masks all accuracies and the mIoU decide on the state, without them the effective rank and the
+entropy gap; the README has a table of the states. Advice names a setting, its value and a measured cause
+(`CAUSES`).
 """
 
 import math
@@ -16,6 +17,7 @@ from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.readings import (
     COLLAPSES,
     FEW_ROWS,
+    FIGURES,
     NONFINITE,
     PATIENCE,
     STUCK_AT_LN,
@@ -124,7 +126,12 @@ class _Run:
 
     @property
     def best(self) -> MetricsRecord:
-        return max(self.evaluations, key=lambda metrics: _or_lowest(metrics.knn))
+        return max(self.evaluations, key=lambda metrics: _or_lowest(getattr(metrics, self.decisive)))
+
+    @property
+    def decisive(self) -> str:
+        """The figure that the best evaluation is chosen by: labels before masks."""
+        return "miou" if self.evaluations[-1].knn is None else "knn"
 
     @property
     def ranks(self) -> list[float]:
@@ -208,7 +215,7 @@ def _judge_accuracies(run: _Run) -> Diagnosis | None:
         return TOO_EARLY if run.is_evaluated_early else WORSE if risen else NO_BETTER
     if False in risen:
         return MIXED
-    since_best = [reading for reading in readings_of(last, run.best, before) if reading.title == "k-NN"]
+    since_best = [each for each in readings_of(last, run.best, before) if each.title == FIGURES[run.decisive]]
     if any(reading.rise < 0 and reading.p < UNLIKELY for reading in since_best):
         return PAST_BEST
     by_neighbours = max(_or_lowest(last.knn), _or_lowest(last.best_knn))  # as that of raw pixels is
@@ -243,7 +250,8 @@ def _too_short(run: _Run, _: Diagnosis) -> str:
 
 def _past_best(run: _Run, _: Diagnosis) -> str:
     best, shorter = run.best, run.length(run.best.step / run.last.total_steps)
-    text = f"k-NN was the best at step {best.step:,} ({best.knn:.1f} %), and its checkpoint is kept"
+    figure, percent = FIGURES[run.decisive], getattr(best, run.decisive)
+    text = f"{figure} was the best at step {best.step:,} ({percent:.1f} %), and its checkpoint is kept"
     return f"Try {shorter}: {text}."
 
 
@@ -283,18 +291,18 @@ def _still_improves(run: _Run, _: Diagnosis) -> str:
     if not run.finished:
         return ""
     longer, history = f"Try {run.length(2)}", run.history
-    has_labels = run.evaluations[-1].knn is not None
-    fields = {"ridge probe": "probe", "k-NN": "knn"} if has_labels else {"effective rank": "rankme"}
-    for title, field in fields.items():
+    last = run.evaluations[-1]
+    measured = [field for field in ("probe", "knn", "miou") if getattr(last, field) is not None]
+    for field in measured or ["rankme"]:
         values = [_or_lowest(getattr(metrics, field)) for metrics in run.evaluations]
         middle, latest = values[(len(values) - 1) // 2], values[-1]
         if len(values) >= ENOUGH and latest - middle >= RISES and latest == max(values):
-            return f"{longer}: the {title} still rises ({middle:.1f} halfway, {latest:.1f} now)."
+            return f"{longer}: the {FIGURES[field]} still rises ({middle:.1f} halfway, {latest:.1f} now)."
     third = max(1, len(history) // 3)
     parts = history[-2 * third : -third], history[-third:]
-    before, last = (sum(metrics.loss for metrics in part) / third for part in parts)
-    if last < (1 - FALLS) * before:
-        return f"{longer}: the loss still falls ({before:.2f}, and {last:.2f} in the last third)."
+    before, latest = (sum(metrics.loss for metrics in part) / third for part in parts)
+    if latest < (1 - FALLS) * before:
+        return f"{longer}: the loss still falls ({before:.2f}, and {latest:.2f} in the last third)."
     return ""
 
 

@@ -87,6 +87,13 @@ def test_a_task_reads_labels_otherwise_than_they_look(read):
         read("a.png,30\nb.png,old\n", task="regression")
 
 
+def test_numbers_that_look_like_classes_are_pointed_out(read):
+    """Years, and measurements of which one is a word."""
+    for text in ("a.png,1990\nb.png,1991\nc.png,1992\n", "a.png,0.5\nb.png,1.5\nc.png,unknown\n"):
+        assert str(read(text)).endswith("; if these are numbers to predict, use task=regression")
+    assert "regression" not in str(read("a.png,1\nb.png,1\nc.png,2\nd.png,2\n"))
+
+
 def test_lists_are_several_labels(read, tmp_path):
     labels = {"a.png": ["sky", "sea"], "b.png": [], "c.png": ["sky"], "d.png": None}
     targets = read(json.dumps(labels), "labels.json")

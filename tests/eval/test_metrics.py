@@ -11,6 +11,7 @@ from sklearn.metrics import (
     r2_score,
     roc_auc_score,
 )
+from torchmetrics.functional.classification import multilabel_average_precision
 
 from dino_vit.eval.metrics import auroc, average_precision, correlation, estimates, f1, mae, measure, r2
 
@@ -39,6 +40,12 @@ def test_metrics_are_those_of_scikit_learn(metric, peer, outputs, targets):
     for weights, of_weights in zip(WEIGHTS, figures, strict=True):
         expected = [peer(targets[:, c], outputs[:, c], sample_weight=weights) for c in range(len(of_weights))]
         assert of_weights.numpy() == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_map_of_labels_is_that_of_torchmetrics():
+    scores, true = torch.from_numpy(SCORES), torch.from_numpy(TRUE)
+    measured = measure("multilabel", np.arange(N), scores, true)[0]
+    assert measured.value == pytest.approx(multilabel_average_precision(scores, true.long(), 3).item())
 
 
 def test_correlation_is_pearson_s():

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from dino_vit.core.distributed import end_processes
 from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
@@ -211,6 +212,7 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
         OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
         for length in (101, 2)
     ]
+    expected.append(_segmentation(model)(model).values())
     mp.spawn(_evaluate, args=(f"file://{tmp_path / 'rendezvous'}", model.state_dict()), nprocs=2)
     for number in range(2):
         figures = torch.load(tmp_path / f"rendezvous{number}")
@@ -218,6 +220,12 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
             for value, expected_value in zip(of_group, alone, strict=True):
                 number = isinstance(value, float)
                 assert value == (pytest.approx(expected_value, rel=1e-4) if number else expected_value)
+
+
+def _segmentation(model):
+    """Of 33 images to learn from the first process takes one batch, the second two."""
+    evaluation = OnlineEvaluation(source=SceneSource(length=65, size=40), **SETTINGS, seed=0)
+    return open_segmentation("synthetic:scenes", evaluation, model)[0]
 
 
 def _evaluate(number, rendezvous, weights):
@@ -229,6 +237,7 @@ def _evaluate(number, rendezvous, weights):
             OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
             for length in (101, 2)
         ]
+        figures.append(_segmentation(model)(model).values())
     finally:
         end_processes()
     torch.save([tuple(one) for one in figures], f"{rendezvous.removeprefix('file://')}{number}")

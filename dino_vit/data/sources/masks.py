@@ -3,7 +3,7 @@
 import io
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
 from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.files import exists, is_folder, plain, read_file
+from dino_vit.data.sources.files import exists, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.published import PUBLISHED, PublishedSet, recognise
 from dino_vit.data.sources.source import Source, Subset
 
 INDEXED = ("P", "L", "1")  # Pillow's names for a palette, grey and black and white
@@ -24,62 +25,6 @@ _PNG_BITS = 24  # place of the byte that says how many bits a value has
 _ORIENTATION = 274  # EXIF's tag
 
 Table = NDArray[np.signedinteger[Any]]
-
-
-class PublishedSet(NamedTuple):
-    """A published set of images with masks, as it is unpacked; `{}` in a path is the name of a split."""
-
-    title: str
-    splits: tuple[str, str]  # to learn from, and to judge by
-    images: str
-    masks: str
-    values: Sequence[int]  # of the classes in masks, in their order
-    ignored: Iterable[int]  # other values that masks may have
-    classes: Sequence[str] = ()
-    text: str = ""  # file of the names of a split or, without `classes`, table of those of classes
-    suffixes: tuple[str, str] = ("", "")  # of the stems of an image and its mask
-
-    def paths(self, root: str, *, training: bool) -> list[str]:
-        """Return what a folder must contain: images, masks, and the text file if there is one."""
-        names = filter(None, (self.images, self.masks, self.text))
-        return [f"{root}/{name.format(self.splits[not training])}" for name in names]
-
-
-VOC = """background aeroplane bicycle bird boat bottle bus car cat chair cow dining_table dog horse motorbike
-    person potted_plant sheep sofa train tv_monitor"""
-CITYSCAPES = """road sidewalk building wall fence pole traffic_light traffic_sign vegetation terrain sky
-    person rider car truck bus train motorcycle bicycle"""
-PUBLISHED = (
-    PublishedSet(
-        title="Pascal VOC",
-        splits=("train", "val"),
-        images="JPEGImages",
-        masks="SegmentationClass",
-        text="ImageSets/Segmentation/{}.txt",
-        values=range(21),
-        ignored=(255,),
-        classes=VOC.split(),
-    ),
-    PublishedSet(
-        title="ADE20k",
-        splits=("training", "validation"),
-        images="images/{}",
-        masks="annotations/{}",
-        text="objectInfo150.txt",
-        values=range(1, 151),
-        ignored=(0,),
-    ),
-    PublishedSet(
-        title="Cityscapes",
-        splits=("train", "val"),
-        images="leftImg8bit/{}",
-        masks="gtFine/{}",
-        suffixes=("_leftImg8bit", "_gtFine_labelIds"),
-        values=(7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33),
-        ignored=(*range(7), 9, 10, 14, 15, 16, 18, 29, 30, 34, 255),
-        classes=CITYSCAPES.split(),
-    ),
-)
 
 
 @runtime_checkable
@@ -150,7 +95,7 @@ def open_masks(
         if masks or class_names or ignore_value != IGNORED:
             raise ValueError(f"{spec} has masks of its own: leave out masks, class_names and ignore_value")
         return source
-    beside = f"{plain(spec).rstrip('/').rpartition('/')[0] or '.'}/masks"
+    beside = _beside(spec)
     if masks is None and not is_folder(beside):
         expected = "; ".join(
             f"{each.title}: {', '.join(each.paths('FOLDER', training=False))}" for each in PUBLISHED
@@ -170,6 +115,18 @@ def open_masks(
     )
 
 
+def open_watched(spec: str, source: Source) -> MaskedSource | None:
+    """Open a source, which is open already, with its masks; None if it has none."""
+    if isinstance(source, MaskedSource):
+        return source
+    has_masks = recognise(spec) is not None or (not is_url(spec) and is_folder(_beside(spec)))
+    return open_masks(spec) if has_masks else None
+
+
+def _beside(spec: str) -> str:
+    return f"{plain(spec).rstrip('/').rpartition('/')[0] or '.'}/masks"
+
+
 def _pairs(
     source: Source, folder: Source, spec: str, of_masks: str, suffixes: tuple[str, str] = ("", "")
 ) -> tuple[Subset, Subset]:
@@ -187,13 +144,6 @@ def _pairs(
         text = "left out: %s of %s without a mask in %s"
         log.info(text, plural(len(source) - len(with_mask), "image"), spec, of_masks)
     return Subset(source, with_mask), Subset(folder, [masks_by_stem[stems[index]] for index in with_mask])
-
-
-def recognise(spec: str) -> PublishedSet | None:
-    """Return which published set a folder is, by what is in it; None for any other source."""
-    root = plain(spec).rstrip("/")
-    sets = (each for each in PUBLISHED if all(map(exists, each.paths(root, training=False))))
-    return next(sets, None) if is_folder(root) else None
 
 
 def _open_published(spec: str, published: PublishedSet, training: bool) -> FilesWithMasks:

@@ -14,7 +14,7 @@ from dino_vit.config.objects import is_object
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable, progress
-from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries
+from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries, without_labels
 from dino_vit.data.sources.files import (
     exists,
     file_signatures,
@@ -33,8 +33,7 @@ __all__ = ["FolderSource", "Source", "open_source"]
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
     "uncompressed tar shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet, .npy or "
-    ".npz file, "
-    "hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
+    ".npz file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
 ARCHIVE_SUFFIXES = (".tar", ".zip")
 CONTAINERS = (*ARCHIVE_SUFFIXES, ".parquet")
@@ -103,7 +102,13 @@ def _open_synthetic(spec: str) -> Source:
 
 
 def _open_folder(root: str) -> Source:
-    """Open a folder of images, or of archives if they are clearly one set."""
+    """Open a folder of images, of archives if they are clearly one set, or of a published set with masks."""
+    from dino_vit.data.sources.published import recognise
+
+    if published := recognise(root):
+        folder = published.images.partition("/")[0]  # of all splits
+        log.info("%s is %s by its folders: its images are in %s", root, published.title, folder)
+        return without_labels(FolderSource(os.path.join(root, folder)))
     try:
         return FolderSource(root)
     except NoImages as error:
@@ -166,8 +171,7 @@ def archive_files(spec: str) -> tuple[str, list[str]]:
 
 def expand(pattern: str) -> list[str]:
     """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
-    matches: set[str] = set()
-    missing: list[str] = []
+    matches, missing = set[str](), list[str]()
     for path in expand_braces(pattern):
         if glob.has_magic(path) and is_url(path):
             paths = remotely(path, lambda system, inner: map(system.unstrip_protocol, system.glob(inner)))

@@ -7,15 +7,10 @@ An image is judged by windows two thirds of a side apart, whose scores are avera
 mIoU is that of all pixels of all images. As published: crops of 512 pixels (518 with patches of 14) and
 40,000 steps. Not done here: distorted colours, and avoiding crops that one class fills.
 
-Published mIoU in %, of the last block:
-                          ADE20k  Cityscapes  Pascal VOC
-    DINO ViT-B/8            31.8        56.9        66.4
-    iBOT ViT-L/16           44.6        64.8        82.3
-    DINOv2 ViT-S/14         44.3        66.6        81.1
-    DINOv2 ViT-B/14         47.3        69.4        82.5
-    DINOv2 ViT-L/14         47.7        70.3        82.1
-    DINOv2 ViT-g/14         49.0        71.3        83.0
-    DINOv3 ViT-L/16         54.9
+DINOv2 publishes these mIoU in %, by a linear head on the last block, without scales (its column "lin."):
+                     ADE20k  Cityscapes  Pascal VOC
+    ViT-S/14           44.3        66.6        81.1
+    ViT-g/14           49.0        71.3        83.0
 
 n images or windows, (H, W) pixels, (h, w) patches, D channels, C classes
 """

@@ -1,0 +1,114 @@
+"""Evaluation during training by masks: the mIoU of patches, classified by their neighbours in other images.
+
+A few patches of the centre crops of a few hundred images bound memory and time. Every other image is learned
+from, as in `dense`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dino_vit.config.commands import IGNORED
+from dino_vit.core import log
+from dino_vit.core.distributed import all_gather, rank_slice, world_size
+from dino_vit.core.text import plural
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.masks import MaskedSource, open_watched
+from dino_vit.data.sources.source import spread
+from dino_vit.eval.accuracy import Measured, of_sums
+from dino_vit.eval.features import FrozenBackbone, in_batches
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
+from dino_vit.eval.online import NEIGHBOURS, OnlineEvaluation
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.tokens import FeatureSpec
+
+IMAGES, PATCHES, BATCH = 400, 50, 16  # in all, of an image, images in memory at a time
+SPEC = FeatureSpec(tokens="patches")
+
+
+class OnlineSegmentation:
+    """Evaluate the patches of a backbone on the same images each time; all processes get the same figures."""
+
+    def __init__(self, source: MaskedSource, evaluation: OnlineEvaluation, backbone: Backbone) -> None:
+        self.source, self.evaluation = source, evaluation
+        self.grid = backbone.grid_of(*evaluation.transform.size)
+        self.patches = spread(math.prod(self.grid), PATCHES)
+        indices = spread(len(source), IMAGES)
+        self.learned, self.judged = self._read_classes(indices[::2]), self._read_classes(indices[1::2])
+        classes, targets = (torch.cat([*part.values()]) for part in (self.learned, self.judged))
+        classes = classes[classes < IGNORED]
+        if len(torch.unique(classes)) < 2 or (targets == IGNORED).all():
+            text = "the patches to learn from need two classes, and those to judge by one"
+            raise ValueError(f"{text}; the value {IGNORED} is none")
+        guess = classes.mode().values.expand_as(targets)
+        constant = 100 * self._measure(guess, [*self.judged.values()]).value
+        self.guesses: dict[str, Any] = {"constant_miou": constant, "mask_images": len(self.judged)}
+
+    def __call__(self, backbone: Backbone) -> dict[str, Any]:
+        """Return the mIoU and its standard error, in per cent."""
+        bank, learned = self._features(backbone, self.learned)
+        queries, judged = self._features(backbone, self.judged)
+        if not (learned and judged and bank.isfinite().all() and queries.isfinite().all()):
+            return {"miou": math.nan}
+        classes = torch.cat(learned)
+        bank, classes = bank[(classes < IGNORED).to(bank.device)], classes[classes < IGNORED]
+        k = min(NEIGHBOURS, len(bank))
+        predicted = weighted_knn(bank, classes, queries, k=[k])[k][:, 0].cpu()
+        interval = self._measure(predicted, judged).interval
+        return {"miou": interval.percent, "miou_error": (interval.high - interval.low) / (2 * 1.96)}
+
+    def _read_classes(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Return the classes of patches by image; name what is left out."""
+        classes = dict[int, Tensor]()
+        for index in indices:
+            try:
+                mask = self.evaluation.transform.place_mask(self.source.mask(index))
+            except UnreadableImage as error:
+                log.warning("left out: %s", error)
+            else:
+                of_patches = patch_classes(mask[None], self.grid, len(self.source.classes)).flatten()
+                classes[index] = of_patches[self.patches].long()
+        if not classes:
+            raise ValueError("there are too few masks that can be read")
+        return classes
+
+    def _features(self, backbone: Backbone, classes: dict[int, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the features (n, D) of patches, and their classes image by image."""
+        transform, autocast = self.evaluation.transform, self.evaluation.autocast
+        frozen = FrozenBackbone(model=backbone, transform=transform, autocast=autocast)
+        batches = list(in_batches(rank_slice([*classes]), BATCH))
+        # As many passes in every process: for each, all of them gather sharded weights.
+        batches += [[]] * (math.ceil(len(classes) / (world_size() * BATCH)) - len(batches))
+        parts = [
+            (batch.indices, batch.values[:, self.patches].flatten(0, 1))
+            for batch in frozen.features(self.source, batches, SPEC)
+        ]
+        images, features = (all_gather(torch.cat(part)) for part in zip(*parts, strict=True))
+        return features, [classes[image] for image in images.tolist()]
+
+    def _measure(self, predicted: Tensor, classes: Sequence[Tensor]) -> Measured:
+        of_images = zip(torch.split(predicted, len(self.patches)), classes, strict=True)
+        counts = torch.stack([count_pixels(*of_image, len(self.source.classes)) for of_image in of_images])
+        images, figure = np.arange(len(counts)), of_sums(mean_iou)
+        return Measured(title="mIoU", images=images, parts=counts.unbind(1), figure=figure)
+
+
+def open_segmentation(
+    spec: str, evaluation: OnlineEvaluation, backbone: Backbone
+) -> tuple[OnlineSegmentation | None, list[str]]:
+    """Return the evaluation by the masks of a source, if it has some, and what is to be said of it."""
+    try:
+        masked = open_watched(spec, evaluation.source) if backbone.has_patches else None
+        if masked is None:
+            return None, []
+        segmentation = OnlineSegmentation(masked, evaluation, backbone)
+    except ValueError as error:
+        return None, [f"the run is not evaluated by masks: {error}"]
+    judged, learned = plural(len(segmentation.judged), "image"), plural(len(segmentation.learned), "other")
+    by = f"patches of {judged} are classified by those of {learned}"
+    return segmentation, [f"the run is evaluated by masks: {by}"]

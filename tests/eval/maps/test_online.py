@@ -1,0 +1,82 @@
+"""The mIoU of a run is that of a loop over patches, and masks that cannot be used end no run."""
+
+import re
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.metrics import jaccard_score
+
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.eval.maps.online import open_segmentation
+from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.views.eval_transform import EvalTransform
+from tests.support.backbones import backbone
+from tests.support.naive import ranked_classes
+
+TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
+SCENES = SceneSource(length=21, size=40)
+
+
+def opened(spec, source, model=None):
+    evaluation = OnlineEvaluation(source=source, transform=TRANSFORM, seed=0)
+    return open_segmentation(spec, evaluation, model or backbone())
+
+
+def test_patches_of_every_other_image_are_told_by_those_of_the_others():
+    model = backbone()
+    segmentation, said = opened("synthetic:scenes", SCENES, model)
+    assert said == [
+        "the run is evaluated by masks: patches of 10 images are classified by those of 11 others"
+    ]
+    features, classes = [], []
+    for index in range(21):
+        image = (TRANSFORM.read(SCENES, index) / 255 - 0.5) / 0.25
+        with torch.no_grad():
+            features.append(F.normalize(model.forward_features(image[None])[0, 1:], dim=1))
+        mask = TRANSFORM.place_mask(SCENES.mask(index))
+        cells = (mask[8 * y : 8 * y + 8, 8 * x : 8 * x + 8] for y in range(4) for x in range(4))
+        classes.append([int(cell.flatten().bincount().argmax()) for cell in cells])
+    bank, labels = torch.cat(features[::2]), [label for each in classes[::2] for label in each]
+    cosines = torch.cat(features[1::2]) @ bank.T
+    predicted = [ranked_classes(row.tolist(), labels, 20)[0] for row in cosines]
+    true = [label for each in classes[1::2] for label in each]
+    figures = segmentation(model)
+    assert figures["miou"] == pytest.approx(100 * jaccard_score(true, predicted, average="macro"))
+    assert 1 < figures["miou_error"] < 10
+    constant = [max(set(labels), key=labels.count)] * len(true)
+    expected = 100 * jaccard_score(true, constant, average="macro", zero_division=0)
+    assert segmentation.guesses == {"constant_miou": pytest.approx(expected), "mask_images": 10}
+
+
+def test_masks_that_cannot_be_used_are_left_out_or_said(tmp_path, caplog):
+    for folder in ("photos", "masks"):
+        (tmp_path / folder).mkdir()
+    for index in range(6):
+        image, mask = SCENES.read(index).permute(1, 2, 0).numpy(), SCENES.mask(index).numpy()
+        Image.fromarray(image).save(tmp_path / f"photos/{index}.png")
+        Image.fromarray(mask).save(tmp_path / f"masks/{index}.png")
+    spec, unlike = str(tmp_path / "photos"), Image.new("RGB", (40, 40))
+    source = open_source(spec)
+    unlike.save(tmp_path / "masks/0.png")
+    segmentation, _ = opened(spec, source)
+    assert (len(segmentation.learned), len(segmentation.judged)) == (2, 3)
+    assert "left out: 0.png: the mask cannot be read" in caplog.text
+    for name in "024":
+        Image.new("L", (40, 40), 255).save(tmp_path / f"masks/{name}.png")
+    unlike.convert("L").save(tmp_path / "masks/2.png")
+    for reason in (
+        "need two classes, and those to judge by one; the value 255 is none",
+        "no image of .*photos has a mask in",
+    ):
+        segmentation, (said,) = opened(spec, source)
+        assert segmentation is None
+        assert re.search(f"the run is not evaluated by masks: .*{reason}", said)
+        shutil.rmtree(tmp_path / "masks")
+        (tmp_path / "masks").mkdir()
+        unlike.save(tmp_path / "masks/of_another.png")
+    shutil.rmtree(tmp_path / "masks")
+    assert opened(spec, source) == (None, [])
