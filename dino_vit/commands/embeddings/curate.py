@@ -5,36 +5,36 @@ are clustered, then the centroids, and so on. Each level clusters again only wha
 so that these spread over all kinds of images and not over the frequent ones.
 """
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from pyarrow.csv import write_csv
 
 from dino_vit.commands import Result, format_table
 from dino_vit.commands.embeddings.duplicates import BLANK, find_duplicates
 from dino_vit.config.commands import CurateConfig
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import Advance, plural, progress
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import FAISS, nearest, unit
-from dino_vit.eval.maps.pictures import draw_sheet, shorten
+from dino_vit.eval.maps.pictures import draw_sheet
 from dino_vit.eval.results import write_results
 from dino_vit.views.sampler import describe_sampling
 
 # As published: points in a cluster of each level, iterations of k-means, how often a level clusters again.
 POINTS_IN_CLUSTER, ITERATIONS, RESAMPLINGS = (74, 20, 10, 5), 50, 10
 CLUSTERS_SHOWN, IMAGES_SHOWN = 12, 8  # on the sheet
-_BLOCK, _TRAINED = 2**14, 2**29  # points that are assigned at a time; numbers that k-means takes at most
+_BLOCK = 2**14  # points that are assigned at a time
 Indices = NDArray[np.int64]
-Tree = Sequence[Indices]  # the cluster of each image, the cluster of each of these clusters, ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,8 @@ class CurateResult(Result):
     """How often to draw each image."""
 
     names: list[str] = field(repr=False)
-    weights: Array = field(repr=False)  # 1 on average; with keep=, 1 for the images to keep and 0 for others
+    weights: Array = field(repr=False)  # their sum is the number of images to draw from
     path: Path | None  # of the file for data.weights, if there is an output
-    sheet: Path | None
 
 
 def run(config: CurateConfig) -> CurateResult:
@@ -55,38 +54,33 @@ def run(config: CurateConfig) -> CurateResult:
     if not FAISS:
         raise ValueError("curate needs FAISS, which is not installed, or cannot run beside PyTorch (macOS)")
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
-    names, random = list(embeddings.names), np.random.default_rng(config.seed)
-    rows = candidates(embeddings, config, device)
+    rows = choose_candidates(embeddings, config, device)
     if config.keep and config.keep > len(rows):
         raise ValueError(f"keep={config.keep} is more than the {plural(len(rows), 'image')} to choose from")
-    tree = cluster(
-        embeddings.values[rows], config.clusters or default_clusters(len(rows)), config.seed, device
-    )
-    weights = choose(tree, config.keep, random) if config.keep else share_alike(tree) * len(rows)
-    levels = describe_levels(tree, weights)
-    sheet = output and output.with_suffix(".png")
-    if output and sheet:
-        write_bytes(sheet, draw_clusters(embeddings, rows, weights, flat_clusters(tree)[-1], random))
-    if embeddings.metadata["source"].get("unreadable"):  # a training draws from all images of the source
+    sizes = config.clusters or default_clusters(len(rows))
+    levels = cluster(embeddings.values[rows], sizes, config.seed, device)
+    random = np.random.default_rng(config.seed)
+    of_rows = choose(levels, config.keep, random) if config.keep else share_alike(levels) * len(rows)
+    names = list(embeddings.names)
+    if embeddings.metadata["source"].get("unreadable"):  # a weight file names all images
         source = open_source(embeddings.metadata["source"]["spec"])
         names += [source.name(index) for index in set(range(len(source))).difference(embeddings.indices)]
-    everything = np.zeros(len(names))
-    everything[rows] = weights
-    table = format_table(list(levels[0]), [list(map(str, level.values())) for level in levels])
-    lines = [
-        f"{len(rows):,} of {plural(len(names), 'image')} to draw from",
-        table,
-        describe_sampling(everything),
-    ]
+    weights = np.zeros(len(names))
+    weights[rows] = of_rows
+    content = {"images": len(names), "candidates": len(rows), "levels": describe(levels, of_rows)}
+    cells = [list(map(str, level.values())) for level in content["levels"]]
+    lines = [f"{len(rows):,} of {plural(len(names), 'image')} to draw from"]
+    lines += [format_table(list(content["levels"][0]), cells), describe_sampling(weights)]
     if output:
-        write_weights(output, names, everything)
-        facts = {"images": len(names), "candidates": len(rows), "levels": levels}
-        write_results(output.with_suffix(".json"), {"settings": config.model_dump(), **facts})
-        lines.append(f"{output}: for dino-vit pretrain ... data.weights={output}; {sheet}: what it draws")
-    return CurateResult(names=names, weights=everything, path=output, sheet=sheet, text="\n".join(lines))
+        with replacing(output) as partial, partial.open("wb") as file:
+            write_csv(pa.table({"name": names, "weight": weights}), file)
+        write_results(output.with_suffix(".json"), {"settings": config.model_dump(), **content})
+        write_bytes(output.with_suffix(".png"), draw_clusters(embeddings, rows, of_rows, levels[-1], random))
+        lines.append(f"{output}: for `pretrain` with data.weights={output}; beside it a sheet of clusters")
+    return CurateResult(names=names, weights=weights, path=output, text="\n".join(lines))
 
 
-def candidates(embeddings: Embeddings, config: CurateConfig, device: torch.device) -> Indices:
+def choose_candidates(embeddings: Embeddings, config: CurateConfig, device: torch.device) -> Indices:
     """Return the rows of images that are no copies of earlier ones, and near an example if there are any."""
     kept = np.ones(len(embeddings.names), dtype=bool)
     if config.threshold is not None:
@@ -96,47 +90,44 @@ def candidates(embeddings: Embeddings, config: CurateConfig, device: torch.devic
     if config.like is None:
         return rows
     examples = read_image_embeddings(config.like)
-    for key in ("weights", "tokens", "transform"):
-        theirs, ours = (each.metadata[key] for each in (examples, embeddings))
-        if theirs != ours and (key != "weights" or theirs["sha256"] != ours["sha256"]):
-            text = f"like={config.like} and {config.embeddings} were embedded with different {key}"
-            raise ValueError(f"{text}; embed both with the same")
+    facts = [each.metadata for each in (embeddings, examples)]
+    ours, theirs = ((fact["weights"]["sha256"], fact["tokens"], fact["transform"]) for fact in facts)
+    if ours != theirs:
+        text = f"like={config.like} was embedded with other weights or settings than {config.embeddings}"
+        raise ValueError(f"{text}; embed both alike")
     queries = torch.as_tensor(examples.values, device=device)
     return rows[np.unique(nearest(embeddings.values[rows], queries, k=config.k)[1].cpu().numpy())]
 
 
 def default_clusters(images: int) -> list[int]:
-    """Return the clusters of each level, whose sizes are those published as long as there are several."""
+    """Return how many clusters each level has, as published as long as there are several."""
     first, *others = np.cumprod(POINTS_IN_CLUSTER).tolist()
     return [max(2, images // first), *(images // size for size in others if images >= 2 * size)]
 
 
-def cluster(values: Array, sizes: Sequence[int], seed: int, device: torch.device) -> Tree:
-    """Cluster images, then the centroids, and so on."""
-    tree, points = list[Indices](), values
+def cluster(values: Array, sizes: Sequence[int], seed: int, device: torch.device) -> list[Indices]:
+    """Cluster images, then the centroids, and so on; return the cluster of each image at each level."""
+    points, levels = unit(torch.as_tensor(values)).numpy(), list[Indices]()
     with progress("Iterations of k-means", len(sizes) * (1 + RESAMPLINGS) * ITERATIONS) as advance:
         for clusters in sizes:
             few = len(points) // (2 * clusters)  # half of a cluster, as published
             centroids = kmeans(points, clusters, seed, advance)
             for again in range(RESAMPLINGS if few > 1 else 0):
-                closest = closest_points(*assign(points, centroids, device), few)
-                centroids = kmeans(points[closest], clusters, seed + 1 + again, advance)
+                assigned, cosines = assign(points, centroids, device)
+                closest = points[place_in_cluster(assigned, -cosines) < few]
+                centroids = kmeans(closest, clusters, seed + 1 + again, advance)
             used, assigned = np.unique(assign(points, centroids, device)[0], return_inverse=True)
-            tree.append(assigned)
+            levels.append(assigned[levels[-1]] if levels else assigned)
             points = centroids[used]
-    return tree
+    return levels
 
 
 def kmeans(points: Array, clusters: int, seed: int, advance: Advance) -> Array:
-    """Return centroids by cosine, of length 1."""
+    """Return centroids by cosine; points and centroids have length 1."""
     import faiss
 
-    most = max(_TRAINED // points.shape[1], clusters)
-    if len(points) > most:
-        points = points[np.random.default_rng(seed).choice(len(points), most, replace=False)]
-    points = unit(torch.as_tensor(points)).numpy()
-    limits = {"min_points_per_centroid": 1, "max_points_per_centroid": len(points)}
-    options = {"niter": 1, "spherical": True, "gpu": faiss.get_num_gpus(), "seed": seed, **limits}
+    options = {"niter": 1, "spherical": True, "gpu": faiss.get_num_gpus(), "min_points_per_centroid": 1}
+    options |= {"init_method": faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS, "seed": seed}
     clustering = faiss.Kmeans(points.shape[1], min(clusters, len(points)), **options)
     for _ in range(ITERATIONS):
         clustering.train(points, init_centroids=clustering.centroids)
@@ -152,92 +143,52 @@ def assign(points: Array, centroids: Array, device: torch.device) -> tuple[Indic
     return torch.cat(rows)[:, 0].cpu().numpy(), torch.cat(cosines)[:, 0].cpu().numpy()
 
 
-def closest_points(assigned: Indices, cosines: Array, count: int) -> Indices:
-    """Return the points of each cluster that are closest to its centroid, at most so many."""
-    order = np.lexsort((-cosines, assigned))
-    starts = np.searchsorted(assigned[order], assigned[order])  # where the cluster of each begins
-    return order[np.arange(len(order)) - starts < count]
+def place_in_cluster(assigned: Indices, *keys: Array) -> Indices:
+    """Return the place of each item among those of its cluster, by the last key first, as np.lexsort."""
+    order, places = np.lexsort((*keys, assigned)), np.empty_like(assigned)
+    places[order] = np.arange(len(order)) - np.searchsorted(assigned[order], assigned[order])
+    return places
 
 
-def flat_clusters(tree: Tree) -> Tree:
-    """Return the cluster of each image at each level."""
-    flat = [tree[0]]
-    for assigned in tree[1:]:
-        flat.append(assigned[flat[-1]])
-    return flat
+def share_alike(levels: Sequence[Indices]) -> Array:
+    """Return the share of each image: the clusters in a cluster have equal shares, at each level."""
+    shares = np.ones(len(levels[0]))
+    for assigned in (*levels, np.zeros_like(levels[0])):
+        shares /= np.bincount(assigned, shares)[assigned]  # those of a cluster below add up to 1
+    return shares
 
 
-def share_alike(tree: Tree) -> Array:
-    """Return the share of each image: in each cluster, those of a level below have equal shares."""
-    share = np.ones(1)
-    for assigned in [*tree, np.zeros(tree[-1].max() + 1, dtype=np.int64)][::-1]:
-        share = (share / np.bincount(assigned))[assigned]
-    return share
+def choose(levels: Sequence[Indices], keep: int, random: np.random.Generator) -> Array:
+    """Return 1 for the images to keep: each cluster takes from those in it in turn, as long as they last."""
+    chance = random.permutation(len(levels[0]))
+    places = chance
+    for assigned in (*levels, np.zeros_like(levels[0])):
+        places = place_in_cluster(assigned, chance, places)
+    return (places < keep).astype(float)
 
 
-def choose(tree: Tree, keep: int, random: np.random.Generator) -> Array:
-    """Return 1 for the images to keep and 0 for others: clusters keep equally many as far as they can."""
-    chosen, flat = (
-        np.zeros(len(tree[0])),
-        [*flat_clusters(tree), np.zeros(len(tree[0]), dtype=np.int64)][::-1],
-    )
-
-    def divide(members: Indices, depth: int, total: int) -> None:
-        if depth == len(flat):
-            chosen[random.choice(members, total, replace=False)] = 1
-            return
-        _, inverse, sizes = np.unique(flat[depth][members], return_inverse=True, return_counts=True)
-        parts = np.zeros_like(sizes)
-        while (rest := total - parts.sum()) > 0:
-            open_parts = random.permutation(np.flatnonzero(parts < sizes))
-            parts[open_parts[:rest]] += np.minimum(
-                max(rest // len(open_parts), 1), (sizes - parts)[open_parts[:rest]]
-            )
-        order = np.argsort(inverse, kind="stable")
-        for part, of_cluster in zip(
-            parts.tolist(), np.split(members[order], np.cumsum(sizes)[:-1]), strict=True
-        ):
-            if part:
-                divide(of_cluster, depth + 1, part)
-
-    divide(np.arange(len(tree[0])), 0, keep)
-    return chosen
-
-
-def describe_levels(tree: Tree, weights: Array) -> list[dict[str, Any]]:
+def describe(levels: Sequence[Indices], weights: Array) -> list[dict[str, Any]]:
     """Return the sizes of the clusters of each level, and how often the largest is drawn."""
-    levels = []
-    for number, assigned in enumerate(flat_clusters(tree), 1):
+    table = []
+    for number, assigned in enumerate(levels, 1):
         counts = np.bincount(assigned)
-        drawn = weights[assigned == counts.argmax()].sum() / weights.sum()
-        sizes = {
-            "smallest": int(counts.min()),
-            "median": int(np.median(counts)),
-            "largest": int(counts.max()),
-        }
-        levels.append({"level": number, "clusters": len(counts), **sizes, "drawn from it": f"{drawn:.1%}"})
-    return levels
+        smallest, median, largest = np.percentile(counts, [0, 50, 100]).astype(int).tolist()
+        drawn = f"{weights[assigned == counts.argmax()].sum() / weights.sum():.1%}"
+        row = {"level": number, "clusters": len(counts), "smallest": smallest, "median": median}
+        table.append({**row, "largest": largest, "drawn from it": drawn})
+    return table
 
 
 def draw_clusters(
     embeddings: Embeddings, rows: Indices, weights: Array, assigned: Indices, random: np.random.Generator
 ) -> bytes:
-    """Draw clusters of the last level, the largest first: some images that a training draws."""
+    """Draw clusters of the last level, the largest first: some images of each that a training draws."""
     counts = np.bincount(assigned)
-    steps = np.linspace(0, len(counts) - 1, min(CLUSTERS_SHOWN, len(counts))).round().astype(int)
-    shown, sheet = np.argsort(-counts, kind="stable")[steps].tolist(), []
-    for number in shown:
-        drawn = random.permutation(np.flatnonzero((assigned == number) & (weights > 0)))[:IMAGES_SHOWN]
-        captions = [(row, shorten(embeddings.names[row])) for row in rows[drawn].tolist()]
-        panels = embedded_panels(embeddings, captions)
-        sheet.append([*panels, *[BLANK] * (IMAGES_SHOWN - len(panels))])
-    return draw_sheet(sheet, names=[f"{counts[number]:,} images" for number in shown])
-
-
-def write_weights(path: Path, names: Sequence[str], weights: Array) -> None:
-    """Write the weight of each image by its name, as data.weights reads it."""
-    text = io.StringIO(newline="")
-    table = csv.writer(text)
-    table.writerow(["name", "weight"])
-    table.writerows((name, f"{weight:.6g}") for name, weight in zip(names, weights.tolist(), strict=True))
-    write_bytes(path, text.getvalue().encode())
+    order = np.argsort(-counts, kind="stable")
+    shown = order[:: 1 + len(order) // CLUSTERS_SHOWN].tolist()
+    members = (np.flatnonzero((assigned == number) & (weights > 0)) for number in shown)
+    drawn = [rows[random.permutation(of_cluster)[:IMAGES_SHOWN]].tolist() for of_cluster in members]
+    panels = iter(embedded_panels(embeddings, [(row, embeddings.names[row]) for row in chain(*drawn)]))
+    sheet = [[next(panels) for _ in of_cluster] for of_cluster in drawn]
+    padded = [[*of_cluster, *[BLANK] * (IMAGES_SHOWN - len(of_cluster))] for of_cluster in sheet]
+    return draw_sheet(padded, names=[f"{counts[number]:,} images" for number in shown])
