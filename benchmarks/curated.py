@@ -33,7 +33,10 @@ from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
 LARGEST, RATIO, FIRST_CLASSES = 5000, 100, 2
-SETS = {"4,000 copies of 7,997 images": (7997, 4000), "20,000 copies of 100 images": (100, 20_000)}
+SETS = {  # images that are copied, copies, seeds
+    "4,000 copies of 7,997 images": (7997, 4000, 3),
+    "20,000 copies of 100 images": (100, 20_000, 1),
+}
 BANK, KINDS = 10_000, ("curated", "plain")
 FIRST, STEPS = 100, 500
 SETTINGS = [f"budget.steps={STEPS}", f"run.checkpoint_every={FIRST}", f"run.keep_every={FIRST}"]
@@ -44,29 +47,26 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.set_defaults(repeats=0, threads=1)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default %(default)s)")
     parser.add_argument("--runs", type=Path, default=Path("runs/curated"), help="their folders go here")
-    options = parser.parse_args()
+    options, tables = parser.parse_args(), []
     torch.set_num_threads(1)
-    tables = []
-    for number, (name, copies) in enumerate(SETS.items()):
+    for number, (name, (copied_images, copies, seeds)) in enumerate(SETS.items()):
         runs = options.runs / f"set-{number}"
         runs.mkdir(parents=True, exist_ok=True)
         if not (runs / "train.parquet").exists():
-            write_long_tailed(options.folder / "train.parquet", runs / "train.parquet", *copies)
-        results = [compare(runs, seed, options.folder) for seed in range(options.seeds)]
-        rows = [result[figure] for figure in (0, 1) for result in results]
-        for figure in ("k-NN", "linear"):
-            speeds = [each.speed for each in rows if each.name.endswith(figure)]
-            rows.append(row(f"mean: {figure}", *(mean(speed[kind] for speed in speeds) for kind in KINDS)))
+            write_long_tailed(options.folder / "train.parquet", runs / "train.parquet", copied_images, copies)
+        *figures, notes = zip(*(compare(runs, seed, options.folder) for seed in range(seeds)), strict=True)
+        rows = []
+        for title, of_seeds in zip(("k-NN", "linear"), figures, strict=True):
+            rows += [row(f"seed {seed}: {title}", pair) for seed, pair in enumerate(of_seeds)]
+            rows += [row(f"mean: {title}", [mean(values) for values in zip(*of_seeds, strict=True)])]
         title = f"CIFAR-10, long-tailed, {name}: {STEPS} steps of 64, weights from step {FIRST} on"
-        notes = " ".join(note for *_, note in results)
-        tables.append(Table(title, "per cent", rows, notes, ratio=" / ".join(KINDS)))
+        tables.append(Table(title, "per cent", rows, " ".join(notes), ratio=" / ".join(KINDS)))
     report(tables, options)
 
 
-def row(name: str, curated: float, plain: float) -> Row:
-    return Row(name, dict(zip(KINDS, (curated, plain), strict=True)), curated / plain)
+def row(name: str, figures: list[float]) -> Row:
+    return Row(name, dict(zip(KINDS, figures, strict=True)), figures[0] / figures[1])
 
 
 def write_long_tailed(source: Path, target: Path, copied_images: int, copies: int) -> None:
@@ -93,15 +93,12 @@ def write_long_tailed(source: Path, target: Path, copied_images: int, copies: in
     pq.write_table(pa.table({"image": [records[index] for index in order], "label": label}), target)
 
 
-def compare(runs: Path, seed: int, folder: Path) -> tuple[Row, Row, str]:
+def compare(runs: Path, seed: int, folder: Path) -> tuple[list[float], list[float], str]:
     """Return the k-NN and the linear probe of the two runs of a seed, and a note on the weights."""
     curated, plain = (runs / f"{kind}-{seed}" for kind in KINDS)
     small.train([small.Job("cifar10", seed, plain, SETTINGS)], {"cifar10": runs})
-    first, file, start = (
-        plain / f"checkpoints/step-{FIRST:08}.safetensors",
-        f"{curated}.csv",
-        time.process_time(),
-    )
+    first, file = plain / f"checkpoints/step-{FIRST:08}.safetensors", f"{curated}.csv"
+    start = time.process_time()
     embedded = dino_vit.embed(runs / "train.parquet", first, cache=str(runs / "features"), verbose=False)
     weights = dino_vit.curate(embedded, output=file, verbose=False).weights
     seconds = time.process_time() - start
@@ -110,18 +107,13 @@ def compare(runs: Path, seed: int, folder: Path) -> tuple[Row, Row, str]:
         shutil.copy(first, curated / "checkpoints")
     weighted = [*SETTINGS, f"data.weights={file}", "run.resume=changed"]
     small.train([small.Job("cifar10", seed, curated, weighted)], {"cifar10": runs})
-    figures = [judge(output, folder) for output in (curated, plain)]
+    knn, linear = zip(*(judge(output, folder) for output in (curated, plain)), strict=True)
     of_first = np.array([int(str(label)) for label in embedded.labels]) < FIRST_CLASSES
     note = (
-        f"Seed {seed}: embeddings and weights in {seconds:.0f} s, {np.mean(weights == 0):.0%} never drawn, "
+        f"Seed {seed}: {np.mean(weights == 0):.0%} never drawn, {of_first @ weights / weights.sum():.0%} of "
     )
-    note += f"{weights[of_first].sum() / weights.sum():.0%} of the draws from the first two classes, not "
-    knn, linear = zip(*figures, strict=True)
-    return (
-        row(f"seed {seed}: k-NN", *knn),
-        row(f"seed {seed}: linear", *linear),
-        f"{note}{of_first.mean():.0%}.",
-    )
+    note += f"the draws from the first two classes, not {of_first.mean():.0%}; weighed in {seconds:.0f} s."
+    return list(knn), list(linear), note
 
 
 def judge(output: Path, folder: Path) -> tuple[float, float]:

@@ -4,7 +4,6 @@ The results of a command do not depend on its resumable settings.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -287,11 +286,6 @@ class CurateConfig(Settings):
         None, f"CSV file, with PNG and JSON files beside it; null: weights.csv, {OF_PYTHON}"
     )
     writes: ClassVar = "weights.csv"
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield levels that would leave nothing to cluster."""
-        if self.clusters and any(low >= high for high, low in pairwise(self.clusters)):
-            yield f"clusters={list(self.clusters)} must fall from level to level"
 
 
 class DemoConfig(Settings):

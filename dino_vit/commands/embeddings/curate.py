@@ -137,10 +137,10 @@ def kmeans(points: Array, clusters: int, seed: int, advance: Advance) -> Array:
 
 def assign(points: Array, centroids: Array, device: torch.device) -> tuple[Indices, Array]:
     """Return the nearest centroid of each point, and its cosine."""
-    starts = range(0, len(points), _BLOCK)
-    blocks = (torch.as_tensor(points[start : start + _BLOCK], device=device) for start in starts)
-    cosines, rows = zip(*(nearest(centroids, block, k=1) for block in blocks), strict=True)
-    return torch.cat(rows)[:, 0].cpu().numpy(), torch.cat(cosines)[:, 0].cpu().numpy()
+    blocks = torch.as_tensor(points).split(_BLOCK)
+    nearest_ones = zip(*(nearest(centroids, block.to(device), k=1) for block in blocks), strict=True)
+    cosines, rows = (torch.cat(parts)[:, 0].cpu().numpy() for parts in nearest_ones)
+    return rows, cosines
 
 
 def place_in_cluster(assigned: Indices, *keys: Array) -> Indices:
@@ -168,14 +168,13 @@ def choose(levels: Sequence[Indices], keep: int, random: np.random.Generator) ->
 
 
 def describe(levels: Sequence[Indices], weights: Array) -> list[dict[str, Any]]:
-    """Return the sizes of the clusters of each level, and how often the largest is drawn."""
-    table = []
+    """Return the number of clusters of each level, and how often the images of the largest are drawn."""
+    table = list[dict[str, Any]]()
     for number, assigned in enumerate(levels, 1):
         counts = np.bincount(assigned)
-        smallest, median, largest = np.percentile(counts, [0, 50, 100]).astype(int).tolist()
-        drawn = f"{weights[assigned == counts.argmax()].sum() / weights.sum():.1%}"
-        row = {"level": number, "clusters": len(counts), "smallest": smallest, "median": median}
-        table.append({**row, "largest": largest, "drawn from it": drawn})
+        drawn = weights[assigned == counts.argmax()].sum() / weights.sum()
+        largest = {"largest": int(counts.max()), "of images": f"{counts.max() / len(assigned):.1%}"}
+        table.append({"level": number, "clusters": len(counts), **largest, "of draws": f"{drawn:.1%}"})
     return table
 
 
