@@ -3,9 +3,8 @@
     python -m benchmarks.curated FOLDER --out benchmarks/results/cpu/curated.json
 
 FOLDER holds train.parquet and test.parquet of CIFAR-10. The sets have 5,000 images of the first class, 50 of
-the last, and near copies of images of the first two. Each seed has a plain run, and one that goes on from its
-first checkpoint with the weights that `curate` makes of the embeddings of that checkpoint: both take the same
-steps of the same network. They are judged on CIFAR-10 as it is, with equally many images of each class.
+the last, and copies. Each seed has a plain run, and one that goes on from its first checkpoint with weights
+by the embeddings of that checkpoint. Both are judged on CIFAR-10 as it is, where classes are alike.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import io
 import shutil
 import time
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 import pyarrow as pa
@@ -30,22 +28,17 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.reports.record import read_run
 from dino_vit.views.build import build_eval_transform
-from dino_vit.weights import load_backbone
 
-LARGEST, RATIO, FIRST_CLASSES = 5000, 100, 2
-SETS = {  # images that are copied, copies, seeds
-    "4,000 copies of 7,997 images": (7997, 4000, 3),
-    "20,000 copies of 100 images": (100, 20_000, 1),
-}
-BANK, KINDS = 10_000, ("curated", "plain")
-FIRST, STEPS = 100, 500
+LARGEST, RATIO, FIRST_CLASSES, BANK = 5000, 100, 2, 10_000
+FIRST, STEPS, KINDS = 100, 500, ("curated", "plain")
+SETS = {"4,000 copies of 7,997 images": (7997, 4000, 3), "20,000 copies of 100 images": (100, 20_000, 1)}
 SETTINGS = [f"budget.steps={STEPS}", f"run.checkpoint_every={FIRST}", f"run.keep_every={FIRST}"]
 SETTINGS += ["run.eval_every=null", "run.log_every=25", "model.width=64", "model.depth=3", "model.heads=2"]
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.set_defaults(repeats=0, threads=1)
+    parser.set_defaults(repeats=0)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--runs", type=Path, default=Path("runs/curated"), help="their folders go here")
     options, tables = parser.parse_args(), []
@@ -58,15 +51,13 @@ def main() -> None:
         *figures, notes = zip(*(compare(runs, seed, options.folder) for seed in range(seeds)), strict=True)
         rows = []
         for title, of_seeds in zip(("k-NN", "linear"), figures, strict=True):
-            rows += [row(f"seed {seed}: {title}", pair) for seed, pair in enumerate(of_seeds)]
-            rows += [row(f"mean: {title}", [mean(values) for values in zip(*of_seeds, strict=True)])]
+            pairs = {f"seed {seed}": pair for seed, pair in enumerate(of_seeds)}
+            pairs["mean"] = np.mean(of_seeds, axis=0).tolist()
+            for of, pair in pairs.items():
+                rows.append(Row(f"{of}: {title}", dict(zip(KINDS, pair, strict=True)), pair[0] / pair[1]))
         title = f"CIFAR-10, long-tailed, {name}: {STEPS} steps of 64, weights from step {FIRST} on"
         tables.append(Table(title, "per cent", rows, " ".join(notes), ratio=" / ".join(KINDS)))
     report(tables, options)
-
-
-def row(name: str, figures: list[float]) -> Row:
-    return Row(name, dict(zip(KINDS, figures, strict=True)), figures[0] / figures[1])
 
 
 def write_long_tailed(source: Path, target: Path, copied_images: int, copies: int) -> None:
@@ -74,8 +65,8 @@ def write_long_tailed(source: Path, target: Path, copied_images: int, copies: in
     table, random = pq.read_table(source), np.random.default_rng(0)
     classes = table["label"].to_numpy()
     of_class = [random.permutation(np.flatnonzero(classes == label)) for label in range(10)]
-    sizes = [round(LARGEST * RATIO ** (-label / 9)) for label in range(10)]
-    kept = np.concatenate([rows[:size] for rows, size in zip(of_class, sizes, strict=True)])
+    parts = [rows[: round(LARGEST * RATIO ** (-label / 9))] for label, rows in enumerate(of_class)]
+    kept = np.concatenate(parts)
     pool = kept[classes[kept] < FIRST_CLASSES]
     copied = random.choice(pool[:: len(pool) // copied_images][:copied_images], copies)
     images = [image["bytes"] for image in table["image"].take(kept).to_pylist()]
@@ -89,7 +80,7 @@ def write_long_tailed(source: Path, target: Path, copied_images: int, copies: in
     names += [f"copy-{number:04}-of-{row:05}.jpg" for number, row in enumerate(copied)]
     records = [{"bytes": image, "path": name} for image, name in zip(images, names, strict=True)]
     order = random.permutation(len(records))
-    label = classes[np.concatenate([kept, copied])][order]
+    label = classes[np.concatenate([kept, copied])[order]]
     pq.write_table(pa.table({"image": [records[index] for index in order], "label": label}), target)
 
 
@@ -102,9 +93,8 @@ def compare(runs: Path, seed: int, folder: Path) -> tuple[list[float], list[floa
     embedded = dino_vit.embed(runs / "train.parquet", first, cache=str(runs / "features"), verbose=False)
     weights = dino_vit.curate(embedded, output=file, verbose=False).weights
     seconds = time.process_time() - start
-    if not curated.exists():
-        (curated / "checkpoints").mkdir(parents=True)
-        shutil.copy(first, curated / "checkpoints")
+    (curated / "checkpoints").mkdir(parents=True, exist_ok=True)
+    shutil.copy(first, curated / "checkpoints")
     weighted = [*SETTINGS, f"data.weights={file}", "run.resume=changed"]
     small.train([small.Job("cifar10", seed, curated, weighted)], {"cifar10": runs})
     knn, linear = zip(*(judge(output, folder) for output in (curated, plain)), strict=True)
@@ -119,7 +109,7 @@ def compare(runs: Path, seed: int, folder: Path) -> tuple[list[float], list[floa
 def judge(output: Path, folder: Path) -> tuple[float, float]:
     """Return the accuracies of k-NN and a linear probe of some training images on all test images."""
     values, transform = list[torch.Tensor](), build_eval_transform(read_run(output).config)
-    frozen = FrozenBackbone(model=load_backbone(output), transform=transform, batch_size=256)
+    frozen = FrozenBackbone(model=dino_vit.load_backbone(output), transform=transform, batch_size=256)
     for part, most in (("train", BANK), ("test", None)):
         source = open_source(str(folder / f"{part}.parquet"))
         indices = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:most]

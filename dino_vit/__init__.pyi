@@ -827,7 +827,7 @@ def embed(
     """
 
 def search(
-    embeddings: str | os.PathLike[str] = ...,
+    embeddings: str | os.PathLike[str] | object = ...,
     images: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] = ...,
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -852,7 +852,7 @@ def search(
     """
 
 def duplicates(
-    embeddings: str | os.PathLike[str] = ...,
+    embeddings: str | os.PathLike[str] | object = ...,
     *,
     threshold: float = 0.95,
     pairs: int = 10000,
@@ -875,7 +875,7 @@ def duplicates(
     """
 
 def curate(
-    embeddings: str | os.PathLike[str] = ...,
+    embeddings: str | os.PathLike[str] | object = ...,
     *,
     threshold: float | None = 0.98,
     clusters: int | collections.abc.Sequence[int] | None = None,

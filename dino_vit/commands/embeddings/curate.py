@@ -7,7 +7,6 @@ so that these spread over all kinds of images and not over the frequent ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from pyarrow.csv import write_csv
 
 from dino_vit.commands import Result, format_table
-from dino_vit.commands.embeddings.duplicates import BLANK, find_duplicates
+from dino_vit.commands.embeddings.duplicates import find_duplicates
 from dino_vit.config.commands import CurateConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, write_bytes
@@ -67,14 +66,15 @@ def run(config: CurateConfig) -> CurateResult:
         names += [source.name(index) for index in set(range(len(source))).difference(embeddings.indices)]
     weights = np.zeros(len(names))
     weights[rows] = of_rows
-    content = {"images": len(names), "candidates": len(rows), "levels": describe(levels, of_rows)}
-    cells = [list(map(str, level.values())) for level in content["levels"]]
-    lines = [f"{len(rows):,} of {plural(len(names), 'image')} to draw from"]
-    lines += [format_table(list(content["levels"][0]), cells), describe_sampling(weights)]
+    table = describe(levels, of_rows)
+    lines = [f"{len(rows):,} of {plural(len(names), 'image')} to draw from, without copies"]
+    lines.append(format_table(list(table[0]), [list(map(str, level.values())) for level in table]))
+    lines.append(describe_sampling(weights))
     if output:
         with replacing(output) as partial, partial.open("wb") as file:
             write_csv(pa.table({"name": names, "weight": weights}), file)
-        write_results(output.with_suffix(".json"), {"settings": config.model_dump(), **content})
+        content = {"settings": config.model_dump(), "images": len(names), "candidates": len(rows)}
+        write_results(output.with_suffix(".json"), {**content, "levels": table})
         write_bytes(output.with_suffix(".png"), draw_clusters(embeddings, rows, of_rows, levels[-1], random))
         lines.append(f"{output}: for `pretrain` with data.weights={output}; beside it a sheet of clusters")
     return CurateResult(names=names, weights=weights, path=output, text="\n".join(lines))
@@ -137,7 +137,7 @@ def kmeans(points: Array, clusters: int, seed: int, advance: Advance) -> Array:
 
 def assign(points: Array, centroids: Array, device: torch.device) -> tuple[Indices, Array]:
     """Return the nearest centroid of each point, and its cosine."""
-    blocks = torch.as_tensor(points).split(_BLOCK)
+    blocks = torch.split(torch.as_tensor(points), _BLOCK)
     nearest_ones = zip(*(nearest(centroids, block.to(device), k=1) for block in blocks), strict=True)
     cosines, rows = (torch.cat(parts)[:, 0].cpu().numpy() for parts in nearest_ones)
     return rows, cosines
@@ -185,9 +185,9 @@ def draw_clusters(
     counts = np.bincount(assigned)
     order = np.argsort(-counts, kind="stable")
     shown = order[:: 1 + len(order) // CLUSTERS_SHOWN].tolist()
-    members = (np.flatnonzero((assigned == number) & (weights > 0)) for number in shown)
-    drawn = [rows[random.permutation(of_cluster)[:IMAGES_SHOWN]].tolist() for of_cluster in members]
-    panels = iter(embedded_panels(embeddings, [(row, embeddings.names[row]) for row in chain(*drawn)]))
+    members = (rows[(assigned == number) & (weights > 0)] for number in shown)
+    drawn = [random.permutation(of_cluster)[:IMAGES_SHOWN] for of_cluster in members]
+    captions = [(row, embeddings.names[row]) for row in np.concatenate(drawn).tolist()]
+    panels = iter(embedded_panels(embeddings, captions))
     sheet = [[next(panels) for _ in of_cluster] for of_cluster in drawn]
-    padded = [[*of_cluster, *[BLANK] * (IMAGES_SHOWN - len(of_cluster))] for of_cluster in sheet]
-    return draw_sheet(padded, names=[f"{counts[number]:,} images" for number in shown])
+    return draw_sheet(sheet, names=[f"{counts[number]:,} images" for number in shown])
