@@ -2,9 +2,8 @@
 
     python -m benchmarks.curated FOLDER --out benchmarks/results/cpu/curated.json
 
-FOLDER holds train.parquet and test.parquet of CIFAR-10. The sets have 5,000 images of the first class, 50 of
-the last, and copies. Each seed has a plain run, and one that goes on from its first checkpoint with weights
-by the embeddings of that checkpoint. Both are judged on CIFAR-10 as it is, where classes are alike.
+FOLDER holds train.parquet and test.parquet of CIFAR-10, of which a run sees 5,000 images of the first class,
+50 of the last, and copies; another goes on from its first checkpoint with weights by its embeddings there.
 """
 
 from __future__ import annotations

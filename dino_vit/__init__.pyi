@@ -882,7 +882,6 @@ def curate(
     keep: int | None = None,
     like: str | os.PathLike[str] | None = None,
     k: int = 32,
-    seed: int = 0,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | CurateConfig | None = None,
     verbose: bool = True,
@@ -901,7 +900,6 @@ def curate(
       keep=null                           images to choose, which are drawn alike; null: a weight for each
       like=null                           embeddings of examples, to choose images near them; null: all images
       k=32                                like: nearest images of each example
-      seed=0                              seed of every random number
       output=null                         CSV file, with PNG and JSON files beside it; null: weights.csv, in Python none
     """
 

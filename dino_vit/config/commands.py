@@ -281,7 +281,6 @@ class CurateConfig(Settings):
     keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
     like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
     k: Dimension = setting(32, "like: nearest images of each example")
-    seed: Seed = setting(0, "seed of every random number")
     output: str | None = setting(
         None, f"CSV file, with PNG and JSON files beside it; null: weights.csv, {OF_PYTHON}"
     )

@@ -39,7 +39,7 @@ def write(path, values, **metadata):
 
 
 def test_made_clusters_are_found_at_each_level(values):
-    fine, coarse = cluster(values, [4, 3], seed=0, device=torch.device("cpu"))
+    fine, coarse = cluster(values, [4, 3], device=torch.device("cpu"))
     assert len({*zip(fine.tolist(), KINDS.tolist(), strict=True)}) == 4
     together = np.array([0, 1, 2, 2])[KINDS].tolist()
     assert len({*zip(coarse.tolist(), together, strict=True)}) == 3

@@ -57,8 +57,8 @@ def run(config: CurateConfig) -> CurateResult:
     if config.keep and config.keep > len(rows):
         raise ValueError(f"keep={config.keep} is more than the {plural(len(rows), 'image')} to choose from")
     sizes = config.clusters or default_clusters(len(rows))
-    levels = cluster(embeddings.values[rows], sizes, config.seed, device)
-    random = np.random.default_rng(config.seed)
+    levels = cluster(embeddings.values[rows], sizes, device)
+    random = np.random.default_rng(0)
     of_rows = choose(levels, config.keep, random) if config.keep else share_alike(levels) * len(rows)
     names = list(embeddings.names)
     if embeddings.metadata["source"].get("unreadable"):  # a weight file names all images
@@ -105,17 +105,17 @@ def default_clusters(images: int) -> list[int]:
     return [max(2, images // first), *(images // size for size in others if images >= 2 * size)]
 
 
-def cluster(values: Array, sizes: Sequence[int], seed: int, device: torch.device) -> list[Indices]:
+def cluster(values: Array, sizes: Sequence[int], device: torch.device) -> list[Indices]:
     """Cluster images, then the centroids, and so on; return the cluster of each image at each level."""
     points, levels = unit(torch.as_tensor(values)).numpy(), list[Indices]()
     with progress("Iterations of k-means", len(sizes) * (1 + RESAMPLINGS) * ITERATIONS) as advance:
         for clusters in sizes:
             few = len(points) // (2 * clusters)  # half of a cluster, as published
-            centroids = kmeans(points, clusters, seed, advance)
-            for again in range(RESAMPLINGS if few > 1 else 0):
+            centroids = kmeans(points, clusters, 0, advance)
+            for seed in range(1, RESAMPLINGS + 1) if few > 1 else ():
                 assigned, cosines = assign(points, centroids, device)
                 closest = points[place_in_cluster(assigned, -cosines) < few]
-                centroids = kmeans(closest, clusters, seed + 1 + again, advance)
+                centroids = kmeans(closest, clusters, seed, advance)
             used, assigned = np.unique(assign(points, centroids, device)[0], return_inverse=True)
             levels.append(assigned[levels[-1]] if levels else assigned)
             points = centroids[used]
