@@ -12,6 +12,7 @@ from dino_vit.commands.classification import Classification
 from dino_vit.commands.compare import ComparisonResult
 from dino_vit.commands.demo import DemoResult
 from dino_vit.commands.dense import DenseResult
+from dino_vit.commands.embeddings.curate import CurateResult
 from dino_vit.commands.embeddings.duplicates import DuplicatesResult
 from dino_vit.commands.embeddings.embed import ImageEmbeddings
 from dino_vit.commands.embeddings.search import SearchResult
@@ -19,6 +20,7 @@ from dino_vit.commands.pack import PackResult
 from dino_vit.config.commands import (
     AttentionConfig,
     CompareConfig,
+    CurateConfig,
     DemoConfig,
     DenseConfig,
     DuplicatesConfig,
@@ -812,7 +814,7 @@ def embed(
     """
 
 def search(
-    embeddings: str | os.PathLike[str] = ...,
+    embeddings: str | os.PathLike[str] | object = ...,
     images: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] = ...,
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -837,7 +839,7 @@ def search(
     """
 
 def duplicates(
-    embeddings: str | os.PathLike[str] = ...,
+    embeddings: str | os.PathLike[str] | object = ...,
     *,
     threshold: float = 0.95,
     pairs: int = 10000,
@@ -857,6 +859,35 @@ def duplicates(
       threshold=0.95                      minimum cosine of a pair
       pairs=10000                         closest pairs to list; groups are formed by all pairs
       output=null                         JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, in Python none
+    """
+
+def curate(
+    embeddings: str | os.PathLike[str] | object = ...,
+    *,
+    threshold: float | None = 0.98,
+    clusters: int | collections.abc.Sequence[int] | None = None,
+    keep: int | None = None,
+    like: str | os.PathLike[str] | None = None,
+    k: int = 32,
+    output: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | CurateConfig | None = None,
+    verbose: bool = True,
+) -> CurateResult:
+    """Weigh images for pretraining: no copies, and all kinds of images alike.
+
+        dino_vit.curate("photos.parquet", output="weights.csv")
+
+    Weigh images; with an output, write the file for data.weights, a sheet of clusters and JSON.
+
+    The settings and their defaults:
+
+      embeddings=...                      file that `dino-vit embed` wrote
+      threshold=0.98                      minimum cosine of a copy, which is dropped; null: keep copies
+      clusters=null                       of each level, most first; null: by the images
+      keep=null                           images to choose, which are drawn alike; null: a weight for each
+      like=null                           embeddings of examples, to choose images near them; null: all images
+      k=32                                like: nearest images of each example
+      output=null                         CSV file, with PNG and JSON files beside it; null: weights.csv, in Python none
     """
 
 def inspect_weights(

@@ -106,7 +106,8 @@ def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) ->
         info: Any = infos.get(key)  # of a section there is none
         default = {} if info is None else Parameter.empty if info.required else info.default
         kind = Parameter.POSITIONAL_OR_KEYWORD if title in positional else Parameter.KEYWORD_ONLY
-        accepted = FileName | object if key in OBJECTS else _accepted(cls.model_fields[key].annotation)
+        takes_object = key in (*OBJECTS, EMBEDDINGS)
+        accepted = FileName | object if takes_object else _accepted(cls.model_fields[key].annotation)
         parameters.append(Parameter(title, kind, default=default, annotation=accepted))
     parameters += list(of_run.parameters.values())[1:]
     config: Any = FileName | cls | None

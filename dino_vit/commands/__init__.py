@@ -76,6 +76,7 @@ COMMANDS = {
     "embed": Command("EmbedConfig", "commands.embeddings.embed:run"),
     "search": Command("SearchConfig", "commands.embeddings.search:run"),
     "duplicates": Command("DuplicatesConfig", "commands.embeddings.duplicates:run"),
+    "curate": Command("CurateConfig", "commands.embeddings.curate:run"),
     "inspect-weights": Command("InspectWeightsConfig", "commands.weights:inspect"),
     "export": Command("ExportConfig", "commands.weights:export"),
 }

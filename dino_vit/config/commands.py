@@ -32,6 +32,7 @@ Evaluator = Literal["knn", "linear", "dense"]
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
 Block = Annotated[int, Field(ge=-1000, le=1000)]
+Cosine = Annotated[float, Field(gt=-1, le=1)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 IGNORED = 255  # pixels of a mask that belong to no class
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
@@ -246,12 +247,29 @@ class DuplicatesConfig(Settings):
     examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
     positional: ClassVar = ("embeddings",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
+    threshold: Cosine = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
     output: str | None = setting(
         None, f"JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
     )
     writes: ClassVar = "duplicates.json"
+
+
+class CurateConfig(Settings):
+    """Weigh images for pretraining: no copies, and all kinds of images alike."""
+
+    examples: ClassVar = ("curate photos.parquet output=weights.csv",)
+    positional: ClassVar = ("embeddings",)
+    embeddings: str = Field(description="file that `dino-vit embed` wrote")
+    threshold: Cosine | None = setting(0.98, "minimum cosine of a copy, which is dropped; null: keep copies")
+    clusters: NonEmpty[Count] | None = setting(None, "of each level, most first; null: by the images")
+    keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
+    like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
+    k: Dimension = setting(32, "like: nearest images of each example")
+    output: str | None = setting(
+        None, f"CSV file, with PNG and JSON files beside it; null: weights.csv, {OF_PYTHON}"
+    )
+    writes: ClassVar = "weights.csv"
 
 
 class DemoConfig(Settings):

@@ -23,12 +23,11 @@ from dino_vit.core.text import plural, progress
 from dino_vit.data.labels import below_shared, find_splits, number_labels
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
-from dino_vit.eval.maps.pictures import Panel, draw_sheet, shorten
+from dino_vit.eval.maps.pictures import BLANK, draw_sheet, shorten
 from dino_vit.eval.results import write_results
 
 PAIRS_PRINTED, PAIRS_SHOWN = 10, 24  # in the text, on a sheet
 PAIRS_IN_ROW = 3  # of a sheet
-BLANK: Panel = (torch.full((3, 8, 8), 255, dtype=torch.uint8), "")  # beside a pair
 TYPICAL = 0.1  # pairs per image that are worth looking through
 SHEETS = "-label-conflicts.png", "-split-leaks.png", ".png"  # how the names of sheets end
 Pair = tuple[int, int, float]  # two rows, the lesser one first, and their cosine
@@ -147,7 +146,6 @@ def list_pairs(
         captions += [f"{pair.cosine:.4f}  {shorten(first)}", shorten(second, 30)]
     panels = embedded_panels(embeddings, zip(rows, captions, strict=True))
     of_pairs = [[*two, BLANK] for two in zip(panels[::2], panels[1::2], strict=True)]
-    of_pairs += [[BLANK] * 3] * (-len(of_pairs) % min(PAIRS_IN_ROW, len(of_pairs)))
     starts = range(0, len(of_pairs), PAIRS_IN_ROW)
     in_rows = [list(chain(*of_pairs[start : start + PAIRS_IN_ROW]))[:-1] for start in starts]
     write_bytes(sheet, draw_sheet(in_rows))

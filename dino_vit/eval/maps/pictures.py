@@ -26,6 +26,7 @@ _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
 _CAPTION_INCHES = 0.18
 EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)  # for an image that cannot be shown
 Panel = tuple[Tensor, str]  # a picture, and the caption below it
+BLANK: Panel = (torch.full((3, 8, 8), 255, dtype=torch.uint8), "")
 
 
 def as_picture(image: Tensor) -> Tensor:
@@ -108,7 +109,9 @@ def draw_sheet(
     """Return a PNG of rows of panels, with the names of rows at the left and the titles of columns on top."""
     from matplotlib.figure import Figure
 
-    columns, heights = len(rows[0]), [max(map(_height, row)) for row in rows]
+    columns = max(map(len, rows))
+    rows = [[*row, *[BLANK] * (columns - len(row))] for row in rows]
+    heights = [max(map(_height, row)) for row in rows]
     size = 1.03 * _PANEL_INCHES * columns + 0.25, 1.03 * sum(heights) + 0.04 * len(rows) + 0.25
     figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
