@@ -71,7 +71,9 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: 
         pictures.notes.append("The images differ from those that the run started with.")
     if not find_spec("sklearn"):
         pictures.notes.append("The map is a PCA; for a t-SNE run `pip install scikit-learn`.")
-    if "tensorboard" in record.config.run.trackers:
+    if "tensorboard" in record.config.run.trackers and not find_spec("tensorboard"):
+        pictures.notes.append("For the map in TensorBoard's projector run `pip install tensorboard`.")
+    elif "tensorboard" in record.config.run.trackers:
         write_embedding(of_images, record.folder / "logs" / "embedding", checkpoint.step)
 
 

@@ -124,10 +124,14 @@ def test_labels_of_a_file_colour_the_map_and_missing_ones_are_reported(folder, t
     assert write_report(folder).data["map"]["classes"] == [["even", IMAGES // 2], ["odd", IMAGES // 2]]
 
 
-def test_tensorboard_gets_the_features_of_the_map(folder):
+def test_tensorboard_gets_the_features_of_the_map(folder, monkeypatch):
     from google.protobuf import text_format
 
     change_config(folder, "trackers: []", "trackers: [tensorboard]")
+    with monkeypatch.context() as without:
+        without.setattr("dino_vit.commands.report.find_spec", lambda _: None)
+        assert "projector run `pip install tensorboard`." in html.unescape(write_report(folder, "images=20").text)
+    assert not (folder / "logs").exists()
     for _ in range(2):  # the second report replaces what the first wrote
         page = write_report(folder, "images=20")
     logs = folder / "logs" / "embedding"
