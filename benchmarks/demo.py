@@ -1,6 +1,8 @@
 """`dino-vit demo --quick`: what it shows, and how long it takes.
 
-    python -m benchmarks.demo
+    python -m benchmarks.demo --threads 1
+
+The time is that of the processor, since others may use the machine too.
 """
 
 from __future__ import annotations

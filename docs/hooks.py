@@ -1,4 +1,4 @@
-"""Pages that the site has beside those in docs/: commands, functions, figures, and files of the repository."""
+"""Pages that the site has beside those in docs/: commands, functions, figures and copied files."""
 
 import ast
 import io
@@ -214,11 +214,11 @@ def figures_page() -> str:
 
 FIGURES = """# Figures
 
-Drawn from the stored results of the programs in `benchmarks/`; longer bars of speed are better, and so are those of
-accuracy. [All that is measured](measured.md) has every table. `make bench` repeats them on your machine.
+Drawn from the stored results of the programs in `benchmarks/`; longer bars are better.
+[All that is measured](measured.md) has every table. `make bench` repeats them on your machine.
 
-No GPU and no ImageNet run has been measured yet. A machine with another processor has other figures: only those
-of one plot were measured together."""
+No GPU and no ImageNet run has been measured yet. A machine with another processor has other figures: only
+those of one plot were measured together."""
 
 FUNCTIONS = """# Functions
 
