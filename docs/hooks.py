@@ -205,9 +205,9 @@ def figures_page() -> str:
     for name, heading in PLOTTED.items():
         parts.append(f"## {heading}")
         for device, result in results(name).items():
-            title = result["tables"][0]["title"]
+            title, note = (result["tables"][0][key] for key in ("title", "note"))
             parts.append(f"![{title}]({name}-{device}.svg)")
-            parts.append(f"*{title}.* {result['tables'][0]['note']}")
+            parts.append(f"*{title}.* {note.partition('What the runs said')[0]}")
             parts.append(f"`python -m benchmarks.{name}`, {result['day']}, on {result['machine']}.")
     return "\n\n".join(parts) + "\n"
 
