@@ -19,8 +19,6 @@ from tests.support.runs import arguments
 def small(monkeypatch):
     """Have the demo run the tests' own settings, which take a second."""
 
-    real = demo.recipe
-
     def recipe(config, name):
         settings = {"data.source": "synthetic:240:32", "run.eval_every": 1, "optim.warmup_epochs": 0.1}
         settings |= {"optim.freeze_last_layer_epochs": 0, "seed": config.seed}
@@ -30,7 +28,8 @@ def small(monkeypatch):
                 "run.eval_every": "null",
                 "loss.patch_weight": 1,
             }
-        return load(PretrainConfig, None, arguments(real(config, name).output, settings)[1:])
+        output = config.output if name == "textures" else f"{config.output}/{name}"
+        return load(PretrainConfig, None, arguments(output, settings)[1:])
 
     monkeypatch.setattr(demo, "recipe", recipe)
     monkeypatch.setattr(demo, "PICTURES", "synthetic:scenes:5:64")

@@ -39,7 +39,6 @@ GUIDES = ("guides/large-sets.md", "guides/published-weights.md", "multi-node.md"
 ALL = [parts for page in START for parts in commands(page)]
 ALL += [commands((DOCS / guide).read_text())[0] for guide in GUIDES]
 WALKED = [[*parts] for parts in dict.fromkeys(map(tuple, ALL)) if not {"make", "pip", "demo"} & {*parts[:2]}]
-PYTHON = ("start/your-photos.md", "guides/dense.md", "reference/classes.md")
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +67,6 @@ def small(parts):
     if any(part.startswith("budget.minutes") for part in parts):
         auto = ("budget.", "optim.freeze_last_layer_epochs")  # it fits phases to a slow machine
         return [*parts, *(one for one in SMALL if not one.startswith(auto)), "budget.minutes=0.05"]
-    if parts[1] == "pretrain" and not any(part.startswith("init.") for part in parts):
-        return [*parts, *SMALL]
     if parts[1] == "pretrain":
         own = ("model.", "optim.lr")  # those of the weights, and of a run from weights
         return [*parts, *(one for one in SMALL if not one.startswith(own)), "optim.min_lr=0"]
@@ -108,7 +105,7 @@ def test_the_python_works(place, monkeypatch):
     assert names["values"].shape == (32, 32)
     assert names["features"].shape == (2, 32)
     assert names["maps"].shape == (2, 2, 17, 17)
-    for page in PYTHON:
+    for page in ("start/your-photos.md", "guides/dense.md", "reference/classes.md"):
         names, text = {}, (DOCS / page).read_text()
         for block in blocks(re.sub("runs/(pretrain|photos)", "runs/python", text), "python"):
             exec(block, names)
