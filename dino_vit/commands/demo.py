@@ -45,16 +45,16 @@ def run(config: DemoConfig) -> DemoResult:
     levels |= {"raw pixels": of_baseline.raw_pixels, "chance": of_baseline.chance}
     knn = {network: percent for network, percent in levels.items() if percent is not None}
     percents = ", ".join(f"{network} {percent:.1f} %" for network, percent in knn.items())
-    more = f"dense synthetic:scenes:200 {quote(f'{folder}/scenes')}  # the texture of every patch"
+    next_command = f"dense synthetic:scenes:200 {quote(f'{folder}/scenes')}  # the texture of every patch"
     if config.quick:
-        more = "demo  # a longer run, and another whose attention is worth looking at"
+        next_command = "demo  # a longer run, and another whose attention is worth looking at"
     lines = [
         f"k-NN accuracy; the pretraining used no labels: {percents}",
         *maps,
         f"Report: {(folder / 'report.html').resolve()} (open it in a browser)",
         "Try next:",
         f"  dino-vit linear synthetic:2000 {quote(textures.output)}  # a linear classifier on the features",
-        f"  dino-vit {more}",
+        f"  dino-vit {next_command}",
         "  dino-vit pretrain photos runs/photos recipe=auto budget.minutes=10  # photos: a folder of yours",
     ]
     return DemoResult(folder=folder, knn=knn, text="\n".join(lines))
