@@ -220,13 +220,16 @@ def demo(
     *,
     output: str | os.PathLike[str] = "runs/demo",
     seed: int = 0,
+    quick: bool = False,
     steps: int | None = None,
     config: str | os.PathLike[str] | DemoConfig | None = None,
     verbose: bool = True,
 ) -> DemoResult:
     """Pretrain small networks on generated images, and show what they learned.
 
-    Pretrain, draw attention maps and write a report.
+        dino_vit.demo(quick=True)
+
+    Pretrain, draw attention maps and write a report; or only a short run and its report.
 
     Textures have classes, so k-NN says what was learned of them; scenes have regions, which one can see.
 
@@ -234,6 +237,7 @@ def demo(
 
       output=runs/demo                    folder of the runs; a second call resumes them
       seed=0                              seed of every random number
+      quick=false                         one short run and its report: about 90 seconds of one core
       steps=null                          optimiser steps of each run; null: 4 minutes of both on two cores
     """
 
@@ -425,7 +429,7 @@ def pretrain(
       run.checkpoint_every=1000           steps between checkpoints
       run.keep_every=null                 steps between checkpoints that stay
       run.verbose=false                   print all that is chosen at the start, with reasons
-      run.trackers=[tensorboard]          Accelerate trackers
+      run.trackers=[]                     Accelerate trackers, as [tensorboard]
       run.peer_timeout=10                 minutes to wait for another rank
       run.resume=same                     resume with what settings [same|changed|never]
       gram=null                           set gram.weights to hold patches to an earlier teacher

@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt(3)
 GREETING = """\
 Start here, with your own folder of images in place of photos:
 
-  dino-vit demo                    # generated images: see in minutes what pretraining does
+  dino-vit demo --quick            # generated images: see in 90 seconds what pretraining does
   dino-vit inspect-data photos     # how many images, of which sizes, and which cannot be read
   dino-vit pretrain photos runs/photos recipe=auto budget.minutes=60
   dino-vit report runs/photos      # one page about the run, also while it runs

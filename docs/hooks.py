@@ -1,6 +1,8 @@
-"""Pages that the site has beside those in docs/: commands, functions, and other files of the repository."""
+"""Pages that the site has beside those in docs/: commands, functions, figures and copied files."""
 
 import ast
+import io
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from matplotlib.figure import Figure
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
@@ -21,12 +24,26 @@ from dino_vit.config.settings import Settings, section_of, settings_of
 ROOT = Path(__file__).parents[1]
 # Files of the repository, by their page.
 COPIED = {
-    "project/readme.md": "README.md",
+    "index.md": "README.md",
     "project/changelog.md": "CHANGELOG.md",
     "project/contributing.md": "CONTRIBUTING.md",
     "project/security.md": "SECURITY.md",
     "background/measured.md": "benchmarks/RESULTS.md",
     "background/tried.md": "benchmarks/TRIED.md",
+}
+# What the page of figures shows: the stored results of a benchmark, and their heading.
+PLOTTED = {
+    "demo": "The quick demo",
+    "small": "Photos, in ten minutes of one core",
+    "cifar10": "CIFAR-10, in an hour of two cores",
+    "small_peer": "Beside lightly-train, in ten minutes of one core",
+    "distillation": "A student with a larger teacher",
+    "end_to_end": "The whole program",
+    "step": "A step of training",
+    "backbone": "The network alone",
+    "input": "Reading and cropping of images",
+    "knn": "k-NN",
+    "processes": "Two processes",
 }
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 log = get_plugin_logger("dino_vit")  # a warning fails the build
@@ -38,6 +55,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     pages |= {f"reference/commands/{name}.md": command_page(name, COMMANDS[name]) for name in COMMANDS}
     pages["reference/commands/index.md"] = list_of_commands()
     pages["reference/functions.md"] = functions_page()
+    for name, plot in plots().items():
+        files.append(File.generated(config, f"background/{name}.svg", content=plot))
+    pages["background/figures.md"] = figures_page()
     for page, content in pages.items():
         files.append(File.generated(config, page, content=content))
     for name in undocumented():
@@ -142,6 +162,63 @@ def functions_page() -> str:
         parts.append(f"Settings: [`dino-vit {name}`](commands/{name}.md#settings).\n")
     return "\n".join(parts)
 
+
+def results(name: str) -> dict[str, dict[str, Any]]:
+    """Return what a benchmark has measured, by the kind of device."""
+    paths = sorted((ROOT / "benchmarks/results").glob(f"*/{name}.json"))
+    return {path.parent.name: json.loads(path.read_bytes()) for path in paths}
+
+
+def plots() -> dict[str, bytes]:
+    """Return the first table of each plotted benchmark as a chart of bars, by its name."""
+    return {
+        f"{name}-{device}": bars(result["tables"][0])
+        for name in PLOTTED
+        for device, result in results(name).items()
+    }
+
+
+def bars(table: dict[str, Any]) -> bytes:
+    """Draw a group of bars for each row of a table, and return the SVG."""
+    rows, names = table["rows"], list(table["rows"][0]["speed"])
+    figure = Figure(figsize=(8, 1 + 0.27 * len(rows) * (len(names) + 1)), layout="constrained")
+    axes = figure.add_subplot()
+    for offset, name in enumerate(names):
+        heights = [row * (len(names) + 1) + offset for row in range(len(rows))]
+        drawn = axes.barh(heights, [row["speed"][name] for row in rows], label=name)
+        axes.bar_label(drawn, fmt="{:,.4g}", padding=3)
+    middles = [row * (len(names) + 1) + (len(names) - 1) / 2 for row in range(len(rows))]
+    axes.set_yticks(middles, [re.sub(", to reach .*", "", row["name"]) for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(table["unit"])
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=len(names), frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg")
+    return buffer.getvalue()
+
+
+def figures_page() -> str:
+    """Return the page of plots, with machine, date and command."""
+    parts = [FIGURES]
+    for name, heading in PLOTTED.items():
+        parts.append(f"## {heading}")
+        for device, result in results(name).items():
+            title, note = (result["tables"][0][key] for key in ("title", "note"))
+            parts.append(f"![{title}]({name}-{device}.svg)")
+            parts.append(f"*{title}.* {note.partition('What the runs said')[0]}")
+            parts.append(f"`python -m benchmarks.{name}`, {result['day']}, on {result['machine']}.")
+    return "\n\n".join(parts) + "\n"
+
+
+FIGURES = """# Figures
+
+Drawn from the stored results of the programs in `benchmarks/`; longer bars are better.
+[All that is measured](measured.md) has every table. `make bench` repeats them on your machine.
+
+No GPU and no ImageNet run has been measured yet. A machine with another processor has other figures: only
+those of one plot were measured together."""
 
 FUNCTIONS = """# Functions
 

@@ -30,44 +30,54 @@ class DemoResult(Result):
 
 
 def run(config: DemoConfig) -> DemoResult:
-    """Pretrain, draw attention maps and write a report.
+    """Pretrain, draw attention maps and write a report; or only a short run and its report.
 
     Textures have classes, so k-NN says what was learned of them; scenes have regions, which one can see.
     """
-    textures, scenes = (recipe(config, name) for name in ("textures", "scenes"))
+    textures = recipe(config, "quick" if config.quick else "textures")
     folder = Path(textures.output)
     pretrain(textures)
-    log.info("the same for scenes, whose attention is worth looking at:")
-    pretrain(scenes)
-    maps, page = folder / "attention", folder / "report.html"
-    settings = {"weights": scenes.output, "source": PICTURES, "output": str(maps)}
-    attention.run(load(AttentionConfig, None, settings))
-    report.run(load(ReportConfig, None, {"run": str(folder)}))
+    maps = [] if config.quick else [f"Attention maps: {_attention(config, folder).resolve()}"]
+    report.run(load(ReportConfig, None, {"run": str(folder), "images": 200 if config.quick else 500}))
     record = read_run(folder)
     of_baseline = record.baseline
     levels = {"untrained": of_baseline.knn, "trained": record.latest("knn")}
     levels |= {"raw pixels": of_baseline.raw_pixels, "chance": of_baseline.chance}
     knn = {network: percent for network, percent in levels.items() if percent is not None}
     percents = ", ".join(f"{network} {percent:.1f} %" for network, percent in knn.items())
+    next_command = f"dense synthetic:scenes:200 {quote(f'{folder}/scenes')}  # the texture of every patch"
+    if config.quick:
+        next_command = "demo  # a longer run, and another whose attention is worth looking at"
     lines = [
         f"k-NN accuracy; the pretraining used no labels: {percents}",
-        f"Attention maps: {maps.resolve()}",
-        f"Report: {page.resolve()} (open it in a browser)",
+        *maps,
+        f"Report: {(folder / 'report.html').resolve()} (open it in a browser)",
         "Try next:",
         f"  dino-vit linear synthetic:2000 {quote(textures.output)}  # a linear classifier on the features",
-        f"  dino-vit dense synthetic:scenes:200 {quote(scenes.output)}  # the texture of every patch",
+        f"  dino-vit {next_command}",
         "  dino-vit pretrain photos runs/photos recipe=auto budget.minutes=10  # photos: a folder of yours",
     ]
     return DemoResult(folder=folder, knn=knn, text="\n".join(lines))
 
 
+def _attention(config: DemoConfig, folder: Path) -> Path:
+    """Pretrain on scenes, draw what the network attends to and return the folder of the pictures."""
+    log.info("the same for scenes, whose attention is worth looking at:")
+    scenes, maps = recipe(config, "scenes"), folder / "attention"
+    pretrain(scenes)
+    settings = {"weights": scenes.output, "source": PICTURES, "output": str(maps)}
+    attention.run(load(AttentionConfig, None, settings))
+    return maps
+
+
 def recipe(config: DemoConfig, name: str) -> PretrainConfig:
-    """Return the settings of a pretraining; that of scenes has its folder in the other's."""
-    output = Path(config.output, *([name] if name == "scenes" else []))
+    """Return the settings of a pretraining; the others have their folders in that of textures."""
+    output = Path(config.output, *([name] if name != "textures" else []))
     with as_file(files("dino_vit.commands") / "demo_runs" / f"{name}.yaml") as path:
         settings = load(PretrainConfig, path, [f"output={output}", f"seed={config.seed}"])
     if config.steps is not None:
         return replace(settings, {"budget.steps": config.steps})
-    if torch.cuda.is_available() or choose_precision("auto", torch.device("cpu")) == "bf16":
+    is_fast = torch.cuda.is_available() or choose_precision("auto", torch.device("cpu")) == "bf16"
+    if name not in MINUTES or is_fast:
         return settings
     return replace(settings, {"budget.steps": None, "budget.minutes": MINUTES[name]})

@@ -275,9 +275,11 @@ class CurateConfig(Settings):
 class DemoConfig(Settings):
     """Pretrain small networks on generated images, and show what they learned."""
 
+    examples: ClassVar = ("demo --quick", "demo")
     resumes: ClassVar = True
     output: str = setting("runs/demo", "folder of the runs; a second call resumes them")
     seed: Seed = setting(0, "seed of every random number")
+    quick: bool = setting(False, "one short run and its report: about 90 seconds of one core")
     steps: Count | None = setting(None, "optimiser steps of each run; null: 4 minutes of both on two cores")
 
 

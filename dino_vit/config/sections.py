@@ -290,7 +290,7 @@ class Run(Settings):
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
     keep_every: Count | None = setting(None, "steps between checkpoints that stay", resumable=True)
     verbose: bool = setting(False, "print all that is chosen at the start, with reasons", resumable=True)
-    trackers: tuple[str, ...] = setting(("tensorboard",), "Accelerate trackers", resumable=True)
+    trackers: tuple[str, ...] = setting((), "Accelerate trackers, as [tensorboard]", resumable=True)
     peer_timeout: Positive = setting(10.0, "minutes to wait for another rank", resumable=True)
     resume: Literal["same", "changed", "never"] = setting("same", "resume with what settings", resumable=True)
 

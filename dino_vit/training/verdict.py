@@ -1,7 +1,7 @@
 """Say what has come of a run: its state, the figures with how sure they are, and the one thing to try next.
 
 With labels or masks all accuracies and the mIoU decide on the state, without them the effective rank and the
-entropy gap; the README has a table of the states. Advice names a setting, its value and a measured cause
+entropy gap; docs/start/watch.md lists the states. Advice names a setting, its value and a measured cause
 (`CAUSES`).
 """
 

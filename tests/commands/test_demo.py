@@ -22,14 +22,13 @@ def small(monkeypatch):
     def recipe(config, name):
         settings = {"data.source": "synthetic:240:32", "run.eval_every": 1, "optim.warmup_epochs": 0.1}
         settings |= {"optim.freeze_last_layer_epochs": 0, "seed": config.seed}
-        output = config.output
         if name == "scenes":
             settings |= {
                 "data.source": "synthetic:scenes:64:32",
                 "run.eval_every": "null",
                 "loss.patch_weight": 1,
             }
-            output += "/scenes"
+        output = config.output if name == "textures" else f"{config.output}/{name}"
         return load(PretrainConfig, None, arguments(output, settings)[1:])
 
     monkeypatch.setattr(demo, "recipe", recipe)
@@ -53,6 +52,8 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
     assert load_backbone(tmp_path / "a run" / "scenes").mask_token is not None  # it has learned of patches
     assert main(command) == 0
     assert capsys.readouterr().out == output
+    assert main([*command, "--quick"]) == 0  # beside the others
+    assert str(tmp_path / "a run" / "quick" / "report.html") in capsys.readouterr().out
     linear, dense, pretrain = (shlex.split(line, comments=True) for line in output.splitlines()[-3:])
     assert main([*linear[1:], "source=synthetic:240:32", "grid.steps=20"]) == 0
     assert main([*dense[1:], "source=synthetic:scenes:8:64"]) == 0
@@ -66,7 +67,9 @@ def test_the_recipes_come_with_the_package():
     assert config.run.eval_every is not None
     scenes = demo.recipe(DemoConfig(output="elsewhere", seed=3), "scenes")
     assert (scenes.output, scenes.seed, scenes.loss.patch_weight) == ("elsewhere/scenes", 3, 1)
-    for name in ("textures", "scenes"):
+    quick = demo.recipe(DemoConfig(output="elsewhere"), "quick")
+    assert (quick.output, quick.budget.minutes, quick.model) == ("elsewhere/quick", None, config.model)
+    for name in ("textures", "scenes", "quick"):
         assert demo.recipe(DemoConfig(steps=777), name).budget.steps == 777
 
 

@@ -27,7 +27,7 @@ from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, 
 from tests.support.runs import command, run
 
 DOCS = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
-PAGES = {path.stem: text for path, text in DOCS.items() if len(path.parts) == 2 and path.stem != "index"}
+PAGES = {path.stem: text for path, text in DOCS.items() if len(path.parts) == 2}
 ARCHITECTURE = PAGES.pop("architecture")
 COMMANDS = [
     parts
@@ -37,8 +37,8 @@ COMMANDS = [
 ]
 SETTINGS = settings_of(PretrainConfig)
 # Pages that docs/hooks.py adds to the site; whether their headings exist is checked when it is built.
-MADE = {"reference/functions.md", "background/measured.md"}
-MADE |= {f"project/{name}.md" for name in ("readme", "changelog", "contributing", "security")}
+MADE = {"index.md", "reference/functions.md", "background/measured.md", "background/figures.md"}
+MADE |= {f"project/{name}.md" for name in ("changelog", "contributing", "security")}
 MADE |= {f"reference/commands/{name}.md" for name in ("index", *commands_table)}
 PROGRAMS = {
     "launch/pretrain.py": "pretrain",
@@ -241,11 +241,11 @@ def test_environment_variables_are_those_that_are_read():
     assert {name for name in named if name not in code} == {"NCCL_SOCKET_IFNAME"}
 
 
-def test_the_readme_names_targets_states_and_functions_that_exist():
+def test_the_pages_name_targets_states_and_functions_that_exist():
     makefile = (ROOT / "Makefile").read_text()
     targets = [parts[1] for parts in commands(README) if parts[0] == "make"]
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
-    table = README.split("The log names the state of the run")[1].split("\n\n")[1]
-    assert set(re.findall(r"^\| ([\w(), -]+?) \|", table, flags=re.MULTILINE)) - {"state"} == set(STATES)
-    named = re.findall(r"\bdino_vit\.(\w+)\(", README)
+    table = DOCS[Path("docs/start/watch.md")].split("## States")[1].split("\n\n")[2]
+    assert {state for state, _ in rows(table)} == set(STATES)
+    named = re.findall(r"\bdino_vit\.(\w+)\(", README + DOCS[Path("docs/start/python.md")])
     assert [name for name in named if not hasattr(dino_vit, name)] == []

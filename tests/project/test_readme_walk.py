@@ -1,9 +1,10 @@
-"""The commands of the README and of docs/start/, one after the other, in a folder with photos.
+"""The commands of the README, of docs/start/ and of guides, one after the other, in a folder with photos.
 
 Only the sizes are made small.
-`make`, `sbatch` and `torchrun` are left to the tests of launching.
+`make`, `pip` and the demo have tests of their own.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,12 +33,12 @@ SMALLER = {
     "compare": ["measures=[knn]"],
     "dense": ["steps=5"],
 }
-START = (ROOT / "docs/start/your-photos.md").read_text()
-PYTHON = [
-    START,
-    *((ROOT / "docs" / page).read_text() for page in ("guides/dense.md", "reference/classes.md")),
-]
-WALKED = [parts for parts in commands(README) if not {"make", "sbatch", "torchrun"} & {*parts}]
+DOCS = ROOT / "docs"
+START = [README, *((DOCS / f"start/{name}.md").read_text() for name in ("your-photos", "watch", "learned"))]
+GUIDES = ("guides/large-sets.md", "guides/published-weights.md", "multi-node.md")
+ALL = [parts for page in START for parts in commands(page)]
+ALL += [commands((DOCS / guide).read_text())[0] for guide in GUIDES]
+WALKED = [[*parts] for parts in dict.fromkeys(map(tuple, ALL)) if not {"make", "pip", "demo"} & {*parts[:2]}]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +67,6 @@ def small(parts):
     if any(part.startswith("budget.minutes") for part in parts):
         auto = ("budget.", "optim.freeze_last_layer_epochs")  # it fits phases to a slow machine
         return [*parts, *(one for one in SMALL if not one.startswith(auto)), "budget.minutes=0.05"]
-    if parts[1] == "pretrain" and not any(part.startswith("init.") for part in parts):
-        return [*parts, *SMALL]
     if parts[1] == "pretrain":
         own = ("model.", "optim.lr")  # those of the weights, and of a run from weights
         return [*parts, *(one for one in SMALL if not one.startswith(own)), "optim.min_lr=0"]
@@ -87,37 +86,27 @@ def test_every_command_works_in_its_order(place, monkeypatch, capsys):
     for parts in WALKED:
         code = run(small(parts), place)
         assert code == 0, f"{shlex.join(parts)}: {capsys.readouterr().err}"
-    for made in ("views.png", "photos-packed", "runs/pretrain/report.html", "photos.parquet", "vits16"):
-        assert (place / made).exists()
+    made = {"views.png", "photos-packed", "runs/photos/report.html", "maps/sheet-1.png", "similar.png"}
+    made |= {"vits16", "duplicates.json", "runs/accelerate", "runs/continued"}
+    assert {path for path in made if not (place / path).exists()} == set()
 
 
-def test_the_python_block_works(place, monkeypatch):
+def test_the_python_works(place, monkeypatch):
     monkeypatch.chdir(place)
-    (block,) = (text for text in blocks(README, "python") if "load_b" in text)
+    (block,) = blocks((DOCS / "start/python.md").read_text(), "python")
     whole = 'recipe="auto", budget={"minutes": 20}'
     assert whole in block
     for name in ("a.jpg", "b.jpg"):
         shutil.copy(place / "query.jpg", name)
     names = {"images": torch.rand(2, 3, 32, 32), "small": load(PretrainConfig, None, SMALL)}
-    exec(block.replace(whole, "config=small"), names)
-    assert names["run"].folder == Path("runs/photos")
+    exec(block.replace(whole, "config=small").replace("runs/photos", "runs/python"), names)
+    assert names["run"].folder == Path("runs/python")
     assert names["result"].top1.images == 32
     assert names["values"].shape == (32, 32)
     assert names["features"].shape == (2, 32)
     assert names["maps"].shape == (2, 2, 17, 17)
-
-
-def test_the_first_photos_work_as_described(place, tmp_path, monkeypatch, capsys):
-    shutil.copytree(place / "photos", tmp_path / "photos")
-    for name in ("query.jpg", "a.jpg", "b.jpg"):
-        shutil.copy(place / "query.jpg", tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    for parts in commands(START):
-        assert run(small(parts), tmp_path) == 0, f"{shlex.join(parts)}: {capsys.readouterr().err}"
-    for made in ("runs/photos/report.html", "maps/sheet-1.png", "similar.png", "duplicates.json"):
-        assert Path(made).exists()
-    for page in PYTHON:
-        names = {}
-        for block in blocks(page.replace("runs/pretrain", "runs/photos"), "python"):
+    for page in ("start/your-photos.md", "guides/dense.md", "reference/classes.md"):
+        names, text = {}, (DOCS / page).read_text()
+        for block in blocks(re.sub("runs/(pretrain|photos)", "runs/python", text), "python"):
             exec(block, names)
         assert len(names.get("features", names.get("maps"))) in (1, 2)

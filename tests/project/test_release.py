@@ -17,8 +17,17 @@ WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
 STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
 
 
-def test_the_version_is_the_same_everywhere():
-    assert PROJECT["version"] == dino_vit.__version__
+def test_the_version_and_its_date_are_the_same_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert PROJECT["version"] == dino_vit.__version__ == citation["version"] == newest[1]
+    assert str(citation["date-released"]) == newest[2]
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_the_install_page_lists_every_extra():
+    extras = {quoted(what)[0] for what, _ in rows((ROOT / "docs/start/install.md").read_text())}
+    assert extras == PROJECT["optional-dependencies"].keys() - {"dev", "docs", "peers"}
 
 
 def test_the_workflow_tests_every_python_that_is_supported():
@@ -49,10 +58,3 @@ def test_the_changelog_says_what_settings_are_called_now():
     programs = re.findall(r"`(eval/\w+\.py)`", left)
     assert len(programs) == 4
     assert all((ROOT / program).is_file() for program in programs)
-
-
-def test_the_citation_is_of_this_project():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["title"].startswith(f"{PROJECT['name']}: ")
-    assert citation["license"] == PROJECT["license"]
-    assert citation.keys() >= {"cff-version", "message", "title", "authors"}
