@@ -97,8 +97,8 @@ class LabelledSubset:
         if unknown := [of_class for of_class in present if of_class not in number]:
             more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
             raise ValueError(
-                f"{self.name} has classes that are not among the {len(number)} of the training set, by name: "
-                f"{', '.join(map(brief, unknown[:_NAMES_SHOWN]))}{more}"
+                f"{self.name} has classes that are not among the {len(number)} of the training set: "
+                f"{', '.join(map(brief, unknown[:_NAMES_SHOWN]))}{more}. They are matched by name"
             )
         numbers = np.array([number.get(of_class, -1) for of_class in self.classes], dtype=np.int64)
         return replace(self, targets=numbers[self.targets], classes=train.classes)
