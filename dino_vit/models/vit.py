@@ -81,7 +81,6 @@ class VisionTransformer(Backbone):
         super().__init__()
         self.architecture: dict[str, Any] = arguments
         self.grad_checkpointing = False
-        self.patch_drop = 0.0  # share of the patches that `draw_visible` drops in training
         self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
