@@ -165,13 +165,8 @@ class Augment(nn.Module):
             if is_hue:
                 yield step(self.hue, number == _HUE, rows[:, Column.HUE])
             elif (number < _NOTHING).any():  # those of other images change nothing
-                factors = [
-                    rows[:, Column.BRIGHTNESS],
-                    rows[:, Column.CONTRAST],
-                    rows[:, Column.SATURATION],
-                    1.0,
-                ]
-                factor = np.choose(np.minimum(number, _HUE), factors)
+                factors = rows[:, Column.BRIGHTNESS : Column.HUE].T
+                factor = np.select([number == kind for kind in range(_HUE)], list(factors), 1.0)
                 greys = [(1 - factor) * (number == kind) for kind in (_SATURATION, _CONTRAST)]
                 yield step(_blend_, np.ones(len(rows), bool), factor, *greys)
         if self.colour:
