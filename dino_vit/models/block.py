@@ -150,7 +150,7 @@ class MLP(nn.Module):
         self.gated = gated
         self.fc1 = Linear(width, 2 * hidden if gated else hidden)
         self.fc2 = Linear(hidden, width)
-        self.dropout = dropout
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor, cast: Sequence[Cast] = ((), ())) -> Tensor:
         x = self.fc1(x, *cast[0])
@@ -159,11 +159,7 @@ class MLP(nn.Module):
             x = F.silu(gate) * value
         else:
             x = F.gelu(x)
-        if self.dropout:
-            return F.dropout(
-                self.fc2(F.dropout(x, self.dropout, self.training), *cast[1]), self.dropout, self.training
-            )
-        return self.fc2(x, *cast[1])
+        return self.drop(self.fc2(self.drop(x), *cast[1]))
 
 
 class LayerScale(nn.Module):
