@@ -53,8 +53,7 @@ def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
     if name == "lars":
         optimizer = LARS(groups)
     elif name == "adamw":
-        kind = FusedAdamW if fused else torch.optim.AdamW
-        optimizer = kind(groups, lr=0.0, weight_decay=0.0, fused=fused)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=fused)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=fused)
     # Create the whole state now: a checkpoint then has the same tensors at every step, and if the first step
@@ -126,28 +125,6 @@ def _of_shapes(factors: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Repeat the factor of each tensor in its shape."""
     pairs = zip(factors.unbind(), tensors, strict=True)
     return _split_as(torch.cat([factor.expand(tensor.numel()) for factor, tensor in pairs]), tensors)
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with its fused kernel, but without the sorting of all tensors in each step."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        skipped = getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            states = [self.state[parameter] for parameter in parameters]
-            keys = ("exp_avg", "exp_avg_sq", "step")
-            averages, squares, steps = ([state[key] for state in states] for key in keys)
-            torch._foreach_add_(steps, 1.0 if skipped is None else [1 - skipped] * len(steps))
-            names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
-            options = {**{name: group[name] for name in names}, "found_inf": skipped}
-            options["beta1"], options["beta2"] = group["betas"]
-            gradients = [parameter.grad for parameter in parameters]
-            torch._fused_adamw_(parameters, gradients, averages, squares, [], steps, **options)
 
 
 class LARS(Optimizer):

@@ -60,6 +60,7 @@ class Backbone(nn.Module):
         """Return all tokens (B, 1 + R + N, D), CLS first; `mask` (B, N) are the masked patches."""
 
     drop_path_seed: int | None = None  # which the training loop sets for each forward pass
+    patch_drop: float = 0.0  # share of the patches that `draw_visible` drops in training
 
     def draw_scales(self, views: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """Draw the `scales` of `forward_views`, if the backbone takes any."""

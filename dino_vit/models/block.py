@@ -40,13 +40,19 @@ class Packed:
         """Pack the tokens of each size, (B, N, D)."""
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
 
-    def join_scales(self, scales: Sequence[Tensor]) -> Tensor:
-        """Pack the numbers of the images of each size, (..., B, 1, 1): one for each token of an image."""
+    def select(self, x: Tensor, queries: Sequence[slice]) -> Tensor:
+        """Return some tokens of the images of each size."""
+        if all(chosen is ALL for chosen in queries):
+            return x
+        return self.join([part[:, chosen] for part, chosen in zip(self.split(x, -1), queries, strict=True)])
+
+    def scales(self, scales: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what the branches of each block are multiplied by, packed from (depth, 2, B, 1, 1)."""
         if len(scales) == 1:
-            return scales[0]
+            return scales[0].unbind()
         sizes = zip(scales, self.shapes, strict=True)
         rows = [of_size.expand(-1, -1, -1, tokens, 1).flatten(2, 3) for of_size, (_, tokens) in sizes]
-        return torch.cat(rows, dim=2)
+        return torch.cat(rows, dim=2).unbind()
 
 
 class Attention(nn.Module):
@@ -76,14 +82,14 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        queries: slice = ALL,
+        queries: Sequence[slice] = (ALL,),
         rotations: Sequence[Rotation | None] = (None,),
         packed: Packed | None = None,
         cast: Sequence[Cast] = ((), ()),
     ) -> Tensor:
         packed = packed or Packed([(x.shape[0], x.shape[1])])
         parts = packed.split(self._project(x, *cast[0]), 3, self.heads, -1)
-        attended = [self._attend(*size, queries) for size in zip(parts, rotations, strict=True)]
+        attended = [self._attend(*size) for size in zip(parts, rotations, queries, strict=True)]
         x = self.proj(packed.join(attended), *cast[1])
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
@@ -101,7 +107,7 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens (B, N, D) to queries, keys and values, (B, h, N, d) each."""
-        return self._heads(self._project(x).unflatten(2, (3, self.heads, -1)), rotation)
+        return self._heads(self._project(x).view(*x.shape[:2], 3, self.heads, -1), rotation)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         # Without einops, whose calls cost the host more than these. Unbinding (B, N, 3, h, d) before the
@@ -129,11 +135,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.
     explicit = q.is_cpu and q.dtype == torch.bfloat16 and dropout == 0.0
     if not explicit or math.prod(q.shape[:3]) * q.shape[2] * q.element_size() > EXPLICIT_BYTES:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-    heads = q.shape[1]
+    shape = q.shape
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     # baddbmm scales the product itself, which saves a pass over the scores.
     scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    return (scores.softmax(dim=-1) @ v).unflatten(0, (-1, heads))
+    return (scores.softmax(dim=-1) @ v).view(shape)
 
 
 class MLP(nn.Module):
@@ -144,7 +150,7 @@ class MLP(nn.Module):
         self.gated = gated
         self.fc1 = Linear(width, 2 * hidden if gated else hidden)
         self.fc2 = Linear(hidden, width)
-        self.dropout = dropout
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor, cast: Sequence[Cast] = ((), ())) -> Tensor:
         x = self.fc1(x, *cast[0])
@@ -153,11 +159,7 @@ class MLP(nn.Module):
             x = F.silu(gate) * value
         else:
             x = F.gelu(x)
-        if self.dropout:
-            return F.dropout(
-                self.fc2(F.dropout(x, self.dropout, self.training), *cast[1]), self.dropout, self.training
-            )
-        return self.fc2(x, *cast[1])
+        return self.drop(self.fc2(self.drop(x), *cast[1]))
 
 
 class LayerScale(nn.Module):
@@ -210,22 +212,24 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        queries: slice = ALL,
+        queries: Sequence[slice] = (ALL,),
         rotations: Sequence[Rotation | None] = (None,),
         scales: Tensor | None = None,
         packed: Packed | None = None,
     ) -> Tensor:
         """Return the tokens after this block, (B, N, D) or packed, or only the queries.
 
-        There is a rotation for each size that is packed; `scales` multiply the branches (stochastic depth).
+        There are queries and a rotation for each size that is packed; `scales` multiply the branches of the
+        queries (stochastic depth).
         """
+        packed = packed or Packed([(x.shape[0], x.shape[1])])
         attention, mlp = self.attn, self.mlp
         cast: Sequence[Cast] = ((), (), (), ())
         if torch.is_autocast_enabled(x.device.type):
             cast = cast_together(attention.qkv, attention.proj, mlp.fc1, mlp.fc2)
         of_attention, of_mlp = (None, None) if scales is None else scales.unbind()
         attended = attention(self.norm1(x), queries, rotations, packed, cast[:2])
-        x = _residual(x if queries is ALL else x[:, queries], attended, self.ls1, of_attention)
+        x = _residual(packed.select(x, queries), attended, self.ls1, of_attention)
         return _residual(x, mlp(self.norm2(x), cast[2:]), self.ls2, of_mlp)
 
 

@@ -89,7 +89,6 @@ class VisionTransformer(Backbone):
         super().__init__()
         self.architecture: dict[str, Any] = arguments
         self.grad_checkpointing = False
-        self.patch_drop = 0.0  # share of the patches that `draw_visible` drops in training
         self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -185,35 +184,33 @@ class VisionTransformer(Backbone):
     ) -> list[Tensor]:
         """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
 
-        The sizes pass all blocks but the last together; that one computes no token that is not asked for.
+        The sizes pass the blocks together; the last one computes no token that is not asked for.
         """
         scales = scales or self.draw_scales(views)
         parts = [self.embed_patches(view, None if i else mask) for i, view in enumerate(views)]
         if visible is not None:
             parts[0] = parts[0].gather(1, visible[..., None].expand(-1, -1, self.width))
         rotations = [self.rotations(view) for view in views]
-        packed = Packed([(part.shape[0], part.shape[1]) for part in parts])
-        x, of_rows = packed.join(parts), None if scales is None else packed.join_scales(scales).unbind()
-        blocks = list(self.blocks)
-        for index, block in enumerate(blocks[:-1]):
+        packed = after = Packed([(part.shape[0], part.shape[1]) for part in parts])
+        x, of_rows = packed.join(parts), [None] * self.depth if scales is None else packed.scales(scales)
+        queries = [ALL] * len(views)
+        for index, block in enumerate(self.blocks):
+            if index == self.depth - 1:
+                queries = [ALL if tokens and i == 0 else CLS for i in range(len(views))]
+                shapes = zip(packed.shapes, queries, strict=True)
+                after = Packed([(batch, n if chosen is ALL else 1) for (batch, n), chosen in shapes])
+                of_rows = of_rows if scales is None else after.scales(scales)
             turned = [of_size[index] for of_size in rotations]
-            x = self._run(block, x, ALL, turned, None if of_rows is None else of_rows[index], packed)
-        parts = packed.split(x, -1)
-        features = []
-        for i, part in enumerate(parts):
-            every = tokens and i == 0
-            for block in blocks[-1:]:
-                scale = None if scales is None else scales[i][-1]
-                part = self._run(block, part, ALL if every else CLS, [rotations[i][-1]], scale)
-            features.append(self.norm(part) if every else self.norm(part)[:, 0])
-        return features
+            x = self._run(block, x, queries, turned, of_rows[index], packed)
+        parts = after.split(self.norm(x), -1)
+        return [part if tokens and i == 0 else part[:, 0] for i, part in enumerate(parts)]
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks, after the final LayerNorm."""
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
         tokens, rotations, taken = self.embed_patches(images), self.rotations(images), {}
         for index, block in enumerate(self.blocks):
-            tokens = self._run(block, tokens, ALL, [rotations[index]])
+            tokens = self._run(block, tokens, [ALL], [rotations[index]])
             if index in wanted:
                 taken[index] = self.norm(tokens)
         return [taken[index] for index in wanted]

@@ -118,7 +118,9 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
         seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
-        state.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if state.device.type != "cpu":
+            torch.get_device_module(state.device).manual_seed(seed)
         student.backbone.drop_path_seed = seed
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 

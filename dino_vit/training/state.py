@@ -187,8 +187,7 @@ class TrainingState:
         device: torch.device = self.accelerator.device
         return device
 
-    # Lists of tensors, for which a search of the networks in each step would take as long as a clipping.
-
+    # To search the networks for their tensors in each step would cost the host as much as clipping.
     @cached_property
     def parameters(self) -> list[list[nn.Parameter]]:
         """The student's parameters: those of the backbone, and of each head."""
@@ -205,12 +204,6 @@ class TrainingState:
         networks, frozen = (self.teacher, self.student), self.objective.frozen is not None
         ours, theirs = ([*n.parameters(), *(n.buffers() if frozen else ())] for n in networks)
         return ours, theirs
-
-    def seed(self, seed: int) -> None:
-        """Seed PyTorch's generators of the host and of the device, not those of all devices."""
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
 
     def autocast(self) -> torch.autocast:
         dtype = DTYPES[self.precision]

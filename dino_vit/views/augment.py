@@ -156,22 +156,16 @@ class Augment(nn.Module):
             return operation, images.nonzero()[0], np.array([of_row[images] for of_row in own], np.float32)
 
         yield step(_flip_, on[Column.FLIP])
-        in_steps = np.where(
-            on[Column.JITTER][:, None], _IN_STEPS[rows[:, Column.ORDER].astype(int)], _NOTHING
-        )
+        in_steps = _IN_STEPS[rows[:, Column.ORDER].astype(int)]
+        in_steps[~on[Column.JITTER]] = _NOTHING
         if not self.colour:
             in_steps[in_steps >= _SATURATION] = _NOTHING
         for number, is_hue in zip(in_steps.T, JITTERS, strict=True):
             if is_hue:
                 yield step(self.hue, number == _HUE, rows[:, Column.HUE])
             elif (number < _NOTHING).any():  # those of other images change nothing
-                factors = [
-                    rows[:, Column.BRIGHTNESS],
-                    rows[:, Column.CONTRAST],
-                    rows[:, Column.SATURATION],
-                    1.0,
-                ]
-                factor = np.choose(np.minimum(number, _HUE), factors)
+                factors = rows[:, Column.BRIGHTNESS : Column.HUE].T
+                factor = np.select([number == kind for kind in range(_HUE)], list(factors), 1.0)
                 greys = [(1 - factor) * (number == kind) for kind in (_SATURATION, _CONTRAST)]
                 yield step(_blend_, np.ones(len(rows), bool), factor, *greys)
         if self.colour:
@@ -183,9 +177,8 @@ class Augment(nn.Module):
 
 def _on_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
     """Move arrays to a device in one copy."""
-    return torch.split(
-        to_device(torch.from_numpy(np.concatenate(parts)), device), [len(part) for part in parts]
-    )
+    joined = torch.from_numpy(np.concatenate(parts))
+    return torch.split(to_device(joined, device), [len(part) for part in parts])
 
 
 class CustomAugment(nn.Module):

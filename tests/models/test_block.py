@@ -50,8 +50,8 @@ def test_queries_choose_rows_of_attention_and_block() -> None:
     assert isinstance(block.attn, Attention)
     x = torch.randn(2, 9, 16)
     for rows in (slice(0, 1), slice(2, 5), slice(None)):
-        torch.testing.assert_close(block.attn(x, rows), block.attn(x)[:, rows], atol=1e-6, rtol=0)
-        torch.testing.assert_close(block(x, rows), block(x)[:, rows], atol=1e-6, rtol=0)
+        torch.testing.assert_close(block.attn(x, [rows]), block.attn(x)[:, rows], atol=1e-6, rtol=0)
+        torch.testing.assert_close(block(x, [rows]), block(x)[:, rows], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

@@ -48,7 +48,7 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
     "gram": {**PATCHES, "teacher.weights": "run", "gram.weights": "run", "gram.scale": 2},
 }
 # A little more than the kernels of a step of ViT-S/16: 16 images, bf16, augment on the device.
-MOST = {"dino": 1360, "dinov2": 1800}
+MOST = {"dino": 1215, "dinov2": 1630}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_no_step_waits_or_mixes_devices(tmp_path, weights, name):
     with rehearsed_run(config) as (rehearsal, state):
         rehearsal.restart()
         take_step(state, state.loader.batches())
-        assert rehearsal.by_part["backward"] > rehearsal.by_part["student"] > rehearsal.by_part["centre"]
+        assert min(rehearsal.by_part[part] for part in ("backward", "student")) > rehearsal.by_part["centre"]
         assert rehearsal.by_part["clipping"] < 20
         with pytest.raises(HostWaits):
             state.read_interval()
