@@ -28,9 +28,8 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.reports.record import read_run
 from dino_vit.views.build import build_eval_transform
 
-LARGEST, RATIO, FIRST_CLASSES, BANK = 5000, 100, 2, 10_000
+LARGEST, RATIO, FIRST_CLASSES, COPIES, BANK = 5000, 100, 2, 4000, 10_000
 FIRST, STEPS, KINDS = 100, 500, ("curated", "plain")
-SETS = {"4,000 copies of 7,997 images": (7997, 4000, 3), "20,000 copies of 100 images": (100, 20_000, 1)}
 SETTINGS = [f"budget.steps={STEPS}", f"run.checkpoint_every={FIRST}", f"run.keep_every={FIRST}"]
 SETTINGS += ["run.eval_every=null", "run.log_every=25", "model.width=64", "model.depth=3", "model.heads=2"]
 
@@ -39,35 +38,32 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.set_defaults(repeats=0)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default %(default)s)")
     parser.add_argument("--runs", type=Path, default=Path("runs/curated"), help="their folders go here")
-    options, tables = parser.parse_args(), []
+    options, rows = parser.parse_args(), []
     torch.set_num_threads(1)
-    for number, (name, (copied_images, copies, seeds)) in enumerate(SETS.items()):
-        runs = options.runs / f"set-{number}"
-        runs.mkdir(parents=True, exist_ok=True)
-        if not (runs / "train.parquet").exists():
-            write_long_tailed(options.folder / "train.parquet", runs / "train.parquet", copied_images, copies)
-        *figures, notes = zip(*(compare(runs, seed, options.folder) for seed in range(seeds)), strict=True)
-        rows = []
-        for title, of_seeds in zip(("k-NN", "linear"), figures, strict=True):
-            pairs = {f"seed {seed}": pair for seed, pair in enumerate(of_seeds)}
-            pairs["mean"] = np.mean(of_seeds, axis=0).tolist()
-            for of, pair in pairs.items():
-                rows.append(Row(f"{of}: {title}", dict(zip(KINDS, pair, strict=True)), pair[0] / pair[1]))
-        title = f"CIFAR-10, long-tailed, {name}: {STEPS} steps of 64, weights from step {FIRST} on"
-        tables.append(Table(title, "per cent", rows, " ".join(notes), ratio=" / ".join(KINDS)))
-    report(tables, options)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    if not (options.runs / "train.parquet").exists():
+        write_long_tailed(options.folder / "train.parquet", options.runs / "train.parquet")
+    results = [compare(options.runs, seed, options.folder) for seed in range(options.seeds)]
+    *figures, notes = zip(*results, strict=True)
+    for title, of_seeds in zip(("k-NN", "linear"), figures, strict=True):
+        pairs = {f"seed {seed}": pair for seed, pair in enumerate(of_seeds)}
+        pairs["mean"] = np.mean(of_seeds, axis=0).tolist()
+        for of, pair in pairs.items():
+            rows.append(Row(f"{of}: {title}", dict(zip(KINDS, pair, strict=True)), pair[0] / pair[1]))
+    title = f"CIFAR-10, long-tailed, {COPIES:,} copies: {STEPS} steps of 64, weights from step {FIRST} on"
+    report([Table(title, "per cent", rows, " ".join(notes), ratio=" / ".join(KINDS))], options)
 
 
-def write_long_tailed(source: Path, target: Path, copied_images: int, copies: int) -> None:
+def write_long_tailed(source: Path, target: Path) -> None:
     """Write a part of the images, and copies of some: cropped a little, resized and compressed."""
     table, random = pq.read_table(source), np.random.default_rng(0)
     classes = table["label"].to_numpy()
     of_class = [random.permutation(np.flatnonzero(classes == label)) for label in range(10)]
     parts = [rows[: round(LARGEST * RATIO ** (-label / 9))] for label, rows in enumerate(of_class)]
     kept = np.concatenate(parts)
-    pool = kept[classes[kept] < FIRST_CLASSES]
-    copied = random.choice(pool[:: len(pool) // copied_images][:copied_images], copies)
+    copied = random.choice(kept[classes[kept] < FIRST_CLASSES], COPIES)
     images = [image["bytes"] for image in table["image"].take(kept).to_pylist()]
     for image in table["image"].take(copied).to_pylist():
         x, y = random.integers(0, 3, 2).tolist()
@@ -88,8 +84,8 @@ def compare(runs: Path, seed: int, folder: Path) -> tuple[list[float], list[floa
     curated, plain = (runs / f"{kind}-{seed}" for kind in KINDS)
     small.train([small.Job("cifar10", seed, plain, SETTINGS)], {"cifar10": runs})
     first, file = plain / f"checkpoints/step-{FIRST:08}.safetensors", f"{curated}.csv"
-    start = time.process_time()
     embedded = dino_vit.embed(runs / "train.parquet", first, cache=str(runs / "features"), verbose=False)
+    start = time.process_time()
     weights = dino_vit.curate(embedded, output=file, verbose=False).weights
     seconds = time.process_time() - start
     (curated / "checkpoints").mkdir(parents=True, exist_ok=True)

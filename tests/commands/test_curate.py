@@ -16,8 +16,7 @@ from tests.support.embeddings import METADATA
 from tests.support.images import write_synthetic
 
 FINE = np.sort(np.random.default_rng(1).integers(0, 12, 90)) ** 2 // 20  # clusters of very different sizes
-LEVELS = [np.unique(FINE, return_inverse=True)[1], FINE // 3]
-LEVELS[1] = np.unique(LEVELS[1], return_inverse=True)[1]
+LEVELS = [np.unique(level, return_inverse=True)[1] for level in (FINE, FINE // 3)]
 KINDS = np.repeat(np.arange(4), (400, 40, 40, 4))
 
 
@@ -85,7 +84,8 @@ def test_a_training_reads_the_weights_of_a_folder(tmp_path, weights, capsys):
     shutil.copy(photos / '5, "2" ü.png', photos / "zz copy.png")
     (photos / "broken.png").write_bytes(b"no image")
     dino_vit.embed(photos, weights, output=file, cache=str(tmp_path / "cache"), verbose=False)
-    assert main(["curate", str(file), f"output={output}", "threshold=1", "clusters=[6,2]"]) == 0
+    given = ["curate", str(file), f"output={output}", "threshold=1", "clusters=[6,2]"]
+    assert main([*given, "keep=1"]) == main(given) == 0
     assert "24 of 26 images to draw from" in capsys.readouterr().out
     source = FolderSource(photos)
     read = read_sampling_weights(source, output)

@@ -5,6 +5,7 @@ are clustered, then the centroids, and so on. Each level clusters again only wha
 so that these spread over all kinds of images and not over the frequent ones.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,12 +183,12 @@ def draw_clusters(
     embeddings: Embeddings, rows: Indices, weights: Array, assigned: Indices, random: np.random.Generator
 ) -> bytes:
     """Draw clusters of the last level, the largest first: some images of each that a training draws."""
-    counts = np.bincount(assigned)
-    order = np.argsort(-counts, kind="stable")
-    shown = order[:: 1 + len(order) // CLUSTERS_SHOWN].tolist()
+    counts = np.bincount(assigned[weights > 0])
+    order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+    shown = order[:: math.ceil(len(order) / CLUSTERS_SHOWN)].tolist()
     members = (rows[(assigned == number) & (weights > 0)] for number in shown)
     drawn = [random.permutation(of_cluster)[:IMAGES_SHOWN] for of_cluster in members]
     captions = [(row, embeddings.names[row]) for row in np.concatenate(drawn).tolist()]
     panels = iter(embedded_panels(embeddings, captions))
     sheet = [[next(panels) for _ in of_cluster] for of_cluster in drawn]
-    return draw_sheet(sheet, names=[f"{counts[number]:,} images" for number in shown])
+    return draw_sheet(sheet, names=[plural(int(counts[number]), "image") for number in shown])
