@@ -21,8 +21,7 @@ def test_the_version_and_its_date_are_the_same_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"^## (\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert PROJECT["version"] == dino_vit.__version__ == citation["version"] == newest[1]
-    assert str(citation["date-released"]) == newest[2]
-    assert citation["license"] == PROJECT["license"]
+    assert (str(citation["date-released"]), citation["license"]) == (newest[2], PROJECT["license"])
 
 
 def test_the_install_page_lists_every_extra():
