@@ -18,7 +18,7 @@ from dino_vit.config.settings import get, given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import all_equal, apply_fsdp, in_all_processes
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
+from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources import files
@@ -177,9 +177,15 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         _shard(student, teacher, config, device, DTYPES[precision])
     for network in (student, teacher):
         network.to(device)
-        if config.run.compile:
-            # A graph of its own for each size of the views.
-            network.features = torch.compile(network.features, dynamic=False)  # type: ignore[method-assign]
+        if config.model.timm and device.type == "cuda":
+            network.to(memory_format=torch.channels_last)  # which its convolutions are fastest in
+        if choose_compile(config.run.compile, device, plan.total_steps):
+            # FSDP gathers the weights of a block outside its graph.
+            parts = (
+                [(network, "features")] if not sharded else [(b, "forward") for b in network.backbone.blocks]
+            )
+            for module, method in parts:
+                setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
     groups = parameter_groups(
         student.backbone,
         *student.heads,
@@ -274,7 +280,6 @@ def _shard(
     """Share the parameters of both networks among the processes."""
     refused = {
         f"model.arch={config.model.arch}": not isinstance(student.backbone, VisionTransformer),
-        "run.compile=true": config.run.compile,
         f"optim.name={config.optim.name}": config.optim.name != "adamw",
     }
     if wrong := [setting for setting, given in refused.items() if given]:

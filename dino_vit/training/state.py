@@ -209,7 +209,8 @@ class TrainingState:
 
     def _timed_evaluation(self) -> OnlineFigures:
         start = time.perf_counter()
-        figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
+        with torch.compiler.set_stance("force_eager"):  # its batches would be compiled size by size
+            figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
         self.evaluation_seconds = time.perf_counter() - start
         return figures
 
