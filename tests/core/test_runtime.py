@@ -9,8 +9,8 @@ import dino_vit.core.runtime
 from dino_vit.core.runtime import (
     adopt_slurm,
     check_trackers,
-    choose_interface,
     choose_compile,
+    choose_interface,
     choose_precision,
     cores_of_a_process,
     first_host,
