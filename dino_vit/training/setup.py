@@ -176,9 +176,8 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     if sharded:
         _shard(student, teacher, config, device, DTYPES[precision])
     for network in (student, teacher):
-        network.to(device)
-        if config.model.timm and device.type == "cuda":
-            network.to(memory_format=torch.channels_last)  # which its convolutions are fastest in
+        convolves = config.model.timm and device.type == "cuda"  # fastest with the channels last
+        network.to(device, memory_format=torch.channels_last if convolves else torch.preserve_format)
         if choose_compile(config.run.compile, device, plan.total_steps):
             # FSDP gathers the weights of a block outside its graph.
             parts = (
