@@ -180,10 +180,8 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         network.to(device, memory_format=torch.channels_last if convolves else torch.preserve_format)
         if choose_compile(config.run.compile, device, plan.total_steps):
             # FSDP gathers the weights of a block outside its graph.
-            parts = (
-                [(network, "features")] if not sharded else [(b, "forward") for b in network.backbone.blocks]
-            )
-            for module, method in parts:
+            of_blocks = [(block, "forward") for block in getattr(network.backbone, "blocks", [])]
+            for module, method in of_blocks if sharded else [(network, "features")]:
                 setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
     groups = parameter_groups(
         student.backbone,

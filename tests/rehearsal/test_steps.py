@@ -103,8 +103,9 @@ def test_no_step_of_two_processes_waits_or_mixes_devices(tmp_path, name):
     config = configured(tmp_path / "run", {**SMALL, **OF_TWO[name]})
     with one_of_two(), rehearsed_run(config) as (rehearsal, state):
         assert state.sharded == ("shards" in name)
-        images = {weight.is_contiguous() for weight in state.student.parameters() if weight.ndim == 4}
-        assert images == {"shards" in name}, "convolutions of timm have their channels last"
+        if name == "resnet":
+            convolutions = [weight for weight in state.student.parameters() if weight.ndim == 4]
+            assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in convolutions)
         rehearsal.restart()
         take_step(state, state.loader.batches())
         assert rehearsal.by_part["clipping"] < 60, "one for every tensor"
