@@ -177,11 +177,13 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         _shard(student, teacher, config, device, DTYPES[precision])
     for network in (student, teacher):
         convolves = config.model.timm and device.type == "cuda"  # fastest with the channels last
-        network.to(device, memory_format=torch.channels_last if convolves else torch.preserve_format)
+        layout: Any = {"memory_format": torch.channels_last} if convolves else {}
+        network.to(device, **layout)
         if choose_compile(config.run.compile, device, plan.total_steps):
             # FSDP gathers the weights of a block outside its graph.
-            of_blocks = [(block, "forward") for block in getattr(network.backbone, "blocks", [])]
-            for module, method in of_blocks if sharded else [(network, "features")]:
+            blocks: Any = getattr(network.backbone, "blocks", ())
+            parts = [(block, "forward") for block in blocks] if sharded else [(network, "features")]
+            for module, method in parts:
                 setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
     groups = parameter_groups(
         student.backbone,
