@@ -83,8 +83,8 @@ def _walk(root: Tensor, gradient: Tensor) -> None:
         _, _, node = heapq.heappop(ready)
         received = inputs.pop(node, {})
         for index, hook in _hooks.get(node, ()):
-            if index in received:
-                received[index] = received[index] if (changed := hook(received[index])) is None else changed
+            if index in received and (changed := hook(received[index])) is not None:
+                received[index] = changed
         gradients = _call(node, received)
         for (following, index), gradient in zip(node.next_functions, gradients, strict=False):
             if following is None:

@@ -175,6 +175,30 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
+class Stream:
+    """Stand in for a stream or an event of CUDA: whatever is asked of it is done."""
+
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __getattr__(self, _: str) -> Callable[..., Stream]:
+        return lambda *_, **__: self
+
+
+OF_CUDA: dict[str, Any] = {
+    "Stream": Stream,
+    "Event": Stream,
+    "current_stream": Stream,
+    "stream": lambda _: nullcontext(),
+    "current_device": lambda: 0,
+    "get_device_capability": lambda *_: (9, 0),
+}
+
+
 class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
     """Run what computes on "cuda" with fake tensors, count it, and raise where the host would wait.
 
@@ -195,6 +219,9 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             stack.enter_context(patch("torch.Tensor.pin_memory", _pinned))
             stack.enter_context(patch("torch.Tensor.is_pinned", _is_pinned))
             stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
+            for name, stand_in in OF_CUDA.items():
+                stack.enter_context(patch(f"torch.cuda.{name}", stand_in))
+            stack.enter_context(patch("torch.accelerator.current_stream", Stream))
             stack.enter_context(engine())
             stack.enter_context(FakeTensorMode())
             super().__enter__()  # type: ignore[no-untyped-call]
@@ -300,20 +327,6 @@ class OnGpu(Accelerator):  # type: ignore[misc]
         return model
 
 
-class Stream:
-    """Stand in for a stream or an event of CUDA: whatever is asked of it is done."""
-
-    device = CUDA
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def __getattr__(self, _: str) -> Callable[..., Stream]:
-        return lambda *_, **__: self
-
-
 @contextmanager
 def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingState]]:
     """Set up a run on a GPU that is not here, whose steps may not wait."""
@@ -327,12 +340,7 @@ def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingS
 def one_of_two() -> Iterator[None]:
     """Be the first of two processes with GPUs, whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    of_cuda: dict[str, Any] = {"Stream": Stream, "Event": Stream, "current_stream": Stream}
-    of_cuda |= {"current_device": lambda: 0, "get_device_capability": lambda *_: (9, 0)}
     with ExitStack() as stack:
-        for name, stand_in in {**of_cuda, "stream": lambda _: nullcontext()}.items():
-            stack.enter_context(patch(f"torch.cuda.{name}", stand_in))
-        stack.enter_context(patch("torch.accelerator.current_stream", Stream))
         stack.enter_context(patch("torch.distributed.new_group", lambda **_: dist.group.WORLD))
         # Which would bring together what the others found on their hosts.
         stack.enter_context(patch("dino_vit.training.setup.in_all_processes", nullcontext))
@@ -418,10 +426,17 @@ def _part() -> str:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, scale: float | None = None, **masks: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute attention with the kernel that a GPU would choose."""
-    assert not any(masks.values()), masks
+    assert (attn_mask, is_causal) == (None, False)
     if q.dtype == torch.float32:
         keeps = torch.is_grad_enabled()
         return _aten._scaled_dot_product_efficient_attention(q, k, v, None, keeps, dropout_p, scale=scale)[0]

@@ -144,7 +144,9 @@ def settings_of(cls: type[Settings], prefix: str = "") -> dict[str, SettingInfo]
                 required=field.is_required(),
                 resumable=schema.get("resumable", False),
                 choices=tuple(choices),
-                takes_text=any(kind.get("type") == "string" and "enum" not in kind for kind in types),
+                takes_text=any(
+                    kind.get("type") == "string" and not {"enum", "const"} & kind.keys() for kind in types
+                ),
                 is_list=all(kind.get("type") == "null" or "items" in kind for kind in types),
                 is_switch=types[0].get("type") == "boolean",
                 rivals=frozenset(prefix + rival for rival in rivals),

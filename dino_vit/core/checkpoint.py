@@ -117,10 +117,18 @@ class BackgroundWriter:
         assert self._writing is None
         self.step = step
         for name, tensor in tensors:
+            on_cuda = tensor.is_cuda
             if name not in self._copy:
-                self._copy[name] = torch.empty_like(tensor, device="cpu")
-            self._copy[name].copy_(tensor.detach())
-        self._writing = self._thread.submit(self.checkpoints.save, step, self._copy, metadata)
+                self._copy[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda)
+            self._copy[name].copy_(tensor.detach(), non_blocking=on_cuda)
+        # The next steps of a GPU come after the copies, for which the thread waits.
+        copied = torch.cuda.current_stream().record_event() if on_cuda else None
+        self._writing = self._thread.submit(self._write, copied, step, metadata)
+
+    def _write(self, copied: torch.cuda.Event | None, step: int, metadata: Mapping[str, Any]) -> Path:
+        if copied is not None:
+            copied.synchronize()
+        return self.checkpoints.save(step, self._copy, metadata)
 
     def finish(self, *, wait: bool) -> Path | None:
         """Return the path of a checkpoint that has come to the disk since the last call, or raise why not."""

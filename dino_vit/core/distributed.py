@@ -273,7 +273,8 @@ def _hosts() -> tuple[dist.ProcessGroup | None, torch.device]:
     """
     if dist.get_backend() == "gloo":
         return None, torch.device("cpu")
-    device, group = torch.device("cuda", torch.cuda.current_device()), None
+    device = torch.device("cuda", torch.cuda.current_device())
+    group: dist.ProcessGroup | int | None = None
     dist.all_reduce(
         torch.zeros(1, device=device)
     )  # wait for each host, which then has the same time to connect
@@ -283,7 +284,7 @@ def _hosts() -> tuple[dist.ProcessGroup | None, torch.device]:
         log.debug("gloo: %s", error)
     connected = torch.tensor([int(group is not None)], device=device)
     dist.all_reduce(connected, op=dist.ReduceOp.MIN)
-    if group is not None and connected.item():
+    if isinstance(group, dist.ProcessGroup) and connected.item():
         _set_timeout(START, group)
         return group, torch.device("cpu")
     log.warning(

@@ -19,6 +19,7 @@ from dino_vit.core import log
 from dino_vit.core.distributed import START, end_processes
 
 Precision = Literal["no", "bf16", "fp16"]
+COMPILED_STEPS = 20_000  # which repay some minutes, if each takes 10 ms less
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -142,6 +143,11 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
     if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "bf16"
     return "no"
+
+
+def choose_compile(wanted: bool | Literal["auto"], device: torch.device, steps: int) -> bool:
+    """Return whether to compile the networks; "auto" is for runs on CUDA that are long enough."""
+    return steps >= COMPILED_STEPS and device.type == "cuda" if wanted == "auto" else wanted
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from dino_vit.config.settings import get, given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import all_equal, apply_fsdp, in_all_processes
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
+from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources import files
@@ -182,10 +182,15 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     if sharded:
         _shard(student, teacher, config, device, DTYPES[precision])
     for network in (student, teacher):
-        network.to(device)
-        if config.run.compile:
-            # A graph of its own for each size of the views.
-            network.features = torch.compile(network.features, dynamic=False)  # type: ignore[method-assign]
+        convolves = config.model.timm and device.type == "cuda"  # fastest with the channels last
+        layout: Any = {"memory_format": torch.channels_last} if convolves else {}
+        network.to(device, **layout)
+        if choose_compile(config.run.compile, device, plan.total_steps):
+            # FSDP gathers the weights of a block outside its graph.
+            blocks: Any = getattr(network.backbone, "blocks", ())
+            parts = [(block, "forward") for block in blocks] if sharded else [(network, "features")]
+            for module, method in parts:
+                setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
     groups = parameter_groups(
         student.backbone,
         *student.heads,
@@ -280,7 +285,6 @@ def _shard(
     """Share the parameters of both networks among the processes."""
     refused = {
         f"model.arch={config.model.arch}": not isinstance(student.backbone, VisionTransformer),
-        "run.compile=true": config.run.compile,
         f"optim.name={config.optim.name}": config.optim.name != "adamw",
     }
     if wrong := [setting for setting, given in refused.items() if given]:

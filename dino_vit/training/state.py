@@ -234,9 +234,10 @@ class TrainingState:
 
     def _timed_evaluation(self) -> OnlineFigures:
         start = time.perf_counter()
-        figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
-        if self.segmentation:
-            figures = figures._replace(**self.teacher.with_full_weights(self.segmentation))
+        with torch.compiler.set_stance("force_eager"):  # its batches would be compiled size by size
+            figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
+            if self.segmentation:
+                figures = figures._replace(**self.teacher.with_full_weights(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
         return figures
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import attention, backbone, checkpoint, knn, step
+from benchmarks import attention, knn, step
 from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from tests.support.runs import SETTINGS as TINY
-from tests.support.runs import arguments
 
 NAMES = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - set(bench.LONG)
 PROGRAMS = sorted(name for name in NAMES if bench.on_cuda(name))
@@ -29,8 +28,7 @@ def gpu(monkeypatch):
     for name in OF_CUDA:
         monkeypatch.setattr(f"torch.cuda.{name}", lambda: 0)
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
-    for program in (step, checkpoint):
-        monkeypatch.setattr(program, "start_processes", OnGpu)
+    monkeypatch.setattr(step, "start_processes", OnGpu)
     monkeypatch.setattr(attention, "CALLS", 1)
     monkeypatch.setattr(step, "peak_memory", lambda *_, **__: 1.0)
     monkeypatch.setattr(step, "matrix_share", lambda *_: "1 TFLOP/s")  # by hooks of PyTorch's own engine
@@ -48,14 +46,11 @@ def test_each_takes_what_it_is_called_with(name, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --unknown\n")
 
 
-def test_a_row_of_each_kind(gpu, tmp_path):
+def test_a_row_of_each_kind(gpu):
     row, _ = step.measure(step.Case(2, "bf16", SMALL), repeats=1)
     assert row.speed.keys() == row.memory.keys() == {"dino_vit", "reference"}
     assert attention.measure("cuda", torch.bfloat16, True, 37, repeats=1).speed["attend"] > 0
-    assert backbone.measure(backbone.Case(96, 2, True, "bf16", "cuda"), repeats=1).memory
     assert knn.measure(600, 20, 1, gpu)[0].speed["dino_vit"] > 0
-    settings = tuple(arguments(tmp_path / "run", {"model.depth": 1})[1:])
-    assert checkpoint.run(repeats=1, threads=1, settings=settings)[0].rows
 
 
 def test_the_tests_of_make_test_gpu_run(tmp_path):

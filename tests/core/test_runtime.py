@@ -9,6 +9,7 @@ import dino_vit.core.runtime
 from dino_vit.core.runtime import (
     adopt_slurm,
     check_trackers,
+    choose_compile,
     choose_interface,
     choose_precision,
     cores_of_a_process,
@@ -126,3 +127,12 @@ def test_trackers_must_be_installed(monkeypatch):
     for name in ("tensorbord", "wandb"):
         with pytest.raises(ValueError, match=rf"{name} is not installed. .* \(tensorboard\)"):
             check_trackers(["tensorboard", name])
+
+
+def test_auto_compiles_long_runs_on_cuda():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_compile("auto", cuda, 100_000)
+    assert not choose_compile("auto", cuda, 100)
+    assert not choose_compile("auto", cpu, 100_000)
+    assert choose_compile(True, cpu, 100)
+    assert not choose_compile(False, cuda, 100_000)

@@ -57,13 +57,15 @@ def test_training_steps_have_the_losses_of_the_cpu(tmp_path, name):
     settings = {"data.augment_on": "device", "budget.steps": 10 if DEVICE.type == "cuda" else 1, **settings}
     settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     run(tmp_path / "gpu", settings)
-    ours = np.array(losses(tmp_path / "gpu"))
-    taken = np.isfinite(ours)  # in float16 the first steps may be skipped, until the scale is found
-    assert taken.sum() >= (1 if name == "fp16" else settings["budget.steps"])
+    ours = np.array(losses(tmp_path / "gpu"), dtype=float)
+    taken = np.isfinite(ours)  # in float16 the first steps are skipped, until the scale is found
+    assert taken.sum() >= settings["budget.steps"] - (9 if name == "fp16" else 0)
     if DEVICE.type == "cuda":
         on_cpu = {**settings, "run.compile": "false", "run.precision": "no"}
         run(tmp_path / "cpu", on_cpu, environ={"CUDA_VISIBLE_DEVICES": ""})
-        assert ours[taken] == pytest.approx(np.array(losses(tmp_path / "cpu"))[taken], rel=tolerance)
+        assert ours[taken] == pytest.approx(
+            np.array(losses(tmp_path / "cpu"), dtype=float)[taken], rel=tolerance
+        )
 
 
 def test_a_run_is_evaluated_on_the_images_of_val(tmp_path):

@@ -64,6 +64,21 @@ def test_parts_that_are_gathered_in_bfloat16_follow_one_process(tmp_path):
     assert torch.bfloat16 not in {tensor.dtype for tensor in tensors(tmp_path / "run", 4).values()}
 
 
+def compile_without_a_break():
+    """Trace what is compiled, whole, without the minutes of a real backend."""
+    torch.compile = partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.slow
+def test_parts_are_compiled_block_by_block(tmp_path):
+    settings = {**PATCHES, "budget.steps": 4, "optim.warmup_epochs": 0}
+    run(tmp_path / "alone", {**ONE, **settings})
+    compiled = {**TWO, **settings, "run.compile": "true"}
+    finish(pair(tmp_path / "run", compiled, torchrun_environs(), before=compile_without_a_break))
+    ours, theirs = ([line["loss"] for line in history(tmp_path / name)] for name in ("run", "alone"))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
 @pytest.mark.parametrize("unreadable", [False, True], ids=["one image more", "unreadable images"])
 def test_processes_evaluate_in_as_many_passes(tmp_path, unreadable):
     """The weights are gathered for each, by all processes."""
@@ -141,7 +156,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
         assert_close(found[name], tensor, atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text)
 
 
-@pytest.mark.parametrize("setting", ["run.compile=true", "optim.name=sgd", "optim.name=lars"])
+@pytest.mark.parametrize("setting", ["optim.name=sgd", "optim.name=lars"])
 def test_what_does_not_work_with_parts_of_the_weights_is_refused(tmp_path, setting):
     key, value = setting.split("=")
     said = run_in_two(tmp_path / "run", {**TWO, key: value}, code=2)[0]
