@@ -5,7 +5,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -217,7 +217,7 @@ class TrainingState:
         start = time.perf_counter()
         figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
         if self.segmentation:
-            figures = figures._replace(**self.teacher.with_full_weights(self.segmentation))
+            figures = replace(figures, **self.teacher.with_full_weights(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
         return figures
 
@@ -231,7 +231,7 @@ class TrainingState:
         figures = self._timed_evaluation()
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
         of_masks = self.segmentation.guesses if self.segmentation else {}
-        return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}), **of_masks)
+        return Baseline(**asdict(figures), **(guesses._asdict() if guesses else {}), **of_masks)
 
     def start_clock(self) -> None:
         """Begin to count the seconds of this start."""
