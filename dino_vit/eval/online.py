@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from einops import reduce
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,6 +31,8 @@ NEIGHBOURS = 20
 MANY, DRAWN = 2**24, 2**16
 _QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
 _PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
+# Which images were classified correctly: their bits, in hexadecimal.
+Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
 
 
@@ -94,7 +97,8 @@ def random_indices(source: Source, seed: int) -> list[int]:
     return np.argsort(bits, kind="stable").tolist()
 
 
-class OnlineFigures(NamedTuple):
+@dataclass(frozen=True)
+class OnlineFigures:
     """What an evaluation measured; accuracies are in per cent, by the labels top-1, mAP or R².
 
     `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
@@ -102,17 +106,16 @@ class OnlineFigures(NamedTuple):
     in turn.
     """
 
-    rankme: float  # of the CLS token
+    rankme: float | None = None  # of the CLS token
     knn: float | None = None  # of the CLS token
     best_features: str | None = None  # the tokens that are classified best
     best_knn: float | None = None
     probe: float | None = None
     colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
     brightness: float | None = None  # the same of its brightness and contrast alone
-    # Which images were classified correctly: their bits, in hexadecimal.
-    knn_answers: str | None = None
-    best_knn_answers: str | None = None
-    probe_answers: str | None = None
+    knn_answers: Answers | None = None
+    best_knn_answers: Answers | None = None
+    probe_answers: Answers | None = None
     # Standard errors in points, where a figure is mAP, R² or mIoU, which no image is right or wrong by.
     knn_error: float | None = None
     best_knn_error: float | None = None
@@ -214,7 +217,7 @@ class OnlineEvaluation:
             for name, figure in judged.items()
             for part, value in zip(("", "_answers", "_error"), figure, strict=True)
         }
-        return figures._replace(best_features=best.settings, **by_name)
+        return replace(figures, best_features=best.settings, **by_name)
 
     def guesses(self) -> Guesses | None:
         """Return how well labels can be told without a network, computed by the calling process alone."""

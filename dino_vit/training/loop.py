@@ -177,7 +177,7 @@ def log_step(state: TrainingState, reporter: Reporter) -> None:
     state.refit()
     metrics = state.read_interval()
     if state.plan.is_evaluated(state.step):
-        metrics = dataclasses.replace(metrics, **state.evaluate()._asdict())
+        metrics = dataclasses.replace(metrics, **dataclasses.asdict(state.evaluate()))
     reporter.log(metrics)
     state.check_skipped()
     state.interval.restart()  # so that the evaluation does not count as training time

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,21 +12,23 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
+from dino_vit.eval.online import OnlineFigures
 
 T = TypeVar("T")
 
 # As read from JSON, in which null is a number that is not finite.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
-# Which images of an evaluation were classified correctly: their bits, in hexadecimal.
-Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 # The first of these that is measured tells which step was the best.
 DECISIVE = ("knn", "miou", "rankme")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsRecord:
-    """The numbers of one log line; entropies and the divergence are of `loss_statistics`."""
+class MetricsRecord(OnlineFigures):
+    """The numbers of one log line; entropies and the divergence are of `loss_statistics`.
+
+    Those of an evaluation are missing where the step was not evaluated.
+    """
 
     step: Count  # taken so far
     total_steps: Count
@@ -57,26 +59,13 @@ class MetricsRecord:
     patch_entropy_gap: Number | None = None
     patch_prototypes_in_use: Count | None = None
     patch_rows: Count | None = None
-    knn: float | None = None  # percent, where the step was evaluated and there are labels
-    rankme: float | None = None  # where the step was evaluated
-    best_features: str | None = None  # the tokens whose k-NN accuracy was the best, and that accuracy
-    best_knn: float | None = None
-    probe: float | None = None  # of a ridge regression, like `knn`
-    colour: float | None = None  # share of the features that the images' colours explain
-    brightness: float | None = None
-    knn_answers: Answers | None = None
-    best_knn_answers: Answers | None = None
-    probe_answers: Answers | None = None
-    knn_error: float | None = None  # standard errors, where these are mAP or R²
-    best_knn_error: float | None = None
-    probe_error: float | None = None
-    miou: float | None = None  # of patches in per cent, where the step was evaluated and there are masks
-    miou_error: float | None = None
     state: str = ""  # what the records so far say about the run
 
     def to_record(self) -> dict[str, Any]:
-        """Return the line of `metrics.jsonl`."""
-        return {**asdict(self), "excess": self.excess}
+        """Return the line of `metrics.jsonl`, the evaluation at its end."""
+        record = asdict(self)
+        evaluated = {field.name: record.pop(field.name) for field in fields(OnlineFigures)}
+        return {**record, "excess": self.excess, **evaluated}
 
     @property
     def excess(self) -> float | None:
@@ -86,7 +75,7 @@ class MetricsRecord:
     def scalars(self) -> dict[str, float]:
         """Return the scalars for trackers, those of an evaluation in a group of their own."""
         record = {name: value for name, value in self.to_record().items() if isinstance(value, int | float)}
-        evaluated = ("knn", "rankme", "best_knn", "probe", "colour", "brightness", "miou")
+        evaluated = {field.name for field in fields(OnlineFigures)}
         return {f"{'eval' if name in evaluated else 'train'}/{name}": record[name] for name in record}
 
 
@@ -111,27 +100,12 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baseline:
+class Baseline(OnlineFigures):
     """What a run is compared with: its network before the first step, and what needs no network.
 
     Accuracies are in per cent, and missing without labels.
     """
 
-    rankme: Number | None = None
-    knn: Number | None = None
-    best_features: str | None = None
-    best_knn: Number | None = None
-    probe: Number | None = None
-    colour: Number | None = None  # share of the features that colours explain
-    brightness: Number | None = None
-    knn_answers: Answers | None = None
-    best_knn_answers: Answers | None = None
-    probe_answers: Answers | None = None
-    knn_error: Number | None = None
-    best_knn_error: Number | None = None
-    probe_error: Number | None = None
-    miou: Number | None = None
-    miou_error: Number | None = None
     constant_miou: Number | None = None  # of one class, always guessed
     mask_images: Count | None = None  # images that mIoU is of
     metric: Literal["top-1", "mAP", "R²"] = "top-1"  # what all accuracies are

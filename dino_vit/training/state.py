@@ -5,7 +5,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -237,7 +237,7 @@ class TrainingState:
         with torch.compiler.set_stance("force_eager"):  # its batches would be compiled size by size
             figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
             if self.segmentation:
-                figures = figures._replace(**self.teacher.with_full_weights(self.segmentation))
+                figures = replace(figures, **self.teacher.with_full_weights(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
         return figures
 
@@ -251,7 +251,7 @@ class TrainingState:
         figures = self._timed_evaluation()
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
         of_masks = self.segmentation.guesses if self.segmentation else {}
-        return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}), **of_masks)
+        return Baseline(**asdict(figures), **(guesses._asdict() if guesses else {}), **of_masks)
 
     def start_clock(self) -> None:
         """Begin to count the seconds of this start."""

@@ -1,4 +1,5 @@
 import math
+from dataclasses import astuple
 from itertools import product
 
 import numpy as np
@@ -208,11 +209,7 @@ def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
 def test_two_processes_have_the_figures_of_one(tmp_path):
     torch.manual_seed(1)
     model = backbone()
-    expected = [
-        OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
-        for length in (101, 2)
-    ]
-    expected.append(_segmentation(model)(model).values())
+    expected = _figures(model)
     mp.spawn(_evaluate, args=(f"file://{tmp_path / 'rendezvous'}", model.state_dict()), nprocs=2)
     for number in range(2):
         figures = torch.load(tmp_path / f"rendezvous{number}")
@@ -222,10 +219,12 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
                 assert value == (pytest.approx(expected_value, rel=1e-4) if number else expected_value)
 
 
-def _segmentation(model):
-    """Of 33 images to learn from the first process takes one batch, the second two."""
-    evaluation = OnlineEvaluation(source=SceneSource(length=65, size=40), **SETTINGS, seed=0)
-    return open_segmentation("synthetic:scenes", evaluation, model)[0]
+def _figures(model):
+    """Of images and, by masks, of 33 to learn from: the first process takes one batch, the second two."""
+    sources = SyntheticSource(length=101), SyntheticSource(length=2), SceneSource(length=65, size=40)
+    evaluations = [OnlineEvaluation(source=source, **SETTINGS, seed=0) for source in sources]
+    segmentation, _ = open_segmentation("synthetic:scenes", evaluations[-1], model)
+    return [*(astuple(evaluation(model)) for evaluation in evaluations), tuple(segmentation(model).values())]
 
 
 def _evaluate(number, rendezvous, weights):
@@ -233,14 +232,10 @@ def _evaluate(number, rendezvous, weights):
     try:
         model = backbone()
         model.load_state_dict(weights)
-        figures = [
-            OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
-            for length in (101, 2)
-        ]
-        figures.append(_segmentation(model)(model).values())
+        figures = _figures(model)
     finally:
         end_processes()
-    torch.save([tuple(one) for one in figures], f"{rendezvous.removeprefix('file://')}{number}")
+    torch.save(figures, f"{rendezvous.removeprefix('file://')}{number}")
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])

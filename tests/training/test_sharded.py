@@ -2,6 +2,7 @@
 
 import math
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -101,7 +102,7 @@ def test_processes_evaluate_in_as_many_passes(tmp_path, unreadable):
 def figures_of_its_own():
     """Have the evaluations of this process give other figures, as rounding may on another GPU."""
     evaluate = OnlineEvaluation.__call__
-    OnlineEvaluation.__call__ = lambda self, model: evaluate(self, model)._replace(knn=math.nan)
+    OnlineEvaluation.__call__ = lambda self, model: replace(evaluate(self, model), knn=math.nan)
 
 
 def a_full_disk_for_a_moment():

@@ -116,10 +116,10 @@ def open_masks(
 
 
 def open_watched(spec: str, source: Source) -> MaskedSource | None:
-    """Open a source, which is open already, with its masks; None if it has none."""
+    """Return a source, which is open already, with the masks that lie on this machine; None without any."""
     if isinstance(source, MaskedSource):
         return source
-    has_masks = recognise(spec) is not None or (not is_url(spec) and is_folder(_beside(spec)))
+    has_masks = not is_url(spec) and (is_folder(_beside(spec)) or recognise(spec) is not None)
     return open_masks(spec) if has_masks else None
 
 
