@@ -83,7 +83,8 @@ def _walk(root: Tensor, gradient: Tensor) -> None:
         _, _, node = heapq.heappop(ready)
         received = inputs.pop(node, {})
         for index, hook in _hooks.get(node, ()):
-            if index in received and (changed := hook(received[index])) is not None:
+            changed: Tensor | None = hook(received[index]) if index in received else None
+            if changed is not None:
                 received[index] = changed
         gradients = _call(node, received)
         for (following, index), gradient in zip(node.next_functions, gradients, strict=False):

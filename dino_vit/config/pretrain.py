@@ -147,9 +147,9 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         "gram": config.gram is not None,
         f"teacher.weights={config.teacher.weights}": bool(config.teacher.weights),
     }
-    for setting, needs in needs_all.items():
+    for cause, needs in needs_all.items():
         if needs and model.patch_drop:
-            yield f"{setting} needs all patches; set model.patch_drop=0"
+            yield f"{cause} needs all patches; set model.patch_drop=0"
 
 
 def _check_heads(model: sections.Model) -> Iterator[str]:
