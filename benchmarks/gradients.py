@@ -83,15 +83,14 @@ def _walk(root: Tensor, gradient: Tensor) -> None:
         _, _, node = heapq.heappop(ready)
         received = inputs.pop(node, {})
         for index, hook in _hooks.get(node, ()):
-            changed: Tensor | None = hook(received[index]) if index in received else None
-            if changed is not None:
+            if index in received and (changed := hook(received[index])) is not None:
                 received[index] = changed
         gradients = _call(node, received)
-        for (following, index), gradient in zip(node.next_functions, gradients, strict=False):
+        for (following, index), passed in zip(node.next_functions, gradients, strict=False):
             if following is None:
                 continue
-            if gradient is not None:
-                _add(inputs[following], index, _fitted(gradient, following._input_metadata[index]))
+            if passed is not None:
+                _add(inputs[following], index, _fitted(passed, following._input_metadata[index]))
             waiting[following] -= 1
             if not waiting[following]:
                 heapq.heappush(ready, (-following._sequence_nr(), next(numbers), following))
