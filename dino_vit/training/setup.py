@@ -1,13 +1,12 @@
 """Set up a run: open what it depends on, resolve the config, build the state, restore the checkpoint.
 
-The readers of other weights are imported only by a run that names some.
+Other weights, and what reads them, are imported only by a run that names some.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -16,7 +15,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.distributed import all_equal, apply_fsdp, in_all_processes
+from dino_vit.core.distributed import apply_fsdp, in_all_processes
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
@@ -36,9 +35,6 @@ from dino_vit.training.resume import check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
 from dino_vit.views.sampler import describe_sampling, read_sampling_weights
-
-if TYPE_CHECKING:
-    from dino_vit.weights.loading import TrainedTeacher
 
 
 class ReadyRun(NamedTuple):
@@ -109,7 +105,11 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     if resumed and config.budget.minutes:
         fit = Fit(resumed.metadata["total_steps"])
     # When a run resumes, the file that it started from may be gone.
-    trained = _load_trained(config) if config.init and not resumed else None
+    trained, frozen = _load_trained(config) if config.init and not resumed else None, None
+    if config.teacher.weights is not None:
+        from dino_vit.training.teachers import open_frozen
+
+        frozen = open_frozen(config, config.teacher.weights)
     architecture = trained.architecture if trained else None
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
@@ -121,7 +121,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
         architecture=architecture,
         processes=int(accelerator.num_processes),
         device=accelerator.device,
-        frozen=None if config.teacher.weights is None else _open_frozen(config, config.teacher.weights),
+        frozen=frozen,
         fit=fit,
     )
 
@@ -254,7 +254,13 @@ def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[N
 
 def _build_objective(config: PretrainConfig, context: RunContext, student: Backbone) -> Objective:
     """Build the objective with the networks that it compares the student with, beside its average."""
-    views, loss = config.views, config.loss
+    views, loss, gram_teacher = config.views, config.loss, None
+    if context.frozen or config.gram:
+        from dino_vit.training.teachers import check_frozen, load_gram_teacher
+
+        gram_teacher = load_gram_teacher(config, student) if config.gram else None
+        if context.frozen:
+            check_frozen(config, context.frozen.backbone, student)
     has_heads = context.frozen is None or context.frozen.network is not None
     objective = Objective(
         context.device,
@@ -268,11 +274,10 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
-        gram_teacher=_load_gram_teacher(config, student) if config.gram else None,
+        gram_teacher=gram_teacher,
         frozen=context.frozen and (context.frozen.network or context.frozen.backbone),
     )
     if context.frozen:
-        _check_frozen(config, context.frozen.backbone, student)
         for name, center in context.frozen.centers.items():
             if (own := objective.centers.get(name.removesuffix(".center"))) is not None:
                 own.center.copy_(center)
@@ -312,58 +317,3 @@ def _load_trained(config: PretrainConfig) -> Backbone:
         channels=config.data.channels,
         **overrides,
     )
-
-
-def _open_frozen(config: PretrainConfig, weights: str) -> "TrainedTeacher":
-    """Load the network that `teacher.weights` names."""
-    from dino_vit.weights.loading import open_teacher
-
-    _check_other_run(config, "teacher.weights", weights)
-    frozen = open_teacher(weights)
-    if not all_equal(int(frozen.sha256[:12], 16)):
-        text = f"the processes read different weights from teacher.weights={weights}"
-        raise ValueError(f"{text}; give a checkpoint that is kept")
-    return frozen
-
-
-def _check_other_run(config: PretrainConfig, key: str, weights: str) -> None:
-    """Check that a fixed network is not the newest checkpoint of the run, which changes."""
-    if Path(weights).resolve() == Path(config.output).resolve():
-        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
-
-
-def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
-    """Check that a frozen teacher takes the global views, and sees the patches that the student sees."""
-    name, size = f"teacher.weights={config.teacher.weights}", config.views.global_shape
-    try:
-        grid = frozen.grid_of(*size)
-    except ValueError as error:
-        raise ValueError(f"{name} does not take global views: {error}; change views.global_size") from error
-    if config.loss.patch_weight and grid != student.grid_of(*size):
-        rows, columns = student.grid_of(*size)
-        raise ValueError(
-            f"{name} sees {grid[0]} × {grid[1]} patches of a global view where the student sees {rows} × "
-            f"{columns}; use the same model.patch_size, or loss.patch_weight=0"
-        )
-
-
-def _load_gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone:
-    """Load the network that `gram` holds the patches to."""
-    from dino_vit.weights.loading import load_backbone
-
-    assert config.gram is not None
-    _check_other_run(config, "gram.weights", config.gram.weights)
-    gram_teacher = load_backbone(config.gram.weights)
-    provenance = gram_teacher.provenance
-    if not (gram_teacher.has_patches and student.has_patches):
-        raise ValueError("gram.weights is about patches, which these networks do not have; leave it out")
-    for what, theirs, ours in (
-        ("patches", gram_teacher.patch_size, student.patch_size),
-        ("channels", gram_teacher.channels, student.channels),
-        ("data.mean", provenance and provenance.mean, config.data.mean),
-        ("data.std", provenance and provenance.std, config.data.std),
-    ):
-        if theirs and ours and not np.allclose(theirs, ours):
-            text = f"gram.weights={config.gram.weights} has {what} of {theirs}, the run of {ours}"
-            raise ValueError(f"{text}; they must be the same")
-    return gram_teacher

@@ -76,18 +76,23 @@ def patch_bank(
     """Return about so many patches with a class: as many of each image, drawn at random."""
     classes, images, share = len(source.classes), list[int](), patches / len(indices)
     present = torch.zeros(classes + 1, dtype=torch.long)
-    features, targets = [frozen.empty(spec).flatten(0, 1)], [torch.empty(0, dtype=torch.long)]
-    for block, maps in window_maps(frozen, source, rank_slice(indices), spec, "patches to learn from"):
+    # One tensor for all: many small ones between the maps of images would fragment the memory.
+    mine, filled = rank_slice(indices), 0
+    empty = frozen.empty(spec)
+    features = empty.new_empty(len(mine) * math.ceil(share), empty.shape[-1])
+    targets = torch.empty(len(features), dtype=torch.long)
+    for block, maps in window_maps(frozen, source, mine, spec, "patches to learn from"):
         of_images = torch.split(maps, [len(image.images) for image in block])
         for image, of_image in zip(block, of_images, strict=True):
             rows, of_rows = draw_patches(image, of_image.shape[2:], classes, share)
-            features.append(rearrange(of_image, "n d h w -> (n h w) d")[rows.to(frozen.device)])
-            targets.append(of_rows)
+            drawn = slice(filled, filled := filled + len(rows))
+            features[drawn] = rearrange(of_image, "n d h w -> (n h w) d")[rows.to(frozen.device)]
+            targets[drawn] = of_rows
             present += count_classes(image.mask.flatten(), classes)
             images.append(image.number)
     present = all_gather(present[None, :classes]).sum(0)
     occurring = present.nonzero().flatten()
-    targets_of_all = torch.searchsorted(occurring, all_gather(torch.cat(targets)))
+    targets_of_all = torch.searchsorted(occurring, all_gather(targets[:filled]))
     if len(occurring) < 2 or not len(targets_of_all):
         content = f"only the class {source.classes[int(occurring[0])]}" if len(occurring) == 1 else "no class"
         raise ValueError(
@@ -95,7 +100,7 @@ def patch_bank(
             "values of the masks and at ignore_value, which is none of them"
         )
     device, read = frozen.device, all_gather(torch.tensor(images, dtype=torch.long)).tolist()
-    return Bank(all_gather(torch.cat(features)), targets_of_all.to(device), occurring.to(device), read)
+    return Bank(all_gather(features[:filled]), targets_of_all.to(device), occurring.to(device), read)
 
 
 def draw_patches(image: Windows, grid: Sequence[int], classes: int, share: float) -> tuple[Tensor, Tensor]:
