@@ -154,7 +154,7 @@ def test_gradients_of_shards_are_clipped_as_those_of_one_tensor(monkeypatch):
             if sharded:
                 apply_fsdp(network, network, [], DEVICE, torch.float32)
             network(torch.ones(2, 7, device=DEVICE)).square().sum().backward()
-            clip_gradients([network], mode="module", max_norm=0.3)
+            clip_gradients([list(network.parameters())], mode="module", max_norm=0.3)
             gradients = [full_tensor(parameter.grad) for parameter in network.parameters()]
             norms.append(torch.stack(torch._foreach_norm(gradients)))
         assert torch.allclose(*norms)
