@@ -20,11 +20,8 @@ from dino_vit.commands.pack import PackResult
 from dino_vit.config.commands import (
     AttentionConfig,
     CompareConfig,
-    CurateConfig,
     DemoConfig,
     DenseConfig,
-    DuplicatesConfig,
-    EmbedConfig,
     ExportConfig,
     FinetuneConfig,
     InspectConfig,
@@ -33,8 +30,8 @@ from dino_vit.config.commands import (
     LinearConfig,
     PackConfig,
     ReportConfig,
-    SearchConfig,
 )
+from dino_vit.config.embeddings import CurateConfig, DuplicatesConfig, EmbedConfig, SearchConfig
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
 from dino_vit.models.vit import vit_base as vit_base

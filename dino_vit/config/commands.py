@@ -1,6 +1,6 @@
-"""The settings of every command but `pretrain`, which has a module of its own; they import no torch.
+"""The settings of the commands, but for `pretrain` and those on embeddings (`pretrain.py`, `embeddings.py`).
 
-The results of a command do not depend on its resumable settings.
+They import no torch. The results of a command do not depend on its resumable settings.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Fit, PositiveShare, Share, Side, Sources, Tokens, WeightsFormat
+from dino_vit.config.sections import Fit, PositiveShare, Share, Side, Sources, WeightsFormat
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -32,7 +32,6 @@ Evaluator = Literal["knn", "linear", "dense"]
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
 Block = Annotated[int, Field(ge=-1000, le=1000)]
-Cosine = Annotated[float, Field(gt=-1, le=1)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 IGNORED = 255  # pixels of a mask that belong to no class
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
@@ -213,63 +212,6 @@ class AttentionConfig(Settings):
     )
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
     block: Block = setting(-1, "block whose attention is drawn; negative numbers count from the last")
-
-
-class EmbedConfig(CachedConfig):
-    """Write the embeddings of images to a file."""
-
-    writes: ClassVar = "embeddings.parquet"
-    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
-    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
-    tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
-    blocks: Few = setting(1, "last blocks whose tokens are joined")
-    precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
-    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
-
-
-class SearchConfig(Settings):
-    """Find the images nearest to given ones among those that were embedded."""
-
-    writes: ClassVar = "search.png"
-    positional: ClassVar = ("embeddings", "images")
-    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
-    embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    images: tuple[str, ...] = Field(description="image files to find similar images to")
-    weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
-    k: Dimension = setting(8, "nearest images to show")
-    output: str | None = setting(None, f"PNG, with a JSON file beside it; null: search.png, {OF_PYTHON}")
-
-
-class DuplicatesConfig(Settings):
-    """List images that are nearly the same, those with two labels or in two splits first."""
-
-    examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
-    positional: ClassVar = ("embeddings",)
-    embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Cosine = setting(0.95, "minimum cosine of a pair")
-    pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    output: str | None = setting(
-        None, f"JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
-    )
-    writes: ClassVar = "duplicates.json"
-
-
-class CurateConfig(Settings):
-    """Weigh images for pretraining: no copies, and all kinds of images alike."""
-
-    examples: ClassVar = ("curate photos.parquet output=weights.csv",)
-    positional: ClassVar = ("embeddings",)
-    embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Cosine | None = setting(0.98, "minimum cosine of a copy, which is dropped; null: keep copies")
-    clusters: NonEmpty[Count] | None = setting(None, "of each level, most first; null: by the images")
-    keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
-    like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
-    k: Dimension = setting(32, "like: nearest images of each example")
-    output: str | None = setting(
-        None, f"CSV file, with PNG and JSON files beside it; null: weights.csv, {OF_PYTHON}"
-    )
-    writes: ClassVar = "weights.csv"
 
 
 class DemoConfig(Settings):

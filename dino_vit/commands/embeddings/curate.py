@@ -19,7 +19,7 @@ from pyarrow.csv import write_csv
 
 from dino_vit.commands import Result, format_table
 from dino_vit.commands.embeddings.duplicates import find_duplicates
-from dino_vit.config.commands import CurateConfig
+from dino_vit.config.embeddings import CurateConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import Advance, plural, progress

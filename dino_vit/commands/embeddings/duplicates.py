@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dino_vit.commands import Result
-from dino_vit.config.commands import DuplicatesConfig
+from dino_vit.config.embeddings import DuplicatesConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, progress

@@ -7,7 +7,7 @@ from typing import Any
 
 from dino_vit import __version__
 from dino_vit.commands import Result
-from dino_vit.config.commands import EmbedConfig
+from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source

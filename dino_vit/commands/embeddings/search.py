@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.commands import Result
-from dino_vit.config.commands import SearchConfig
+from dino_vit.config.embeddings import SearchConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import printable

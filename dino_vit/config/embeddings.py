@@ -1,0 +1,68 @@
+"""The settings of `embed`, and of the commands that read what it wrote."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from dino_vit.config.commands import OF_PYTHON, CachedConfig, Precision
+from dino_vit.config.sections import Tokens
+from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
+
+Cosine = Annotated[float, Field(gt=-1, le=1)]
+
+
+class EmbedConfig(CachedConfig):
+    """Write the embeddings of images to a file."""
+
+    writes: ClassVar = "embeddings.parquet"
+    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
+    output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
+    tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
+    precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
+    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
+
+
+class SearchConfig(Settings):
+    """Find the images nearest to given ones among those that were embedded."""
+
+    writes: ClassVar = "search.png"
+    positional: ClassVar = ("embeddings", "images")
+    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
+    embeddings: str = Field(description="file that `dino-vit embed` wrote")
+    images: tuple[str, ...] = Field(description="image files to find similar images to")
+    weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
+    k: Dimension = setting(8, "nearest images to show")
+    output: str | None = setting(None, f"PNG, with a JSON file beside it; null: search.png, {OF_PYTHON}")
+
+
+class DuplicatesConfig(Settings):
+    """List images that are nearly the same, those with two labels or in two splits first."""
+
+    examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
+    positional: ClassVar = ("embeddings",)
+    embeddings: str = Field(description="file that `dino-vit embed` wrote")
+    threshold: Cosine = setting(0.95, "minimum cosine of a pair")
+    pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
+    output: str | None = setting(
+        None, f"JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
+    )
+    writes: ClassVar = "duplicates.json"
+
+
+class CurateConfig(Settings):
+    """Weigh images for pretraining: no copies, and all kinds of images alike."""
+
+    examples: ClassVar = ("curate photos.parquet output=weights.csv",)
+    positional: ClassVar = ("embeddings",)
+    embeddings: str = Field(description="file that `dino-vit embed` wrote")
+    threshold: Cosine | None = setting(0.98, "minimum cosine of a copy, which is dropped; null: keep copies")
+    clusters: NonEmpty[Count] | None = setting(None, "of each level, most first; null: by the images")
+    keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
+    like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
+    k: Dimension = setting(32, "like: nearest images of each example")
+    output: str | None = setting(
+        None, f"CSV file, with PNG and JSON files beside it; null: weights.csv, {OF_PYTHON}"
+    )
+    writes: ClassVar = "weights.csv"
