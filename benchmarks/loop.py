@@ -90,7 +90,7 @@ def shares(changes: dict[str, Any]) -> dict[str, float]:
 
 def parts(state: TrainingState) -> Iterator[tuple[str, Any, str]]:
     """Name the functions of a step that are its work."""
-    yield "loading", state.interval, "wait"
+    yield "loading", state.interval, "next_batch"
     yield "loading", state.augment, "forward"
     yield "forward", Objective, "__call__"
     yield "backward", torch.autograd, "backward"
