@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.scaling import SHARD, simulate, simulated_sampler, write_catalogue
+from benchmarks.catalogues import SHARD, simulate, simulated_sampler, write_catalogue
 from dino_vit.data.catalogue import Catalogue, CataloguedSource
 
 IMAGES = 10**9
