@@ -24,7 +24,7 @@ from benchmarks import measure
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
-NO_PROGRAMS = ("__main__", "gradients", "machines", "measure", "peer", "reference", "rehearsal")
+NO_PROGRAMS = ("__main__", "gradients", "kernels", "machines", "measure", "peer", "reference", "rehearsal")
 LONG = ("cifar10", "curated", "distillation", "small", "small_peer", "soak", "terms")
 HEAD = """# Results
 

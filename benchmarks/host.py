@@ -27,8 +27,8 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.kernels import ELSEWHERE, Kernels
 from benchmarks.measure import Row, Table, Work, arguments, report
-from benchmarks.rehearsal import ELSEWHERE, Kernels
 from benchmarks.step import FIXED, Reference, make_batch
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig

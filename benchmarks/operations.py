@@ -22,8 +22,9 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.kernels import Kernels
 from benchmarks.measure import Row, Table, arguments, here, report, where
-from benchmarks.rehearsal import Kernels, rehearsed_run
+from benchmarks.rehearsal import rehearsed_run
 from benchmarks.step import FIXED, Ours, usual_cases
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig

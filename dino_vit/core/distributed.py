@@ -275,9 +275,8 @@ def _hosts() -> tuple[dist.ProcessGroup | None, torch.device]:
         return None, torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
     group: dist.ProcessGroup | int | None = None
-    dist.all_reduce(
-        torch.zeros(1, device=device)
-    )  # wait for each host, which then has the same time to connect
+    # Wait for all hosts, which then have the same time to connect.
+    dist.all_reduce(torch.zeros(1, device=device))
     try:
         group = dist.new_group(backend="gloo", timeout=CONNECT)
     except RuntimeError as error:

@@ -32,8 +32,9 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
 from dino_vit.training.resume import check_same_run, find_checkpoint
-from dino_vit.training.state import TrainingState, UnreadableImages
+from dino_vit.training.state import TrainingState
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
+from dino_vit.views.loader import UnreadableImages
 from dino_vit.views.sampler import describe_sampling, read_sampling_weights
 
 

@@ -3,8 +3,7 @@
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
 from dino_vit.training.metrics import DECISIVE, Baseline, MetricsRecord
 from dino_vit.training.plan import Plan
-from dino_vit.views.loader import Batch, Loader
+from dino_vit.views.loader import Batch, Loader, UnreadableImages
 from dino_vit.views.sampler import sampling_fingerprint
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ FEW_PACES = 3  # the first of a start is slow: workers begin, networks are compi
 # A run of some minutes changes its length if that is off by more than this share of the steps that are left.
 OFF = 0.1
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
-# The share of unreadable images is taken of at least this many, or a few at the start would end a run.
-AT_LEAST = 1000
 MAX_SKIPPED = 5  # steps in a row; more end the run
 # What a checkpoint holds of an interval.
 _SUMS = ("loss", "finite", "skipped_in_a_row")
@@ -107,37 +104,6 @@ class Interval:
             setattr(self, name, torch.tensor(sums[name], device=self.device))
         # An earlier version counted the skipped steps since the last log line apart.
         self.skipped = torch.tensor(skipped + sums.get("skipped", 0.0), device=self.device)
-
-
-class UnreadableImages:
-    """Count unreadable images, list each once in `unreadable.txt`, and end the run if there are too many."""
-
-    def __init__(self, folder: Path, *, limit: float) -> None:
-        self.path, self.limit = folder / "unreadable.txt", limit
-        self.listed: set[str] = set()
-        self.failed, self.tried = 0, 0
-
-    def count(self, batch: Batch) -> None:
-        """Count a batch, list images that were not listed before, and raise if there are too many."""
-        self.failed += len(batch.unreadable)
-        self.tried += len(batch.samples) + len(batch.unreadable)
-        new = dict.fromkeys(line for line in map(str, batch.unreadable) if line not in self.listed)
-        with suppress(OSError):  # if the disk is full, they are listed when they come again
-            if new:
-                self._list(new)
-        if self.failed > self.limit * max(self.tried, AT_LEAST):
-            raise ValueError(
-                f"{self.failed} of the {self.tried} images read so far cannot be read or used, more than "
-                f"data.max_unreadable={self.limit}; see {self.path}. Repair the images, or raise the "
-                "limit and run the same command again"
-            )
-
-    def _list(self, lines: Iterable[str]) -> None:
-        with self.path.open("a+", encoding="utf-8", errors="replace") as file:
-            file.seek(0)
-            listed = set(file.read().splitlines())  # by other processes and earlier starts
-            file.writelines(f"{line}\n" for line in lines if line not in listed)
-        self.listed.update(lines)
 
 
 @dataclass(kw_only=True)

@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from dino_vit.views.masks import Masking
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
+# The share of unreadable images is taken of at least this many, or a few at the start would end a run.
+AT_LEAST = 1000
 PREFETCH = 2  # batches that each worker makes ahead
 MOST_WORKERS = 16  # more rarely help, but cost memory
 
@@ -237,3 +240,34 @@ def _init_worker(stops: Event, timeout_s: float, number: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if stops.is_set() else None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+class UnreadableImages:
+    """Count unreadable images, list each once in `unreadable.txt`, and end the run if there are too many."""
+
+    def __init__(self, folder: Path, *, limit: float) -> None:
+        self.path, self.limit = folder / "unreadable.txt", limit
+        self.listed: set[str] = set()
+        self.failed, self.tried = 0, 0
+
+    def count(self, batch: Batch) -> None:
+        """Count a batch, list images that were not listed before, and raise if there are too many."""
+        self.failed += len(batch.unreadable)
+        self.tried += len(batch.samples) + len(batch.unreadable)
+        new = dict.fromkeys(line for line in map(str, batch.unreadable) if line not in self.listed)
+        with suppress(OSError):  # if the disk is full, they are listed when they come again
+            if new:
+                self._list(new)
+        if self.failed > self.limit * max(self.tried, AT_LEAST):
+            raise ValueError(
+                f"{self.failed} of the {self.tried} images read so far cannot be read or used, more than "
+                f"data.max_unreadable={self.limit}; see {self.path}. Repair the images, or raise the "
+                "limit and run the same command again"
+            )
+
+    def _list(self, lines: Iterable[str]) -> None:
+        with self.path.open("a+", encoding="utf-8", errors="replace") as file:
+            file.seek(0)
+            listed = set(file.read().splitlines())  # by other processes and earlier starts
+            file.writelines(f"{line}\n" for line in lines if line not in listed)
+        self.listed.update(lines)

@@ -9,15 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.rehearsal import (
-    CUDA,
-    HostWaits,
-    Kernels,
-    MixedDevices,
-    NotOnGpu,
-    OnGpu,
-    Rehearsal,
-)
+from benchmarks.kernels import Kernels
+from benchmarks.rehearsal import CUDA, HostWaits, MixedDevices, NotOnGpu, OnGpu, Rehearsal
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up

@@ -1,0 +1,145 @@
+"""Count the kernels of code and follow the memory of its tensors, on any device.
+
+A kernel is counted for every operator that computes or copies, also for one on lists of tensors, if PyTorch
+joins these. Operators that only view or allocate count none. On a GPU some operators take more than one.
+Memory is followed from the first use of tensors to their last, in the blocks of CUDA's allocator.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BLOCK = 512  # bytes, of which the allocator hands out multiples
+ELSEWHERE = "elsewhere"
+# Functions whose operators are counted together: the outermost of them in the stack decides.
+PARTS = {
+    "views_of": "augmentation",
+    "masks_of": "masks",
+    "_targets": "teacher",
+    "_patches_of": "teacher",
+    "_cross_entropies": "loss",
+    "koleo_loss": "loss",
+    "gram_loss": "loss",
+    "imitation_loss": "loss",
+    "cosine_loss": "loss",
+    "features": "student",
+    "project": "student",
+    "backward": "backward",
+    "unscale_": "clipping",
+    "clip_gradients": "clipping",
+    "step_if_finite": "optimiser",
+    "ema_update": "average",
+    "accumulate": "centre",
+    "update": "centre",
+}
+# What writes no memory of the device, beside views.
+_aten = torch.ops.aten
+_FREE = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten._unsafe_view.default,
+    _aten.lift_fresh.default,
+    _aten.resize_.default,
+    _aten.promote_types.default,
+}
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the kernels of what is run inside, by part of the step and operator, and follow its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: Counter[tuple[str, str]] = Counter()
+        self.operators: Counter[str] = Counter()  # all that are called, by part
+        self.memory = 0  # bytes
+        self.peaks: dict[str, int] = {}  # of each part
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.record(func, args, out)
+        return out
+
+    def record(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
+        """Count an operator, and follow the tensors that it returned."""
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage())
+        if func.namespace != "aten":
+            return
+        part = _part()
+        self.operators[part] += 1
+        if func.is_view:
+            return
+        self.peaks[part] = max(self.memory, self.peaks.get(part, 0))
+        if func not in _FREE:
+            self.kernels[part, str(func)] += _launches(func, args)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        if hasattr(storage, "followed"):
+            return
+        storage.followed = True  # type: ignore[attr-defined]
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self.memory += size
+        weakref.finalize(storage, self._forget, size).atexit = False
+
+    def _forget(self, size: int) -> None:
+        self.memory -= size
+
+    def restart(self) -> None:
+        """Count from zero."""
+        self.kernels.clear()
+        self.operators.clear()
+        self.peaks.clear()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were in use at a time."""
+        return max(self.peaks.values())
+
+    @property
+    def by_part(self) -> Counter[str]:
+        """The kernels of each part of the step."""
+        found: Counter[str] = Counter()
+        for (part, _), times in self.kernels.items():
+            found[part] += times
+        return found
+
+
+def _launches(func: OpOverload, args: Sequence[Any]) -> int:
+    """Return the kernels of an operator: one, or one for each tensor of lists that it cannot join."""
+    lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
+    if not str(func).startswith("aten._foreach_") or not lists:
+        return 1
+    shapes = [[(one.shape, one.stride()) for one in tensors] for tensors in lists]
+    dtypes = [{one.dtype for one in tensors} for tensors in lists]
+    if str(func).startswith("aten._foreach_copy_"):  # which casts, from one dtype to one
+        joins = all(len(of_list) == 1 for of_list in dtypes)
+    else:
+        joins = all(of_list == dtypes[0] for of_list in dtypes)
+    return 1 if joins and all(of_list == shapes[0] for of_list in shapes) else len(lists[0])
+
+
+def _part() -> str:
+    """Return the part of the step that is being computed."""
+    frame: FrameType | None = sys._getframe(3)
+    found = ELSEWHERE
+    while frame is not None:
+        found = PARTS.get(frame.f_code.co_name, found)
+        frame = frame.f_back
+    return found
