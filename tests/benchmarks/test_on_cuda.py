@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import attention, knn, step
+from benchmarks import attention, backbone, checkpoint, end_to_end, knn, objective, scaling, step
 from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from tests.support.runs import SETTINGS as TINY
 
@@ -28,7 +28,9 @@ def gpu(monkeypatch):
     for name in OF_CUDA:
         monkeypatch.setattr(f"torch.cuda.{name}", lambda: 0)
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
-    monkeypatch.setattr(step, "start_processes", OnGpu)
+    for program in (step, end_to_end, checkpoint):
+        monkeypatch.setattr(program, "start_processes", OnGpu)
+    monkeypatch.setattr(end_to_end, "here", lambda: CUDA)
     monkeypatch.setattr(attention, "CALLS", 1)
     monkeypatch.setattr(step, "peak_memory", lambda *_, **__: 1.0)
     monkeypatch.setattr(step, "matrix_share", lambda *_: "1 TFLOP/s")  # by hooks of PyTorch's own engine
@@ -51,6 +53,28 @@ def test_a_row_of_each_kind(gpu):
     assert row.speed.keys() == row.memory.keys() == {"dino_vit", "reference"}
     assert attention.measure("cuda", torch.bfloat16, True, 37, repeats=1).speed["attend"] > 0
     assert knn.measure(600, 20, 1, gpu)[0].speed["dino_vit"] > 0
+    assert scaling.measure_step("small", SMALL, repeats=1).speed["dino_vit"] > 0
+
+
+@pytest.mark.parametrize("name", objective.NAMES[:2])
+def test_steps_of_both_methods(gpu, name):
+    of_dinov2 = objective.DINOV2 if name == objective.NAMES[0] else {}
+    objective.build(name, step.Case(2, "bf16", {**SMALL, **of_dinov2}), gpu)()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", backbone.CONTENDERS)
+@pytest.mark.parametrize("train", [False, True])
+def test_backbones(gpu, name, train):
+    for precision in ("float32", "bf16") if train else ("float32", "bf16", "bf16 weights"):
+        backbone.build_work(name, backbone.Case(96, 2, train, precision, "cuda"))()
+
+
+@pytest.mark.slow
+def test_the_whole_program(gpu):
+    row, said = end_to_end.measure(end_to_end.Case("small", 40, 2, 2, SMALL), repeats=1, workers=0)
+    assert row.speed["dino_vit"] > 0
+    assert "waits for data" in said
 
 
 def test_the_tests_of_make_test_gpu_run(tmp_path):
