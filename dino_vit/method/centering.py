@@ -78,17 +78,19 @@ def sinkhorn_center(teacher_logits: Logits, temperature: float, iterations: int 
 
     Sinkhorn-Knopp scales the columns and rows of exp(logits / temperature) in turn, until each prototype has
     the same sum and each row a sum of 1. It ends with the rows, which is the softmax of the loss. So only the
-    columns' scales are needed here, and the centre is -temperature times their logarithm.
+    columns' scales are needed here, and the centre is -temperature times their logarithm. Scaling the rows is
+    a softmax too; its sums over the rows are not 0, as each prototype had its share before.
     """
     log_scale: Tensor | None = None
     for _ in range(iterations):
         parts = []
         for logits in teacher_logits:
-            scores = logits.float() / temperature
-            if log_scale is not None:
-                scores = scores - torch.logsumexp(scores + log_scale, dim=1, keepdim=True)
-            parts.append(torch.logsumexp(scores, dim=0, keepdim=True))
-        total = torch.logsumexp(torch.cat(parts), dim=0, keepdim=True)
-        log_scale = -all_reduce_logsumexp(total)
+            if log_scale is None:
+                parts.append(torch.logsumexp(logits.float() / temperature, dim=0, keepdim=True))
+            else:
+                scores = torch.add(log_scale, logits.float(), alpha=1 / temperature)
+                parts.append(scores.softmax(dim=1).sum(0, keepdim=True).log())
+        total = all_reduce_logsumexp(torch.logsumexp(torch.cat(parts), dim=0, keepdim=True))
+        log_scale = -total if log_scale is None else log_scale - total
     assert log_scale is not None, iterations
     return -temperature * (log_scale - log_scale.mean())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centering import Center, SinkhornCenter
-from dino_vit.method.cross_entropy import LazyLogits, Logits, logits_of
+from dino_vit.method.cross_entropy import LazyLogits, Logits
 from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
 from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss
 from dino_vit.models.backbone import Backbone
@@ -134,9 +134,9 @@ class Objective:
     def _targets(self, teacher: Network, views: Tensor, masks: Masks | None, temperature: float) -> Teaching:
         """Return the targets for the CLS tokens of the global views, and for the masked patches."""
         out = teacher([views], masks)
-        logits: dict[str, Logits] = {"loss": [logits_of(*out.projection)]}
+        logits: dict[str, Logits] = {"loss": [LazyLogits.of(*out.projection)[:]]}
         if out.patches is not None and "patch_loss" in self.centers:
-            logits["patch_loss"] = LazyLogits(*out.patches)
+            logits["patch_loss"] = LazyLogits.of(*out.patches)
         targets = {name: Targets(of, self.centers[name](of, temperature)) for name, of in logits.items()}
         return Teaching(out.cls, targets)
 

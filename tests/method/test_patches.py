@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dino_vit.method import cross_entropy
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.loss import loss_statistics, patch_loss
@@ -96,6 +97,19 @@ def test_lazy_logits_are_the_logits():
     center.update()
     of_whole.update()
     torch.testing.assert_close(center.center, of_whole.center)
+
+
+def test_products_of_unit_vectors_in_half_precision_are_those_of_float32(monkeypatch):
+    """On CUDA, whose product of halves gives float32; a CPU computes it from the same halves."""
+    generator = torch.Generator().manual_seed(0)
+    features, prototypes = units(generator, 64, dim=256), units(generator, 100, dim=256)
+    monkeypatch.setattr(cross_entropy, "_matmul", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
+    lazy = LazyLogits(features.half(), prototypes.half())
+    whole, center = logits_of(features, prototypes).float(), torch.rand(1, 100)
+    assert (lazy[:] - whole).abs().max() < 1e-4
+    scores = lazy.scores(slice(3, 9), center, 0.04)
+    torch.testing.assert_close(scores, (whole[3:9] - center) / 0.04, atol=2e-3, rtol=0)
+    torch.testing.assert_close(lazy.sum(), whole.sum(0, keepdim=True), atol=1e-3, rtol=0)
 
 
 def test_chunks_of_logits_are_balanced_and_measured_as_one():
