@@ -58,6 +58,9 @@ _FREE = {
 }
 
 
+_PRODUCTS = {_aten.mm.default, _aten.mm.dtype, _aten.addmm.default, _aten.bmm.default}
+
+
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the kernels of what is run inside, by part of the step and operator, and follow its memory."""
 
@@ -65,6 +68,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: Counter[tuple[str, str]] = Counter()
         self.operators: Counter[str] = Counter()  # all that are called, by part
+        self.products: Counter[torch.dtype] = Counter()  # multiplications, by the dtype of the matrices
         self.memory = 0  # bytes
         self.peaks: dict[str, int] = {}  # of each part
 
@@ -87,6 +91,9 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view:
             return
         self.peaks[part] = max(self.memory, self.peaks.get(part, 0))
+        if func in _PRODUCTS:
+            left, right = [one for one in args if isinstance(one, Tensor)][-2:]
+            self.products[right.dtype] += left.numel() * right.shape[-1]
         if func not in _FREE:
             self.kernels[part, str(func)] += _launches(func, args)
 
@@ -105,6 +112,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count from zero."""
         self.kernels.clear()
         self.operators.clear()
+        self.products.clear()
         self.peaks.clear()
 
     @property
