@@ -5,7 +5,6 @@ b batch, h heads, n tokens, d channels of a head
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,19 +64,14 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool,
         key_bias: bool,
-        qk_scale: float | None,
-        attention_dropout: float,
-        dropout: float,
     ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width={width} is not divisible by heads={heads}")
         self.heads, self.key_bias = heads, key_bias or not qkv_bias
-        self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
-        self.attention_dropout = attention_dropout
+        self.scale = (width // heads) ** -0.5
         self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.proj = Linear(width, width)
-        self.dropout = dropout
 
     def forward(
         self,
@@ -90,13 +84,12 @@ class Attention(nn.Module):
         packed = packed or Packed([(x.shape[0], x.shape[1])])
         parts = packed.split(self._project(x, *cast[0]), 3, self.heads, -1)
         attended = [self._attend(*size) for size in zip(parts, rotations, queries, strict=True)]
-        x = self.proj(packed.join(attended), *cast[1])
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        projected: Tensor = self.proj(packed.join(attended), *cast[1])
+        return projected
 
     def _attend(self, qkv: Tensor, rotation: Rotation | None, queries: slice) -> Tensor:
         q, k, v = self._heads(qkv, rotation)
-        dropout = self.attention_dropout if self.training else 0.0
-        x = attend(q if queries is ALL else q[:, :, queries], k, v, scale=self.scale, dropout=dropout)
+        x = attend(q if queries is ALL else q[:, :, queries], k, v, scale=self.scale)
         return x.transpose(1, 2).flatten(2)
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
@@ -126,15 +119,15 @@ class Attention(nn.Module):
         return linear(x, weight, torch.cat([of_queries, torch.zeros_like(of_keys), of_values]))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """Return softmax(q·kᵀ·scale)·v, with the kernel that `benchmarks/attention.py` found fastest.
 
     The fused kernel of a CPU is slow in bfloat16, so there the softmax is written out: a backbone step of
     ViT-S/16 takes 0.95 s instead of 1.11 s.
     """
-    explicit = q.is_cpu and q.dtype == torch.bfloat16 and dropout == 0.0
+    explicit = q.is_cpu and q.dtype == torch.bfloat16
     if not explicit or math.prod(q.shape[:3]) * q.shape[2] * q.element_size() > EXPLICIT_BYTES:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
     shape = q.shape
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     # baddbmm scales the product itself, which saves a pass over the scores.
@@ -145,12 +138,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.
 class MLP(nn.Module):
     """Linear, GELU, linear; if gated, SwiGLU instead of GELU."""
 
-    def __init__(self, width: int, hidden: int, *, gated: bool, dropout: float) -> None:
+    def __init__(self, width: int, hidden: int, *, gated: bool) -> None:
         super().__init__()
         self.gated = gated
         self.fc1 = Linear(width, 2 * hidden if gated else hidden)
         self.fc2 = Linear(hidden, width)
-        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor, cast: Sequence[Cast] = ((), ())) -> Tensor:
         x = self.fc1(x, *cast[0])
@@ -159,7 +151,8 @@ class MLP(nn.Module):
             x = F.silu(gate) * value
         else:
             x = F.gelu(x)
-        return self.drop(self.fc2(self.drop(x), *cast[1]))
+        projected: Tensor = self.fc2(x, *cast[1])
+        return projected
 
 
 class LayerScale(nn.Module):
@@ -184,10 +177,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a LayerNorm before it and a residual connection.
-
-    The arguments are those of `VisionTransformer`, and those of `Attention`.
-    """
+    """Attention, then an MLP, each with a LayerNorm before it and a residual connection."""
 
     def __init__(
         self,
@@ -198,15 +188,15 @@ class Block(nn.Module):
         mlp: str,
         layer_scale: float | None,
         norm_eps: float,
-        dropout: float,
-        **attention: Any,
+        qkv_bias: bool,
+        key_bias: bool,
     ) -> None:
         super().__init__()
         self.norm1 = LayerNorm(width, eps=norm_eps)
-        self.attn = Attention(width, heads, dropout=dropout, **attention)
+        self.attn = Attention(width, heads, qkv_bias=qkv_bias, key_bias=key_bias)
         self.ls1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = LayerNorm(width, eps=norm_eps)
-        self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
+        self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu")
         self.ls2 = None if layer_scale is None else LayerScale(width, layer_scale)
 
     def forward(

@@ -1,4 +1,4 @@
-"""Positions: learned or sinusoidal embeddings, interpolated to any grid, or rotations of queries and keys.
+"""Positions: learned embeddings, interpolated to any grid, or rotations of queries and keys.
 
 Libraries interpolate differently, with equal results at the trained grid alone, so a backbone has a mode:
 
@@ -40,15 +40,6 @@ def interpolate_pos_embs(
         field = F.interpolate(field, size=grid, mode="bicubic", antialias=mode == "timm")
     patches = rearrange(field, "1 d h w -> 1 (h w) d").to(pos_embs.dtype)
     return torch.cat((cls, patches), dim=1)
-
-
-def sinusoidal_pos_embs(count: int, width: int) -> Tensor:
-    """Return fixed sines in even channels and cosines in odd ones, of frequency 10000^(-2i / width)."""
-    channel = torch.arange(width, dtype=torch.float64)
-    frequency = 10000 ** (-2 * (channel // 2) / width)
-    angle = torch.arange(count, dtype=torch.float64)[:, None] * frequency  # (count, width)
-    table = torch.where(channel % 2 == 0, angle.sin(), angle.cos())
-    return table.float()[None]
 
 
 def rotary_positions(grid: Grid, channels: int, *, scale: Tensor) -> Rotation:

@@ -1,6 +1,6 @@
 """The vision transformer: images of any size in, the CLS token or class logits out.
 
-- learned or sinusoidal positions, interpolated if the image is not of the trained size, or rotary ones
+- learned positions, interpolated if the image is not of the trained size, or rotary ones
 - any number of channels, images and patches that are not square
 - registers, layer scale and gated MLPs, so that DINOv2's and DINOv3's weights load unchanged
 - tokens and attention weights of any block, an optional classifier
@@ -11,7 +11,7 @@ B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -31,15 +31,13 @@ from dino_vit.models.positions import (
     Rotation,
     interpolate_pos_embs,
     rotary_positions,
-    sinusoidal_pos_embs,
 )
 
 CLS = slice(0, 1)
-BLOCK_OPTIONS = (
-    *("mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale"),
-    *("norm_eps", "dropout", "attention_dropout"),
-)
+BLOCK_OPTIONS = "mlp_ratio", "mlp", "qkv_bias", "layer_scale", "norm_eps"
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
+# In the metadata of earlier files; without effect on the features, or the tensors show it.
+FORMER_ARGUMENTS = ("stem", "resnet_layers", "resnet_width", "dropout", "attention_dropout")
 
 
 class PatchEmbed(nn.Module):
@@ -68,18 +66,15 @@ class VisionTransformer(Backbone):
         mlp_ratio: float = 4.0,
         mlp: Literal["gelu", "swiglu"] = "gelu",
         num_classes: int = 0,
-        positions: Literal["learned", "sinusoidal", "rotary"] = "learned",
+        positions: Literal["learned", "rotary"] = "learned",
         rotary_rescale: float | None = None,
         position_mode: PositionMode = "hf",
         registers: int = 0,
         mask_token: bool = False,
         qkv_bias: bool = True,
         key_bias: bool | None = None,
-        qk_scale: float | None = None,
         layer_scale: float | None = None,
         norm_eps: float = 1e-6,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
         drop_path: float = 0.0,
         drop_path_schedule: Literal["linear", "uniform"] = "linear",
         init_std: float = 0.02,
@@ -96,27 +91,21 @@ class VisionTransformer(Backbone):
 
         self.patch_embed = PatchEmbed(patch_size=self.patch_size, channels=channels, width=width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = self._build_pos_embed(positions)
         self.rotary, self.rotary_rescale = positions == "rotary", rotary_rescale
+        count = 1 + math.prod(self.trained_grid)
+        self.pos_embed = None if self.rotary else nn.Parameter(torch.zeros(1, count, width))
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
         self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
-        self.pos_drop = nn.Dropout(dropout)
         uniform = drop_path_schedule == "uniform"
         rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.drop_path_rates = rates
         options = {name: arguments[name] for name in BLOCK_OPTIONS}
         # Where keys are rotated, their bias has an effect; in DINOv3's released weights they have none.
-        options["key_bias"] = positions != "rotary" if key_bias is None else key_bias
+        options["key_bias"] = not self.rotary if key_bias is None else key_bias
         self.blocks = nn.ModuleList(Block(width, heads, **options) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
-
-    def _build_pos_embed(self, positions: str) -> nn.Parameter | None:
-        count = 1 + math.prod(self.trained_grid)
-        if positions == "sinusoidal":
-            return nn.Parameter(sinusoidal_pos_embs(count, self.width), requires_grad=False)
-        return nn.Parameter(torch.zeros(1, count, self.width)) if positions == "learned" else None
 
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
@@ -130,7 +119,7 @@ class VisionTransformer(Backbone):
     def init_weights(self) -> None:
         """Initialise linear layers and tokens from truncated normals; convolutions keep PyTorch's default."""
         for tokens in (self.cls_token, self.pos_embed, self.register_tokens):
-            if tokens is not None and tokens.requires_grad:  # sinusoidal positions are fixed
+            if tokens is not None:
                 nn.init.trunc_normal_(tokens, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -256,7 +245,7 @@ class VisionTransformer(Backbone):
         parts = [cls.expand(count, -1, -1).to(patches.dtype), patches]
         if self.register_tokens is not None:
             parts.insert(1, self.register_tokens.expand(count, -1, -1).to(patches.dtype))
-        return self.pos_drop(torch.cat(parts, dim=1))
+        return torch.cat(parts, dim=1)
 
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:
         """Return the position embeddings, CLS first, for a grid of (h, w) patches: (1, 1 + h·w, D)."""
@@ -305,6 +294,14 @@ class VisionTransformer(Backbone):
                 "negative numbers count from the last"
             )
         return [index % self.depth for index in blocks]
+
+
+def current_arguments(architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments in the metadata of a file without those that a VisionTransformer had earlier."""
+    arguments = {name: value for name, value in architecture.items() if name not in FORMER_ARGUMENTS}
+    if arguments.get("qk_scale") is None:
+        arguments.pop("qk_scale", None)
+    return arguments
 
 
 def _validate(arguments: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.vit import VisionTransformer, current_arguments
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
 from dino_vit.training.resume import check_same_run, find_checkpoint
@@ -138,7 +138,7 @@ def build_untrained(
     backbone whose features the student imitates.
     """
     torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-    keywords = dict(architecture or _architecture(config))
+    keywords = current_arguments(architecture or _architecture(config))
     keywords.pop("drop_path", None)  # the student's is a setting of the run, the teacher has none
     if not config.model.timm:
         keywords["drop_path_schedule"] = config.model.drop_path_schedule

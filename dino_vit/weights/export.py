@@ -106,8 +106,7 @@ def _check_architecture(model: Backbone, format: str) -> None:
         return
     a, layout = model.architecture, _layout_of(model, format)
     defaults = signature(VisionTransformer).parameters
-    keys = ("qk_scale", *layout.lacks)
-    faults = [f"{key}={a[key]}" for key in keys if a[key] != defaults[key].default]
+    faults = [f"{key}={a[key]}" for key in layout.lacks if a[key] != defaults[key].default]
     if a["positions"] == "rotary" and not layout.rotary:
         faults.append("positions=rotary")
     if a["positions"] == "rotary" and a["key_bias"]:

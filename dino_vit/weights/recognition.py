@@ -16,7 +16,7 @@ from dino_vit.config.sections import WeightsFormat
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.vit import VisionTransformer, current_arguments
 from dino_vit.weights.layouts import (
     DINOV2_REGISTERS,
     HF_DINOV3_GATED,
@@ -36,7 +36,6 @@ HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
 RESAVED_AS = dict.fromkeys(("dinov2", "dinov3"), "huggingface") | {"torchvision": "reference"}  # to add heads
 TRAINED_SIDE = 224  # pixels, of weights that show no size
 ROTARY_RESCALE = 2.0  # in DINOv3's training
-FORMER_ARGUMENTS = ("stem", "resnet_layers", "resnet_width")  # in the metadata of earlier files
 EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
 KNOWN_MODEL_ARGS = {  # of timm folders: shown by the tensors too, or without effect on the features
     "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio",
@@ -114,8 +113,7 @@ def infer_architecture(
     if raw.metadata:
         parameters = signature(VisionTransformer).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        stated = {k: v for k, v in raw.metadata["architecture"].items() if k not in FORMER_ARGUMENTS}
-        return {**defaults, "depth": depth, **stated}
+        return {**defaults, "depth": depth, **current_arguments(raw.metadata["architecture"])}
     width = tensors["cls_token"].shape[-1]
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden

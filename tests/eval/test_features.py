@@ -87,7 +87,7 @@ def test_autocast_computes_in_its_dtype_and_returns_float32():
 
 
 def test_extraction_leaves_no_trace():
-    model = backbone(dropout=0.5, drop_path=0.5)
+    model = backbone(drop_path=0.5)
     model.train()
     model.blocks[1].eval()
     model.norm.weight.requires_grad_(False)
@@ -95,7 +95,7 @@ def test_extraction_leaves_no_trace():
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
     first = FrozenBackbone(model=model, **SETTINGS).extract(SyntheticSource(length=12), range(12))
     again = FrozenBackbone(model=model, **SETTINGS).extract(SyntheticSource(length=12), range(12))
-    assert torch.equal(first.values, again.values)  # no dropout
+    assert torch.equal(first.values, again.values)  # no branch is dropped
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002

@@ -1,10 +1,8 @@
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.models.positions import interpolate_pos_embs, sinusoidal_pos_embs
+from dino_vit.models.positions import interpolate_pos_embs
 
 
 def embeddings(grid: tuple[int, int], width: int = 8) -> torch.Tensor:
@@ -44,12 +42,3 @@ def test_modes_are_the_published_calls(grid):
     for mode, expected in published.items():
         out = interpolate_pos_embs(pos, grid, trained_grid=(14, 14), mode=mode)[:, 1:]
         assert torch.allclose(out, expected.permute(0, 2, 3, 1).reshape(1, -1, 8), atol=1e-6), mode
-
-
-def test_sinusoids_equal_the_loop():
-    table = sinusoidal_pos_embs(7, 6)
-    for position in range(7):
-        for channel in range(6):
-            angle = position / 10000 ** (2 * (channel // 2) / 6)
-            expected = math.sin(angle) if channel % 2 == 0 else math.cos(angle)
-            assert table[0, position, channel].item() == pytest.approx(expected, abs=1e-6)

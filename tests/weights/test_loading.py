@@ -16,7 +16,7 @@ from tests.support.peers import HEADS, HF_VIT, SIZE, timm_vit
 
 
 def test_our_own_file_has_all_that_loading_needs(tmp_path):
-    model = backbone(channels=5, registers=2, positions="sinusoidal", position_mode="timm", heads=4)
+    model = backbone(channels=5, registers=2, position_mode="timm", heads=4)
     path = tmp_path / "mine.safetensors"
     statistics = {"mean": (0.5,) * 5, "std": (0.2,) * 5, "bits": 16, "range": (0.0, 4095.0)}
     save_backbone(model, path, **statistics, network="teacher", step=700, config={"seed": 3})
@@ -28,7 +28,6 @@ def test_our_own_file_has_all_that_loading_needs(tmp_path):
     assert {name: getattr(known, name) for name in statistics} == statistics
     assert eval_transform_of(loaded).pixels == Pixels(channels=5, bits=16, range=(0.0, 4095.0))
     assert not loaded.training
-    assert not loaded.pos_embed.requires_grad
     images = torch.randn(2, 5, 24, 40)
     assert torch.equal(loaded(images), model(images))
     save_backbone(loaded, tmp_path / "again.safetensors")
@@ -39,9 +38,13 @@ def test_our_own_file_has_all_that_loading_needs(tmp_path):
 def test_a_file_of_an_earlier_version_loads(tmp_path):
     """Its metadata has arguments that there no longer are."""
     model, path = backbone(), tmp_path / "earlier.safetensors"
-    model.architecture |= {"stem": "conv", "resnet_layers": (3, 4, 9), "resnet_width": 64}
+    model.architecture |= {"stem": "conv", "resnet_layers": (3, 4, 9), "dropout": 0.0, "qk_scale": None}
     save_backbone(model, path)
     assert torch.equal(load_backbone(path)(IMAGES), model(IMAGES))
+    model.architecture["qk_scale"] = 0.5  # which would change its features
+    save_backbone(model, path)
+    with pytest.raises(WeightsError, match="qk_scale"):
+        load_backbone(path)
 
 
 def test_another_image_size_resamples_the_positions(caplog):
