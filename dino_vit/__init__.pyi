@@ -929,7 +929,6 @@ def export(
     heads: int | None = None,
     image_size: int | collections.abc.Sequence[int] | None = None,
     format: Literal["reference", "timm", "huggingface", "onnx"] = ...,
-    dynamic: bool = False,
     overwrite: bool = False,
     license: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | ExportConfig | None = None,
@@ -950,7 +949,6 @@ def export(
       image_size=null                     resample the positions to this size; null: as stored
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface
       format=...                          format to write [reference|timm|huggingface|onnx]
-      dynamic=false                       onnx: take images of any size; otherwise of that of the weights
       overwrite=false                     replace OUT if it exists
       license=null                        huggingface: licence for the model card, such as apache-2.0
     """

@@ -37,8 +37,7 @@ def export(config: ExportConfig) -> Written:
     for_hub = config.format == "huggingface"
     if for_hub:
         card = model_card(model, license=config.license, evaluation=_evaluation(model))
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("overwrite", "dynamic")}
-    export_backbone(model, path, config.format, **options, card=card)
+    export_backbone(model, path, config.format, overwrite=config.overwrite, card=card)
     text = usage(model, path, config.format)
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"

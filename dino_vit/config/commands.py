@@ -292,12 +292,10 @@ class ExportConfig(WeightsConfig):
     examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
     out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
-    dynamic: bool = setting(False, "onnx: take images of any size; otherwise of that of the weights")
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
-        for name, format in (("dynamic", "onnx"), ("license", "huggingface")):
-            if getattr(self, name) != type(self).model_fields[name].default and self.format != format:
-                yield f"--{name} is for --format {format}, not {self.format}"
+        if self.license and self.format != "huggingface":
+            yield f"--license is for --format huggingface, not {self.format}"

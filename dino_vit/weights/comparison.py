@@ -17,11 +17,9 @@ TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another ord
 
 
 @torch.no_grad()
-def compare_features(model: Backbone, written: Path, format: str, *, larger: bool) -> str:
+def compare_features(model: Backbone, written: Path, format: str) -> str:
     """Compare with the features of the written file, by the lines that a user is given to open it."""
-    (height, width), (p, q) = model.image_size, model.patch_size
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, model.channels, height + larger * p, width + larger * q, generator=generator)
+    images = torch.randn(2, model.channels, *model.image_size, generator=torch.Generator().manual_seed(0))
     library, ours = LIBRARIES.get(format), model.forward_cls(images)
     if not (library and find_spec(library)):
         how = "by loading it again"

@@ -43,22 +43,21 @@ def export_backbone(
     format: str,
     *,
     overwrite: bool = False,
-    dynamic: bool = False,
     card: str | None = None,
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
     The formats are `reference` (DINO's own) and `timm`, each a .pth or .safetensors file, `huggingface`, a
-    folder for `AutoModel.from_pretrained`, and `onnx`, of the trained size or, if `dynamic`, of any. The
-    export only appears at `path` if its features equal those of the model. `card` is the text of README.md in
-    a Hugging Face folder; by default it states what is known of the model.
+    folder for `AutoModel.from_pretrained`, and `onnx`. The export only appears at `path` if its features
+    equal those of the model. `card` is the text of README.md in a Hugging Face folder; by default it states
+    what is known of the model.
     """
     path = Path(path)
     if format not in FORMATS:
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     _check_target(path, format, overwrite)
     if format == "onnx":
-        check_graph(model, dynamic=dynamic)
+        check_graph(model)
     else:
         _check_architecture(model, format)
     model = copy.deepcopy(model).cpu().float().eval()
@@ -67,10 +66,10 @@ def export_backbone(
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
             written = Path(folder) / path.name
             if format == "onnx":
-                write_graph(model, written, _describe(model, format), dynamic=dynamic)
+                write_graph(model, written, _describe(model, format))
             else:
                 _write_tensors(model, written, format, card)
-            summary = compare_features(model, written, format, larger=dynamic)
+            summary = compare_features(model, written, format)
             if path.is_dir():
                 shutil.rmtree(path)  # _check_target found nothing but an older export in it
             written.replace(path)

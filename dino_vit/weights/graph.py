@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dino_vit.core.storage import sync
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.reading import WeightsError
 
 LARGEST = 2e9  # bytes of weights in an ONNX file
@@ -19,23 +18,13 @@ INPUT, OUTPUTS = "images", ("cls", "patches")
 METADATA_KEY = "dino_vit"
 
 
-def check_graph(model: Backbone, *, dynamic: bool) -> None:
+def check_graph(model: Backbone) -> None:
     """Raise WeightsError for what a graph cannot hold."""
     if not (find_spec("onnxscript") and find_spec("onnxruntime")):
         raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     if size > LARGEST:
         raise WeightsError(f"an ONNX file holds weights of up to 2 GB, but these are {size / 1e9:.1f} GB")
-    if not dynamic:
-        return
-    if not isinstance(model, VisionTransformer):
-        name = model.architecture["name"]
-        raise WeightsError(f"{name} is written as a graph for one size: leave out --dynamic")
-    if not model.rotary and model.position_mode in ("dino", "dinov2"):
-        raise WeightsError(
-            f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
-            "--dynamic, or load with position_mode='hf', which is equal at the trained size, and save"
-        )
 
 
 class _Graph(nn.Module):
@@ -51,25 +40,16 @@ class _Graph(nn.Module):
 
 
 @torch.no_grad()
-def write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool) -> None:
-    """Write a graph for any number of images, of the trained size or of any of two patches a side or more.
-
-    `about` is what is known of the model, as JSON.
-    """
-    graph = _Graph(model).eval()
-    (height, width), (p, q) = model.image_size, model.patch_size
-    # Another size than a power of two, and of unequal sides, so that nothing is taken for constant.
-    images = torch.zeros(2, model.channels, *((height + p, width + 2 * q) if dynamic else (height, width)))
+def write_graph(model: Backbone, path: Path, about: str) -> None:
+    """Write a graph for any number of images of the trained size, and what is known of the model, as JSON."""
+    images = torch.zeros(2, model.channels, *model.image_size)
     sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
-    if dynamic:
-        rows, columns = (torch.export.Dim(name, min=2, max=1024) for name in ("rows", "columns"))
-        sizes |= {2: p * rows, 3: q * columns}
     level = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporters' own dependencies warn of many things
         logging.disable(logging.WARNING)
         try:
-            program = torch.export.export(graph, (images,), dynamic_shapes=(sizes,))
+            program = torch.export.export(_Graph(model).eval(), (images,), dynamic_shapes=(sizes,))
             names: dict[str, Any] = {"input_names": [INPUT], "output_names": list(OUTPUTS)}
             onnx = torch.onnx.export(program, **names, dynamo=True, verbose=False)
         finally:
