@@ -1,16 +1,23 @@
-"""Log a run on rank 0: its start, its records, its result. Nothing here changes the state."""
+"""Log a run on rank 0: its start, its records, its result, in files and on stderr.
+
+Nothing here changes the state.
+"""
 
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 import torch
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from dino_vit import __version__
 from dino_vit.config.loading import to_yaml, write_yaml
@@ -18,7 +25,7 @@ from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
-from dino_vit.core.text import plural, printable, public
+from dino_vit.core.text import duration, live_console, plural, printable, printable_lines, public
 from dino_vit.data.sources.source import images_per_epoch
 from dino_vit.training.metrics import (
     BASELINE,
@@ -32,12 +39,96 @@ from dino_vit.training.metrics import (
 )
 from dino_vit.training.readings import COMPARED, FIGURES
 from dino_vit.training.setup import ReadyRun
-from dino_vit.training.terminal import RunProgress
-from dino_vit.training.verdict import WAITING_HELP, judge, waits_for_images
+from dino_vit.training.verdict import TOO_EARLY, WAITING_HELP, Verdict, judge, waits_for_images
 
+REFRESH = 0.5  # seconds between two updates of the bar
+RECENT = 1800  # seconds whose pace the remaining time is estimated from
 FEW_CHOICES = 3  # each gets a line at the start
 TITLES = FIGURES | {name: text for name, text in COMPARED.items() if name != "knn"}
 TITLES |= {"constant_miou": "mIoU of one class"}
+
+
+class RunProgress:
+    """Show a run on stderr, or on `stream`: a line per record, and on a terminal a bar below them."""
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock, self.drawn = clock, -math.inf
+        self.stream = sys.stderr if stream is None else stream
+        self.diagnosis = TOO_EARLY
+        self.saved_step: int | None = None  # shown in the next line
+        console = live_console(self.stream)
+        self.bar = Progress(
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            BarColumn(None),
+            TaskProgressColumn(),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            auto_refresh=False,  # its thread is in the way of workers, which may be forked beside one
+            speed_estimate_period=RECENT,
+            redirect_stdout=sys.stdout.isatty(),
+            get_time=clock,
+            disable=console is None,  # then it only estimates the remaining time
+            expand=True,
+        )
+        self.bar.add_task("", total=total_steps, completed=step)
+        (self.task,) = self.bar.tasks
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`; cheap enough for every step."""
+        self.bar.update(self.task.id, completed=step)
+        if self.clock() - self.drawn >= REFRESH:
+            self.drawn = self.clock()
+            self.bar.refresh()
+
+    def show(self, metrics: MetricsRecord, verdict: Verdict) -> None:
+        """Show a record; when the state turns bad, or good again, say so once."""
+        before, self.diagnosis = self.diagnosis, verdict.diagnosis
+        self.task.total = metrics.total_steps  # which `budget.minutes` changes
+        self.bar.update(self.task.id, completed=metrics.step, refresh=True)
+        self.notice(self._line(metrics))
+        self.saved_step = None
+        last = metrics.step >= metrics.total_steps  # then the run's summary says it
+        is_news = self.diagnosis != before and (self.diagnosis.remedies or before.remedies)
+        if is_news and not last:
+            self.notice(f"step {metrics.step:,}: {self.diagnosis.state}. {verdict.advice}".rstrip())
+
+    def notice(self, text: str) -> None:
+        """Print a line that stays."""
+        text = printable_lines(text)
+        if self.bar.disable:
+            self.stream.write(f"{text}\n")
+            self.stream.flush()
+        else:
+            self.bar.console.print(Text(text), soft_wrap=True)
+
+    def _line(self, metrics: MetricsRecord) -> str:
+        """Return the figures of a record, in columns."""
+        total, seconds = f"{metrics.total_steps:,}", self.task.time_remaining
+        excess = "" if metrics.excess is None else f" (ln K {metrics.excess:+6.2f})"
+        parts = [f"step {metrics.step:>{len(total)},}/{total}", f"epoch {metrics.epoch:5.1f}"]
+        parts += [f"loss {metrics.loss:6.3f}{excess}"]
+        for name, gap in (("gap", metrics.entropy_gap), ("patches", metrics.patch_entropy_gap)):
+            parts += [] if gap is None else [f"{name} {gap:5.2f}"]
+        parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]
+        parts += [f"eta {'-' if seconds is None else duration(seconds):>6}", self.diagnosis.state]
+        for name, figure in (("k-NN", metrics.knn), ("mIoU", metrics.miou)):
+            parts += [] if figure is None else [f"{name} {figure:.1f} %"]
+        parts += [] if self.saved_step is None else [f"saved {self.saved_step:,}"]
+        return "  ".join(parts)
 
 
 class Reporter:

@@ -12,7 +12,7 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.text import duration
-from dino_vit.training.terminal import RunProgress
+from dino_vit.training.reporter import RunProgress
 from dino_vit.training.verdict import LEARNING, Verdict
 from tests.support.history import ADVICE, HEALTHY, Clock, show_some
 

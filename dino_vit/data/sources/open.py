@@ -140,7 +140,7 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
 
         return ArchiveSource(suffix, spec, files)
     if suffix == ".parquet":
-        from dino_vit.data.sources.parquet import ParquetSource
+        from dino_vit.data.sources.tables import ParquetSource
 
         return ParquetSource(spec, files)
     if len(files) > 1:

@@ -1,25 +1,30 @@
-"""Images in tables: which columns hold images, names and labels; datasets of the Hugging Face hub."""
+"""Images in tables: which columns hold images, names and labels; Parquet files, and datasets of the hub.
+
+An image of a Parquet file is read only with its whole row group, so these are unpacked once.
+"""
 
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural
+from dino_vit.core.text import brief, plural, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
-from dino_vit.data.sources.files import read_file
+from dino_vit.data.sources.files import open_file, read_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
+BATCH = 32  # rows of a Parquet file that are read together
 BINARY = (pa.binary(), pa.large_binary())
 # OWNER/NAME, then possibly [SPLIT] or :SPLIT, then possibly @REVISION.
 _HUB_NAME = re.compile(r"(.*?)(?:[\[:]([^\[\]:/@]+)\]?)?(?:@([^@]+))?", re.DOTALL)
@@ -149,6 +154,52 @@ def _pick_image(path: str, names: list[str]) -> str | None:
     raise ValueError(
         f"{path} has several columns of images: {brief(', '.join(names), 400)}. Rename one to `image`."
     )
+
+
+class ParquetSource(IndexedSource):
+    """The images in Parquet files, unpacked into the index."""
+
+    def __init__(self, spec: str, files: Sequence[str]) -> None:
+        self._spec, self._files = spec, list(files)
+        super().__init__(open_index("parquet", spec, self._build, self._files))
+
+    def read(self, index: int) -> bytes:
+        start, size = (int(self.index.columns[name][index]) for name in ("start", "size"))
+        return bytes(self.index.images[start : start + size])
+
+    def _build(self, write_images: WriteImages) -> IndexContents:
+        rows: Rows | None = None
+        sizes, tables = list[int](), dict.fromkeys(self._files, 0)
+        with progress(f"Unpacking {self._spec}") as advance:
+            for path in self._files:
+                for columns, batch in _read_batches(path):
+                    rows = rows or Rows(columns)
+                    if columns != rows.columns:
+                        raise ValueError(f"{path} has different columns from {self._files[0]}")
+                    rows.add(batch)
+                    images = [image or b"" for image in image_bytes(batch.column(columns.image)).to_pylist()]
+                    write_images(b"".join(images))
+                    sizes += map(len, images)
+                    tables[path] += len(images)
+                    advance(len(images))
+        if not rows or not any(sizes):
+            raise ValueError(
+                f"{self._spec} has no image bytes, perhaps only paths; give the folder of the images"
+            )
+        size = np.array(sizes, dtype=np.int64)
+        return rows.index_contents(tables, size, {"start": np.cumsum(size) - size, "size": size})
+
+
+def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
+    """Yield the rows of a file, some at a time: their images, names and labels."""
+    try:
+        with open_file(path) as file:
+            table = pq.ParquetFile(file)
+            columns = find_columns(path, table.schema_arrow)
+            for batch in table.iter_batches(BATCH, columns=columns.leaves):
+                yield columns, batch
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged or not a Parquet file: {brief(error, 300)}") from error
 
 
 class HubSource(IndexedSource):
