@@ -9,7 +9,7 @@ from jinja2 import Template
 from dino_vit import __version__
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import ConfigError, result_changes
+from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import printable, printable_lines
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
@@ -90,7 +90,7 @@ A vision transformer that turns images into features, for search, clustering, or
 {% if run %}
 It was pretrained without labels (`method={{ run.method }}`)
 {%- if run.init %}, starting from `{{ public(run.init.weights) }}`{% endif %}.
-Of its images only the name of their source is recorded: `{{ public(run.data.source) }}`.
+Of its images only the name of their source is recorded: `{{ images }}`.
 {% else %}
 How and on which images it was trained is not recorded in the file that it was exported from.
 {% endif %}
@@ -114,21 +114,9 @@ In the folder of this file (elsewhere, write its path or its name on the hub ins
 
 `output` is the CLS token of each image after the final LayerNorm. Values from 0 to 1 are normalised with
 mean ({{ show("mean", mean) }}) and std ({{ show("std", std) }}).
-{% if run %}
-
-## Training
-
 {% if evaluation %}
+
 {{ evaluation }}
-
-{% endif %}
-The settings that differ from the defaults of `method={{ run.method }}`:
-
-```yaml
-{% for key, (_, value) in changes.items() %}
-{{ key }}: {{ write(public(value)) }}
-{% endfor %}
-```
 {% endif %}
 """
 
@@ -310,9 +298,8 @@ def model_card(model: Backbone, *, license: str | None = None, evaluation: str =
         std=transform and transform.std,
         run=run,
         evaluation=evaluation,
-        changes=result_changes(run, PretrainConfig(method=run.method)) if run else {},
+        images=", ".join(map(_public, run.data.sources)) if run else "",
         public=_public,
-        write=write_yaml,
     )
     return printable_lines(card)
 
@@ -326,8 +313,6 @@ def _pretraining(model: Backbone) -> PretrainConfig | None:
         return None
 
 
-def _public(value: object) -> object:
-    """Return a setting; of a path of this machine its last name only."""
-    if not isinstance(value, str) or "://" in value or value.startswith("hf:"):
-        return value
-    return printable(Path(value).name or value)
+def _public(name: str) -> str:
+    """Return the name of weights or images; of a path of this machine its last part only."""
+    return name if "://" in name or name.startswith("hf:") else printable(Path(name).name or name)
