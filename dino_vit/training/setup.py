@@ -108,7 +108,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     # When a run resumes, the file that it started from may be gone.
     trained, frozen = _load_trained(config) if config.init and not resumed else None, None
     if config.teacher.weights is not None:
-        from dino_vit.weights.teachers import open_frozen
+        from dino_vit.weights.loading import open_frozen
 
         frozen = open_frozen(config, config.teacher.weights)
     architecture = trained.architecture if trained else None
@@ -257,7 +257,7 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
     """Build the objective with the networks that it compares the student with, beside its average."""
     views, loss, gram_teacher = config.views, config.loss, None
     if context.frozen or config.gram:
-        from dino_vit.weights.teachers import check_frozen, load_gram_teacher
+        from dino_vit.weights.loading import check_frozen, load_gram_teacher
 
         gram_teacher = load_gram_teacher(config, student) if config.gram else None
         if context.frozen:

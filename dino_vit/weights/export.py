@@ -1,9 +1,11 @@
-"""Export a backbone to another library, and check that the written file gives its features."""
+"""Export a backbone to another library or as an ONNX graph; the written file must give its features."""
 
 import copy
 import json
+import logging
 import shutil
 import tempfile
+import warnings
 from collections import OrderedDict
 from importlib.util import find_spec
 from inspect import signature
@@ -29,7 +31,6 @@ from dino_vit.weights.card import (
     processor_config,
     usage,
 )
-from dino_vit.weights.graph import check_graph, write_graph
 from dino_vit.weights.layouts import Layout, split
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.reading import EXPORT_KEY, PROVENANCE_FACTS, WeightsError
@@ -39,6 +40,9 @@ _SUFFIXES = (".pth", ".pt", ".safetensors")
 SUFFIXES = {"reference": _SUFFIXES, "timm": _SUFFIXES, "onnx": (".onnx",)}
 LIBRARIES = {"timm": "timm", "huggingface": "transformers", "onnx": "onnxruntime"}
 TOLERANCE = 1e-4  # of a feature, relative to the largest: float32 sums in another order
+LARGEST_GRAPH = 2e9  # bytes of weights in an ONNX file
+INPUT, OUTPUTS = "images", ("cls", "patches")
+METADATA_KEY = "dino_vit"
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
 
 
@@ -62,7 +66,7 @@ def export_backbone(
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     _check_target(path, format, overwrite)
     if format == "onnx":
-        check_graph(model)
+        _check_graph(model)
     else:
         _check_architecture(model, format)
     model = copy.deepcopy(model).cpu().float().eval()
@@ -71,7 +75,7 @@ def export_backbone(
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
             written = Path(folder) / path.name
             if format == "onnx":
-                write_graph(model, written, _describe(model, format))
+                _write_graph(model, written, _describe(model, format))
             else:
                 _write_tensors(model, written, format, card)
             summary = _compare_features(model, written, format)
@@ -240,3 +244,45 @@ def _compare_features(model: Backbone, written: Path, format: str) -> str:
             "nothing was written"
         )
     return f"largest relative difference of the CLS features: {error:.1g}, checked {how}"
+
+
+def _check_graph(model: Backbone) -> None:
+    """Raise WeightsError for what a graph cannot hold."""
+    if not (find_spec("onnxscript") and find_spec("onnxruntime")):
+        raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    if size > LARGEST_GRAPH:
+        raise WeightsError(f"an ONNX file holds weights of up to 2 GB, but these are {size / 1e9:.1f} GB")
+
+
+class _Graph(nn.Module):
+    """A backbone that returns the CLS token and the patches."""
+
+    def __init__(self, model: Backbone) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.model.forward_features(images)
+        return tokens[:, 0], tokens[:, self.model.first_patch :]
+
+
+@torch.no_grad()
+def _write_graph(model: Backbone, path: Path, about: str) -> None:
+    """Write a graph for any number of images of the trained size, and what is known of the model, as JSON."""
+    images = torch.zeros(2, model.channels, *model.image_size)
+    sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
+    level = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters' own dependencies warn of many things
+        logging.disable(logging.WARNING)
+        try:
+            program = torch.export.export(_Graph(model).eval(), (images,), dynamic_shapes=(sizes,))
+            names: dict[str, Any] = {"input_names": [INPUT], "output_names": list(OUTPUTS)}
+            onnx = torch.onnx.export(program, **names, dynamo=True, verbose=False)
+        finally:
+            logging.disable(level)
+    assert onnx is not None
+    onnx.model.metadata_props[METADATA_KEY] = about
+    onnx.save(path)
+    sync(path)

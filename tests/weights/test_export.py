@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
-from dino_vit.weights import card, graph
-from dino_vit.weights.graph import METADATA_KEY
+from dino_vit.weights import card, export
+from dino_vit.weights.export import METADATA_KEY
 from dino_vit.weights.layouts import Layout
 from tests.support.backbones import KEYWORDS, backbone
 from tests.support.peers import HEADS, PEERS
@@ -102,7 +102,7 @@ def test_a_graph_gives_the_features_of_any_number_of_images_and_says_what_it_is(
 
 
 def test_weights_that_no_onnx_file_holds_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph, "LARGEST", 1e3)
+    monkeypatch.setattr(export, "LARGEST_GRAPH", 1e3)
     with pytest.raises(WeightsError, match="an ONNX file holds weights of up to 2 GB"):
         export_backbone(backbone(depth=1), tmp_path / "vit.onnx", "onnx")
 
