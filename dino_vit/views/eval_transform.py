@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from einops import rearrange
@@ -16,8 +15,8 @@ from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, resized_side, unit_scale
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
+from dino_vit.views.geometry import Interpolation
 
-Interpolation = Literal["bicubic", "bilinear"]
 FAR = 2  # times the trained side, or a half of it, beyond which a size is said to be another
 
 

@@ -31,11 +31,6 @@ class Masking:
     probability: float
     ratio: tuple[float, float]
 
-    @property
-    def masked(self) -> int:
-        """Return how many views of a batch are masked, at least one."""
-        return max(round(self.probability * self.views * self.batch), 1)
-
     def draw(self, epoch: int, step: int, first: int, images: int) -> Masks:
         """Draw the masks of so many images, from a position in the global batch on."""
         mask = self.draw_grids(epoch, step, np.arange(first, first + images))
@@ -44,7 +39,8 @@ class Masking:
     def draw_grids(self, epoch: int, step: int, images: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Draw the masks (views, images, h, w) of the images at these positions of the global batch."""
         keys = self.seed, RngPurpose.MASKS, epoch, step
-        total, masked = self.views * self.batch, self.masked
+        total = self.views * self.batch
+        masked = max(round(self.probability * self.views * self.batch), 1)  # at least one view
         ranks = np.empty(total, dtype=np.int64)
         ranks[np.argsort(random_bits(*keys, np.arange(total)))] = np.arange(total)
         indices = (np.arange(self.views)[:, None] * self.batch + images).ravel()

@@ -34,11 +34,9 @@ class UnreadableImage(Exception):
         return f"{brief(self.name, 3000)}: {self.reason}"  # a list may have names longer than any path
 
 
-def read_image(
-    source: Source, index: int, pixels: Pixels = RGB, reduction: Reduction | None = None
-) -> Tensor:
-    """Return item `index` of a source, decoded and converted to `pixels`; JPEG may be reduced."""
-    return decode_item(read_item(source, index), source.name(index), pixels, reduction)
+def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
+    """Return item `index` of a source, decoded and converted to `pixels`."""
+    return decode_item(read_item(source, index), source.name(index), pixels)
 
 
 def read_item(source: Source, index: int) -> bytes | Tensor:
@@ -50,7 +48,7 @@ def read_item(source: Source, index: int) -> bytes | Tensor:
 
 
 def decode_item(
-    item: bytes | Tensor, name: str, pixels: Pixels = RGB, reduction: Reduction | None = None
+    item: bytes | Tensor, name: str, pixels: Pixels, reduction: Reduction | None = None
 ) -> Tensor:
     """Return an item of a source, decoded and converted to `pixels`; JPEG may be reduced."""
     try:

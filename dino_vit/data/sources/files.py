@@ -126,10 +126,9 @@ def time_limit(system: Any) -> dict[str, float]:
     return {"timeout": min(REQUEST_TIMEOUT_S, timeout_s)} if system.async_impl else {}
 
 
-def retry(work: Callable[[], R], path: str, stop: Stop | None = None, within_s: float | None = None) -> R:
+def retry(work: Callable[[], R], path: str, stop: Stop | None = None) -> R:
     """Read from a remote file, again and again if it fails, until the time is over or `stop` is set."""
-    within_s = timeout_s if within_s is None else within_s
-    end = time.monotonic() + within_s
+    end = time.monotonic() + timeout_s
     for attempt in count():
         try:
             return work()
@@ -144,11 +143,11 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, within_s: 
             left = end - time.monotonic()
             if left <= 0:
                 raise SourceLost(
-                    f"{path} could not be read for {within_s:g} seconds ({reason}). "
+                    f"{path} could not be read for {timeout_s:g} seconds ({reason}). "
                     "When it can be reached again, run the same command again"
                 ) from error
-            if attempt == 5 and _last_warning[0] < end - 2 * within_s:  # not from each thread
-                _last_warning[0] = end - within_s
+            if attempt == 5 and _last_warning[0] < end - 2 * timeout_s:  # not from each thread
+                _last_warning[0] = end - timeout_s
                 log.warning("%s cannot be read (%s); retrying for %.0f more seconds", path, reason, left)
             if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
                 raise SourceLost(f"{path} is no longer needed") from error

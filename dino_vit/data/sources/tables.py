@@ -40,12 +40,6 @@ class TableColumns:
     label: str | None
     classes: tuple[str, ...] | None  # of integer labels
 
-    @property
-    def leaves(self) -> list[str]:
-        """Return what Parquet calls these columns."""
-        images = [f"{self.image}.bytes", f"{self.image}.path"] if self.nested else [self.image]
-        return [*images, *(name for name in (self.name, self.label) if name is not None)]
-
 
 def image_bytes(images: pa.Array) -> pa.Array:
     """Return the bytes of a column of images."""
@@ -196,7 +190,10 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
         with open_file(path) as file:
             table = pq.ParquetFile(file)
             columns = find_columns(path, table.schema_arrow)
-            for batch in table.iter_batches(BATCH, columns=columns.leaves):
+            image = columns.image
+            read = [f"{image}.bytes", f"{image}.path"] if columns.nested else [image]
+            read += filter(None, (columns.name, columns.label))
+            for batch in table.iter_batches(BATCH, columns=read):
                 yield columns, batch
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is damaged or not a Parquet file: {brief(error, 300)}") from error
