@@ -17,17 +17,8 @@ from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
 from dino_vit.models.vit import VisionTransformer, current_arguments
-from dino_vit.weights.layouts import (
-    DINOV2_REGISTERS,
-    HF_DINOV3_GATED,
-    LAYOUTS,
-    LOOK_ALIKES,
-    OURS,
-    REFERENCE,
-    TIMM,
-    TIMM_DINOV3,
-    Layout,
-)
+from dino_vit.weights import layouts
+from dino_vit.weights.layouts import Layout
 from dino_vit.weights.reading import OtherArchitecture, RawWeights, WeightsError
 
 FORMATS = get_args(WeightsFormat)
@@ -49,21 +40,21 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     if format not in (None, *FORMATS):
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     if raw.metadata:
-        return OURS
+        return layouts.OURS
     format = format or raw.facts.get("format")
-    layout = next((layout for layout in LAYOUTS if layout.fits(raw.tensors)), None)
+    layout = next((layout for layout in layouts.LAYOUTS if layout.fits(raw.tensors)), None)
     if raw.facts.get("positions") == "rotary" and format == "timm":
-        layout = TIMM_DINOV3
+        layout = layouts.TIMM_DINOV3
     if layout is None:
         raise OtherArchitecture(
             f"{raw.source} is not a supported vision transformer ({', '.join(sorted(raw.tensors)[:6])} ...), "
             f"which are {', '.join(FORMATS)}; of another model of timm give the folder with its config.json"
         )
     _refuse_unsupported(raw, layout)
-    if layout is TIMM and raw.trained_with_dino:
-        layout = REFERENCE
-    if layout in (DINOV2_REGISTERS, *LOOK_ALIKES) and format not in (None, layout.format):
-        layout = next((other for other in LOOK_ALIKES if other.format == format), layout)
+    if layout is layouts.TIMM and raw.trained_with_dino:
+        layout = layouts.REFERENCE
+    if layout in (layouts.DINOV2_REGISTERS, *layouts.LOOK_ALIKES) and format not in (None, layout.format):
+        layout = next((other for other in layouts.LOOK_ALIKES if other.format == format), layout)
     if format not in (None, layout.format):
         raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
     return layout
@@ -88,7 +79,7 @@ def _refuse_unsupported(raw: RawWeights, layout: Layout) -> None:
         if not torch.allclose(periods.float(), ours, rtol=1e-2):  # the files hold them in bfloat16
             raise WeightsError(f"{raw.source} has rotary positions of other periods, which are not supported")
     base = raw.facts.get("rotary_base", ROTARY_BASE)
-    activations = ("silu",) if layout is HF_DINOV3_GATED else EXACT_GELU
+    activations = ("silu",) if layout is layouts.HF_DINOV3_GATED else EXACT_GELU
     activation = raw.facts.get("activation", activations[0])
     unknown = set(raw.facts.get("model_args", ())) - KNOWN_MODEL_ARGS
     unsupported = {

@@ -9,16 +9,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from dino_vit.core.text import brief, printable
-from dino_vit.data.images.formats import (
-    BRANDS,
-    KINDS,
-    READERS,
-    Reduction,
-    by_pillow,
-    format_of,
-    from_array,
-    read_jpeg,
-)
+from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
 from dino_vit.data.sources.source import Source
 
@@ -48,7 +39,7 @@ def read_item(source: Source, index: int) -> bytes | Tensor:
 
 
 def decode_item(
-    item: bytes | Tensor, name: str, pixels: Pixels, reduction: Reduction | None = None
+    item: bytes | Tensor, name: str, pixels: Pixels, reduction: formats.Reduction | None = None
 ) -> Tensor:
     """Return an item of a source, decoded and converted to `pixels`; JPEG may be reduced."""
     try:
@@ -76,9 +67,9 @@ def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
     if isinstance(image, Image):
-        return by_pillow(image, pixels.keeps_alpha, pixels.max_pixels)
+        return formats.by_pillow(image, pixels.keeps_alpha, pixels.max_pixels)
     if isinstance(image, np.ndarray):
-        return from_array(image)
+        return formats.from_array(image)
     if isinstance(image, Tensor):
         return image[None] if image.ndim == 2 else image
     raise TypeError(
@@ -98,7 +89,7 @@ def decode(
     *,
     alpha: bool = True,
     max_pixels: int = MAX_PIXELS,
-    reduction: Reduction | None = None,
+    reduction: formats.Reduction | None = None,
 ) -> Tensor:
     """Decode an image file without conversion: upright by its EXIF tag, the first frame of an animation.
 
@@ -106,16 +97,16 @@ def decode(
     """
     if not data:
         raise UnreadableImage(name, "the file is empty")
-    kind = format_of(data)
+    kind = formats.format_of(data)
     if kind == "unknown":
-        kinds = ", ".join(sorted({*KINDS.values(), *BRANDS.values()}, key=str.lower))
+        kinds = ", ".join(sorted({*formats.KINDS.values(), *formats.BRANDS.values()}, key=str.lower))
         raise UnreadableImage(name, f"its format is none of {kinds}")
     try:
         if kind == "JPEG":
-            return read_jpeg(data, alpha, max_pixels, reduction)
-        reader = READERS[kind]
+            return formats.read_jpeg(data, alpha, max_pixels, reduction)
+        reader = formats.READERS[kind]
         if isinstance(reader, type):
-            return by_pillow(reader(BytesIO(data)), alpha, max_pixels)
+            return formats.by_pillow(reader(BytesIO(data)), alpha, max_pixels)
         return reader(data, alpha, max_pixels)
     except Exception as error:  # decoders raise anything on damaged files
         message = str(error).partition("\n")[0]
