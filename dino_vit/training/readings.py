@@ -68,12 +68,8 @@ def readings_of(
 ) -> list[Reading]:
     """Return the accuracies of a record that were measured before, too; the most certain difference first."""
     readings = []
-    for title, field in (
-        ("k-NN", "knn"),
-        (f"k-NN by {metrics.best_features}", "best_knn"),
-        ("ridge probe", "probe"),
-        ("mIoU", "miou"),
-    ):
+    for field in ("knn", "best_knn", "probe", "miou"):
+        title = f"k-NN by {metrics.best_features}" if field == "best_knn" else FIGURES[field]
         now, then = getattr(metrics, field), getattr(before, field)
         if now is not None and then is not None and math.isfinite(now - then):
             answers, errors = (
