@@ -48,7 +48,6 @@ class IndexContents:
     sizes: ArrayLike | None = None  # None: the items are the files
     labels: Labels | None = None  # None: the first-level folders of the names
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
     by_name: bool = True  # order the items by the bytes of their names
 
     def items(self, of_files: NDArray[np.int64], **metadata: Any) -> pa.RecordBatch:
@@ -59,17 +58,15 @@ class IndexContents:
         names = [self.names[row] for row in order]
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
         sizes = np.asarray(of_files if self.sizes is None else self.sizes, dtype=np.int64)
-        if self.labels is None:
-            numbers, classes = folder_labels(names)
-        else:
-            numbers, classes = self.labels.numbers[rows], self.labels.classes
-        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(numbers)}
+        labels = (
+            self.labels._replace(numbers=self.labels.numbers[rows]) if self.labels else folder_labels(names)
+        )
+        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.numbers)}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata |= {
             "fingerprint": fingerprint_of(names, sizes[rows]),
-            "classes": classes,
+            "classes": labels.classes,
             "splits": find_splits(below_shared(names)) if self.by_name else {},
-            **self.metadata,
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 

@@ -69,11 +69,7 @@ class Rows:
         self.labels += labels.to_pylist()
 
     def index_contents(
-        self,
-        tables: Mapping[str, int],
-        sizes: ArrayLike,
-        columns: Mapping[str, NDArray[Any]],
-        **metadata: Any,
+        self, tables: Mapping[str, int], sizes: ArrayLike, columns: Mapping[str, NDArray[Any]]
     ) -> IndexContents:
         """Return what goes into an index of tables, given by name and length.
 
@@ -89,7 +85,6 @@ class Rows:
             sizes=sizes,
             labels=number_labels(self.labels, self.columns.classes, f"column {self.columns.label}"),
             columns=columns,
-            metadata=metadata,
             by_name=named,
         )
 
