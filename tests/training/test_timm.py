@@ -9,7 +9,7 @@ import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.processes import run_in_two
 from tests.support.runs import history, run, tensors
-from tests.support.training import opened, trained
+from tests.support.training import opened
 
 OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
 OF_TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
@@ -32,16 +32,17 @@ def test_two_processes_with_batch_norm_follow_one(tmp_path):
         )
 
 
-def test_training_goes_on_from_a_run_of_the_same_model(tmp_path):
-    trained(tmp_path / "first", {**CONVNEXT, "budget.steps": 10})
-    settings = {"init.weights": tmp_path / "first", "init.head_epochs": 0.5}
+def test_training_goes_on_from_weights_of_the_same_model(tmp_path):
+    first = tmp_path / "first.safetensors"
+    dino_vit.save_backbone(TimmBackbone(name="test_convnext", image_size=64), first)
+    settings = {"init.weights": first, "init.head_epochs": 0.5}
     with pytest.raises(
         ValueError, match=r"model.arch=timm:test_resnet \(there timm:test_convnext\) does not"
     ):
         opened(tmp_path / "other", {**RESNET, **settings})
     backbone = opened(tmp_path / "run", {**CONVNEXT, **settings}).state.student.backbone
     assert isinstance(backbone, TimmBackbone)
-    loaded = dino_vit.load_backbone(tmp_path / "first").state_dict()
+    loaded = dino_vit.load_backbone(first).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in backbone.state_dict().items())
 
 
@@ -75,6 +76,6 @@ def test_dinov2s_settings_without_masks(tmp_path):
 
 def test_auto_chooses_for_a_model_of_timm(tmp_path):
     settings = {"recipe": "auto", "model.arch": "timm:test_convnext", "data.source": "synthetic:256:48"}
-    settings |= {"data.batch_size": 8, "budget.steps": 10, "output": tmp_path / "run", "data.workers": 0}
-    config = dino_vit.pretrain(**settings, verbose=False).config
+    settings |= {"data.batch_size": 8, "budget.steps": 10, "data.workers": 0}
+    config = opened(tmp_path / "run", settings, {}).state.config
     assert (config.views.global_shape, config.views.local_shape) == ((64, 64), (32, 32))
