@@ -23,7 +23,6 @@ from dino_vit.config.commands import (
     DemoConfig,
     DenseConfig,
     ExportConfig,
-    FinetuneConfig,
     InspectConfig,
     InspectWeightsConfig,
     KnnConfig,
@@ -574,67 +573,6 @@ def linear(
       grid.rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  learning rates at a batch of 256
       grid.steps=null                     of SGD; null: ten epochs, but at least 1,250 and at most 12,500
       logistic.cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  inverse strengths of the penalty
-    """
-
-def finetune(
-    source: str | os.PathLike[str] | object = ...,
-    weights: str | os.PathLike[str] = ...,
-    *,
-    labels: str | os.PathLike[str] | None = None,
-    train: str | os.PathLike[str] | object = None,
-    train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel", "regression"] | None = None,
-    seed: int = 0,
-    network: Literal["teacher", "student"] = "teacher",
-    size: int | collections.abc.Sequence[int] | None = None,
-    output: str | os.PathLike[str] = "runs/finetune",
-    batch_size: int = 64,
-    workers: int | None = None,
-    epochs: int = 100,
-    lr: float = 0.0005,
-    warmup_epochs: float = 5.0,
-    layer_decay: float = 0.75,
-    weight_decay: float = 0.05,
-    clip: float = 1.0,
-    drop_path: float = 0.1,
-    smoothing: float = 0.1,
-    crop: collections.abc.Sequence[float] = (0.08, 1.0),
-    flip: float = 0.5,
-    precision: Literal["auto", "no", "bf16"] = "auto",
-    config: str | os.PathLike[str] | FinetuneConfig | None = None,
-    verbose: bool = True,
-) -> Classification:
-    """Train a whole network with a classifier on labelled images.
-
-        dino_vit.finetune("photos/val", "runs/pretrain", train="photos/train")
-
-    Train from where the output folder left off, and write the results once the last epoch is done.
-
-    The settings and their defaults:
-
-      source=...                          labelled images to evaluate on: folder, list, archives, ...
-      labels=null                         CSV or JSON file with the labels of source; null: the source's own
-      train=null                          images to train on; null: split train, or all of source but a fifth
-      train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
-      seed=0                              of all random numbers
-      weights=...                         run folder or weights file to start from
-      network=teacher                     network of a checkpoint to start from [teacher|student]
-      size=null                           pixels: side, or [height, width]; null: that of the weights
-      output=runs/finetune                folder of the run; an unfinished run resumes
-      batch_size=64                       images per process and step
-      workers=null                        DataLoader workers; null: by the cores
-      epochs=100                          passes over the images
-      lr=0.0005                           peak learning rate of the classifier at a global batch of 256
-      warmup_epochs=5                     epochs of linear warm-up
-      layer_decay=0.75                    factor on lr per block towards the input; 1: none
-      weight_decay=0.05                   of matrices, not of biases
-      clip=1                              maximum norm of all gradients together
-      drop_path=0.1                       stochastic depth of the last block
-      smoothing=0.1                       label smoothing: share of the target spread over all classes
-      crop=[0.08, 1]                      share of the image's area, from and to
-      flip=0.5                            probability of a horizontal flip
-      precision=auto                      auto: bf16 where the hardware has it [auto|no|bf16]
     """
 
 def dense(

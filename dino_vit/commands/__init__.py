@@ -69,7 +69,6 @@ COMMANDS = {
     "report": Command("ReportConfig", "commands.report:run"),
     "knn": Command("KnnConfig", "commands.classification.knn:run"),
     "linear": Command("LinearConfig", "commands.classification.linear:run"),
-    "finetune": Command("FinetuneConfig", "commands.classification.finetune:run"),
     "dense": Command("DenseConfig", "commands.dense:run"),
     "compare": Command("CompareConfig", "commands.compare:run"),
     "attention": Command("AttentionConfig", "commands.attention:run"),

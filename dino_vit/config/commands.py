@@ -8,17 +8,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Fit, PositiveShare, Share, Side, Sources, WeightsFormat
+from dino_vit.config.sections import Fit, Side, Sources, WeightsFormat
 from dino_vit.config.settings import (
-    BelowOne,
     Count,
     Dimension,
     Few,
-    FewOrZero,
     NonEmpty,
-    NonNegative,
     Positive,
-    Probability,
     Seed,
     Settings,
     Task,
@@ -112,36 +108,6 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     output: str | None = RESULTS
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
-
-
-class FinetuneConfig(SupervisedConfig):
-    """Train a whole network with a classifier on labelled images."""
-
-    examples: ClassVar = ("finetune photos/val runs/pretrain train=photos/train",)
-    resumes: ClassVar = True
-    positional: ClassVar = ("source", "weights")
-    weights: str = Field(description="run folder or weights file to start from")
-    network: Network = setting("teacher", "network of a checkpoint to start from")
-    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights")
-    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
-    batch_size: Dimension = setting(64, "images per process and step")
-    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
-    epochs: Count = setting(100, "passes over the images")
-    lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
-    warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
-    layer_decay: PositiveShare = setting(0.75, "factor on lr per block towards the input; 1: none")
-    weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
-    clip: Positive = setting(1.0, "maximum norm of all gradients together")
-    drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
-    smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
-    crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
-    flip: Probability = setting(0.5, "probability of a horizontal flip")
-    precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield a warm-up that leaves nothing of the run."""
-        if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
-            yield f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
 
 
 class DenseConfig(BackboneConfig):

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_vit.config.commands import DenseConfig, FinetuneConfig, KnnConfig, LinearConfig
+from dino_vit.config.commands import DenseConfig, KnnConfig, LinearConfig
 from dino_vit.config.loading import flat, write_yaml
 from dino_vit.config.settings import Settings, settings_of, values
 from dino_vit.core import log
@@ -20,7 +20,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import public
 from dino_vit.eval.accuracy import Interval
 
-CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig, "finetune": FinetuneConfig}
+CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
 FOLDER = "eval"  # in that of a run
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> Evaluation:
     content = json.loads(path.read_bytes())
     command = content.get("command", path.stem)  # earlier versions told it by the name of the file only
     figure = content.get("figure") or {"title": ""}
-    settings = flat(content.get("settings") or content.get("config") or {})
+    settings = flat(content.get("settings") or {})
     weights = content.get("weights") or {}
     changed = [
         f"{key}={write_yaml(settings[key])}"

@@ -23,7 +23,7 @@ def test_two_processes_judge_a_run_as_the_command_does(trained):
     assert json.loads(path.read_text()) | {"written": two["written"]} == two
 
 
-@pytest.mark.parametrize("name", ["attention", "embed", "finetune", "linear"])
+@pytest.mark.parametrize("name", ["attention", "embed", "linear"])
 def test_programs_are_their_commands(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit, match="0"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = Path(__file__).parents[2] / "eval"
-PROTOCOLS = ["copydays", "davis", "dino2021", "imagenet_c", "oxford_paris"]
+PROTOCOLS = ["copydays", "davis", "dino2021", "finetune", "imagenet_c", "oxford_paris"]
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

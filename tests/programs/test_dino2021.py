@@ -15,6 +15,7 @@ from dino_vit.views.eval_transform import eval_transform_of
 from eval.dino2021 import Dino2021Config, run
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two
+from tests.support.runs import save_and_fail
 
 SOURCE = "synthetic:120:16"
 
@@ -71,14 +72,6 @@ def test_a_head_resumes_and_two_processes_train_the_same(weights, monkeypatch):
     assert not weights.with_name("killed.pth").exists()
     assert train(weights, "killed")["percents"] == alone["percents"]
     assert all(torch.equal(head_of(weights, "killed")[n], t) for n, t in head_of(weights).items())
-
-
-def save_and_fail(save):
-    def save_then_fail(*arguments):
-        save(*arguments)
-        raise OSError("the disk is full")
-
-    return save_then_fail
 
 
 def test_what_the_protocol_lacks_is_refused(weights, tmp_path):

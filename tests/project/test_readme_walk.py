@@ -28,7 +28,6 @@ SMALL = [f"{key}={value}" for key, value in TINY.items() if key not in OWN]
 SMALL += ["data.batch_size=4", "run.eval_every=1", "optim.warmup_epochs=0"]
 SMALLER = {
     "linear": ["grid.steps=20", "logistic.cs=[1]", "batch_size=8"],
-    "finetune": ["epochs=2", "batch_size=4", "workers=0", "warmup_epochs=0", "size=32"],
     "report": ["images=20"],
     "compare": ["measures=[knn]"],
     "dense": ["steps=5"],

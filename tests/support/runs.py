@@ -277,3 +277,13 @@ def tensors(output: Path, step: int) -> dict[str, object]:
 def steps(output: Path) -> list[int]:
     """Return the steps of the checkpoints."""
     return sorted(int(path.stem[5:]) for path in (output / "checkpoints").glob("*.safetensors"))
+
+
+def save_and_fail(save: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that saves a checkpoint and then fails."""
+
+    def save_then_fail(*arguments: object) -> None:
+        save(*arguments)
+        raise OSError("the disk is full")
+
+    return save_then_fail

@@ -157,7 +157,6 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
     [
         ("knn", {"shots": [1]}, "shots are images of each class"),
         ("linear", {"method": "logistic"}, "predict numbers with method=grid"),
-        ("finetune", {}, "finetune needs one class for each image; .*; task=multiclass takes each"),
         ("knn", {"labels": "tags.csv", "task": "regression"}, "task=regression needs the same numbers"),
     ],
 )

@@ -1,34 +1,33 @@
 """Supervised training of a whole network: its arithmetic, resuming, several processes."""
 
 import json
-import os
-import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dino_vit import load_backbone
-from dino_vit.cli import main
-from dino_vit.commands.classification.finetune import Finetuning
+from dino_vit.config.loading import load
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.views.eval_transform import eval_transform_of
+from eval.finetune import FinetuneConfig, run
 from tests.support.naive import ranked_classes
 from tests.support.processes import command_in_two
-from tests.support.runs import command, command_here, tensors
+from tests.support.runs import save_and_fail, tensors
 
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
 
 
-def arguments(output, *more, source="synthetic:100:16"):
-    return ["finetune", source, f"output={output}", *FAST, *(str(one) for one in more)]
+def arguments(output, *more):
+    return ["source=synthetic:100:16", f"output={output}", *FAST, *more]
 
 
 def tune(output, *more):
-    said = command_here(*arguments(output, *more))
-    return json.loads((output / "eval" / "finetune.json").read_text()), said
+    text = str(run(load(FinetuneConfig, None, arguments(output, *more))))
+    return json.loads((output / "eval" / "finetune.json").read_text()), text
 
 
 def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
@@ -67,45 +66,40 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
 
 
 def test_a_short_run_has_a_short_warm_up(tmp_path, weights):
-    settings = [f"weights={weights}", f"output={tmp_path / 'run'}", "epochs=1", "workers=0", "precision=no"]
-    said = command_here("finetune", "synthetic:100:16", *settings)
-    assert "warmup_epochs=0.1, in proportion to epochs=1" in said
-    found = json.loads((tmp_path / "run" / "eval" / "finetune.json").read_text())
-    assert found["config"]["warmup_epochs"] == 0.1
-    below = found["last"]["top1"]["percent"] < found["knn_before"]["percent"]
-    assert ("fine-tuning ends below it, so try more epochs" in said) == below
+    settings = ["source=synthetic:100:16", f"weights={weights}", f"output={tmp_path}", "workers=0"]
+    result = run(load(FinetuneConfig, None, [*settings, "epochs=1", "lr=1e-9", "precision=no"]))
+    assert result.details["config"]["warmup_epochs"] == 0.1
+    below = result.top1.percent < result.details["knn_before"]["percent"]
+    assert ("fine-tuning ends below it, so try more epochs" in str(result)) == below
+    with pytest.raises(ValueError, match=r"must be shorter than the run \(epochs=3\)"):
+        load(FinetuneConfig, None, [*settings, "epochs=3", "warmup_epochs=3"])
 
 
-def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
-    more = (f"weights={weights}",)
-    whole, _ = tune(tmp_path / "whole", *more)
-    killed = arguments(tmp_path / "killed", *more)
-    command(tmp_path / "log", *killed, code=75, before=terminate_in_the_second_epoch)
+def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weights, monkeypatch, caplog):
+    start = f"weights={weights}"
+    whole, _ = tune(tmp_path / "whole", start)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_and_fail(Checkpoints.save))
+        with pytest.raises(OSError, match="the disk is full"):
+            tune(tmp_path / "killed", start)
     assert not (tmp_path / "killed" / "eval").exists()
-    again, said = tune(tmp_path / "killed", *more)
-    assert "resuming after epoch 1" in said
+    with caplog.at_level("INFO"):
+        again, _ = tune(tmp_path / "killed", start)
+    assert "resuming after epoch 1" in caplog.text
     assert again["history"] == whole["history"]
     for name, tensor in tensors(tmp_path / "whole" / "state", 3).items():
         assert torch.equal(tensors(tmp_path / "killed" / "state", 3)[name], tensor), name
-    assert "a run with another config" in command_here(*killed, "smoothing=0", code=2)
-
-
-def terminate_in_the_second_epoch():
-    original = Finetuning.take_step
-
-    def take_step(tuning, images, targets, step):
-        if step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(tuning, images, targets, step)
-
-    Finetuning.take_step = take_step
+    with pytest.raises(ValueError, match="a run with another config"):
+        tune(tmp_path / "killed", start, "smoothing=0")
 
 
 def test_two_processes_train_as_one(tmp_path, weights):
     """Stochastic depth is drawn in each process for its own images, so it is off."""
     more = (f"weights={weights}", "drop_path=0")
     one, _ = tune(tmp_path / "one", *more)
-    _, second = command_in_two(tmp_path / "log", *arguments(tmp_path / "two", *more, "batch_size=8"))
+    _, second = command_in_two(
+        tmp_path / "log", "eval/finetune.py", *arguments(tmp_path / "two", *more, "batch_size=8")
+    )
     assert "top-1" not in second, "only rank 0 prints"
     two = json.loads((tmp_path / "two" / "eval" / "finetune.json").read_text())
     for ours, theirs in zip(two["history"], one["history"], strict=True):
@@ -140,14 +134,3 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
         scale = 0.5 ** (4 - layer) if layer < 3 else 1
         moved = (after[f"model.{name}"] - before[name]).abs()
         torch.testing.assert_close(moved, torch.full_like(moved, rate * scale), rtol=0.02, atol=0)
-
-
-def test_mistakes_are_reported(tmp_path, weights, capsys):
-    for more, said in (
-        ([], "weights is needed: run folder or weights file to start from"),
-        ([f"weights={weights}", "warmup_epochs=3"], "must be shorter than the run (epochs=3)"),
-        ([f"weights={weights}", "size=18"], "cannot be divided into patches"),
-    ):
-        assert main(arguments(tmp_path / "run", *more)) == 2, more
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
