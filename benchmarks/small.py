@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from queue import Queue
 from statistics import mean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,7 +41,7 @@ from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
 from dino_vit.eval.features import FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.linear import count_correct, sweep
+from dino_vit.eval.linear import count_correct, train_logistic
 from dino_vit.eval.online import rankme
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.tokens import FeatureSpec
@@ -275,9 +275,10 @@ def linear(bank: Tensor, bank_targets: Tensor, queries: Tensor, targets: Tensor)
     """Return the accuracy of a logistic regression whose penalty is chosen on a fifth of the bank."""
     held = len(bank) // 5
     classes = int(bank_targets.max()) + 1
-    fits = sweep(bank[held:], bank_targets[held:], cs=PENALTIES, classes=classes, max_iterations=ITERATIONS)
-    best = max(fits, key=lambda fit: int(count_correct(fit.head, bank[:held], bank_targets[:held])[0]))
-    return 100 * int(count_correct(best.head, queries, targets)[0]) / len(queries)
+    options: dict[str, Any] = {"cs": PENALTIES, "classes": classes, "max_iterations": ITERATIONS}
+    heads = train_logistic(bank[held:], bank_targets[held:], **options)
+    best = int(count_correct(heads, bank[:held], bank_targets[:held]).argmax())
+    return 100 * int(count_correct(heads, queries, targets)[best]) / len(queries)
 
 
 def row_of(name: str, figure: str, found: Sequence[dict[str, dict[str, float]]]) -> Row:

@@ -173,31 +173,19 @@ def read_batches(
 ) -> Iterator[Features]:
     """Yield batches of images as values (n, C, h, w), prefetching one while the caller works on another."""
 
-    def read(out: Tensor, index: int) -> UnreadableImage | None:
+    def read(index: int) -> Tensor | UnreadableImage:
         try:
-            out.copy_(transform.read(source, index))
+            return transform.read(source, index)
         except UnreadableImage as error:
             return error
-        return None
-
-    def start(indices: Sequence[int]) -> tuple[Sequence[int], Tensor, Iterator[UnreadableImage | None]]:
-        images = transform.empty(len(indices), pin=pin)
-        return indices, images, pool.map(read, images, indices)
 
     # Threads suffice: decoding and resampling, 95 % of the work on an image of 500 × 375, hold no lock. By
     # default there are no more than 8, so that other processes are not crowded out.
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-        try:
-            # Each pair starts the batch after the one that is yielded.
-            for started, _ in pairwise(chain(map(start, batches), [None])):
-                assert started is not None
-                indices, images, reading = started
-                failures = list(reading)
-                kept = [row for row, failure in enumerate(failures) if failure is None]
-                yield Features(
-                    images if len(kept) == len(indices) else images[kept],
-                    torch.tensor([indices[row] for row in kept], dtype=torch.long),
-                    tuple(failure for failure in failures if failure is not None),
-                )
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early
+    threads, batches = threads or min(8, os.cpu_count() or 1), list(batches)
+    for indices, images in zip(batches, read_ahead(read, batches, threads), strict=True):
+        kept = [row for row, image in enumerate(images) if isinstance(image, Tensor)]
+        values = transform.empty(len(kept), pin=pin)
+        for value, row in zip(values, kept, strict=True):
+            value.copy_(images[row])
+        unreadable = tuple(image for image in images if isinstance(image, UnreadableImage))
+        yield Features(values, torch.tensor([indices[row] for row in kept], dtype=torch.long), unreadable)

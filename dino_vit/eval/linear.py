@@ -21,6 +21,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
@@ -31,6 +32,7 @@ from dino_vit.views.sampler import Sampler
 MOMENTUM = 0.9
 PENALTIES = tuple(10.0**exponent for exponent in range(-6, 3))  # of ridge regressions
 TOP_K = 5
+_CONVERGED = 1e-4  # the largest gradient of the objective, divided by n·C, that counts as the optimum
 _INITIAL_STD = 0.01
 _MAX_SCORES = 1 << 24  # in memory at a time
 
@@ -151,16 +153,8 @@ def _scores_in_blocks(heads: LinearHeads, features: Tensor) -> Iterator[tuple[sl
         yield rows, heads.scores(features[rows, heads.columns].to(heads.weight.device, heads.weight.dtype))
 
 
-class LogisticFit(NamedTuple):
-    """A classifier, its C, and how close to the optimum it is."""
-
-    c: float
-    head: LinearHeads
-    gradient: float  # largest entry of the objective's gradient, divided by n·C; 0 at the optimum
-
-
 @torch.no_grad()
-def sweep(
+def train_logistic(
     features: Tensor,
     targets: Tensor,
     *,
@@ -168,8 +162,8 @@ def sweep(
     classes: int,
     max_iterations: int = 1000,
     tolerance: float = 1e-6,
-) -> Iterator[LogisticFit]:
-    """Yield the optimum for each C, the smallest first, by L-BFGS that starts from the previous optimum.
+) -> LinearHeads:
+    """Return the optimum for each C, the smallest first, by L-BFGS that starts from the previous optimum.
 
     Works on the device and in the precision of `features` (images, width). For targets see `train_heads`.
     """
@@ -180,31 +174,32 @@ def sweep(
     variance, mean = torch.var_mean(features, dim=0, correction=0)
     weight, bias = features.new_zeros(classes, features.shape[1]), features.new_zeros(classes)
     of_softmax = 2 if targets.ndim == 2 else classes  # a sigmoid is curved like the softmax of two classes
-    for c in sorted(cs):
-        penalty = 1 / (len(features) * c)
-        unit = (variance + penalty * of_softmax**2 / (of_softmax - 1)).rsqrt()
-        scaled = [(weight / unit).requires_grad_(), bias.clone().requires_grad_()]
-        optimizer = torch.optim.LBFGS(
-            scaled,
-            max_iter=max_iterations,
-            tolerance_grad=tolerance,
-            tolerance_change=1e-12,
-            history_size=20,
-            line_search_fn="strong_wolfe",
-        )
-        objective = partial(_objective, scaled, features, targets, unit=unit, mean=mean, penalty=penalty)
-        optimizer.step(objective)  # type: ignore[no-untyped-call]
-        objective()  # the last evaluation may have been at a point that the line search rejected
-        slope = max(float(part.grad.abs().max()) for part in scaled if part.grad is not None)
-        weight, bias = scaled[0].detach() * unit, scaled[1].detach()
-        head = LinearHeads(weight[None], (bias - weight @ mean)[None])
-        yield LogisticFit(c, head, slope)
-
-
-def join_heads(fits: Sequence[LogisticFit]) -> LinearHeads:
-    """Return the classifiers of all fits side by side."""
-    weight, bias = (torch.cat(parts) for parts in zip(*(fit.head[:2] for fit in fits), strict=True))
-    return LinearHeads(weight, bias)
+    weights, biases = [], []
+    with progress("Fitting logistic regressions", len(cs)) as advance:
+        for c in sorted(cs):
+            penalty = 1 / (len(features) * c)
+            unit = (variance + penalty * of_softmax**2 / (of_softmax - 1)).rsqrt()
+            scaled = [(weight / unit).requires_grad_(), bias.clone().requires_grad_()]
+            optimizer = torch.optim.LBFGS(
+                scaled,
+                max_iter=max_iterations,
+                tolerance_grad=tolerance,
+                tolerance_change=1e-12,
+                history_size=20,
+                line_search_fn="strong_wolfe",
+            )
+            objective = partial(_objective, scaled, features, targets, unit=unit, mean=mean, penalty=penalty)
+            optimizer.step(objective)  # type: ignore[no-untyped-call]
+            objective()  # the last evaluation may have been at a point that the line search rejected
+            slope = max(float(part.grad.abs().max()) for part in scaled if part.grad is not None)
+            if slope > _CONVERGED:
+                text = "L-BFGS stopped before the optimum for C = %.1e: the largest gradient is %.1e"
+                log.warning(text, c, slope)
+            weight, bias = scaled[0].detach() * unit, scaled[1].detach()
+            weights.append(weight)
+            biases.append(bias - weight @ mean)
+            advance(1, f"C = {c:.1e}")
+    return LinearHeads(torch.stack(weights), torch.stack(biases))
 
 
 def _objective(

@@ -11,9 +11,9 @@ from dino_vit.eval.linear import (
     head_scores,
     initial_weight,
     ridge,
-    sweep,
     top_classes,
     train_heads,
+    train_logistic,
 )
 from dino_vit.views.sampler import Sampler
 
@@ -108,19 +108,25 @@ def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores)
     """The objective is convex, so a zero gradient is the optimum, and strictly convex in W."""
     monkeypatch.setattr(linear, "_MAX_SCORES", scores)
     features, targets = shifted(60)
-    fits = list(sweep(features, targets, cs=CS[::-1], classes=4, tolerance=1e-10))
-    assert [fit.c for fit in fits] == list(CS)
-    for fit in fits:
-        weight, bias = (part[0].clone().requires_grad_() for part in (fit.head.weight, fit.head.bias))
-        value = objective(features, targets, weight, bias, fit.c)
+    heads = train_logistic(features, targets, cs=CS[::-1], classes=4, tolerance=1e-10)
+    for c, *head in zip(CS, heads.weight, heads.bias, strict=True):
+        weight, bias = (part.clone().requires_grad_() for part in head)
+        value = objective(features, targets, weight, bias, c)
         slopes = torch.autograd.grad(value, (weight, bias))
-        scale = fit.c * float(features.abs().sum(dim=0).max())  # of a gradient in which nothing cancels
+        scale = c * float(features.abs().sum(dim=0).max())  # of a gradient in which nothing cancels
         for slope in slopes:
-            assert float(slope.abs().max()) < 1e-6 * scale, fit.c
+            assert float(slope.abs().max()) < 1e-6 * scale, c
         for _ in range(5):
             other = weight + 0.01 * weight.norm() * torch.randn_like(weight)
-            assert objective(features, targets, other, bias, fit.c) > value
-        assert fit.gradient < 1e-6
+            assert objective(features, targets, other, bias, c) > value
+
+
+def test_a_logistic_regression_that_is_not_at_its_optimum_is_named(caplog):
+    features, targets = shifted(60)
+    train_logistic(features, targets, cs=[10], classes=4)
+    assert not caplog.records
+    train_logistic(features, targets, cs=[10], classes=4, max_iterations=2)
+    assert "L-BFGS stopped before the optimum for C = 1.0e+01: the largest gradient is" in caplog.text
 
 
 def test_a_grid_trains_ten_epochs_but_neither_too_few_nor_too_many_steps():
@@ -130,11 +136,11 @@ def test_a_grid_trains_ten_epochs_but_neither_too_few_nor_too_many_steps():
 def test_several_labels_are_logistic_regressions_of_their_own():
     features = torch.randn(150, 6, dtype=torch.double)
     targets = (features[:, :3] + torch.randn(150, 3) > 0.5).double()
-    for fit in sweep(features, targets, cs=[0.1], classes=3):
-        for label in range(3):
-            peer = LogisticRegression(C=fit.c, tol=1e-10, max_iter=10_000).fit(features, targets[:, label])
-            assert fit.head.weight[0, label].numpy() == pytest.approx(peer.coef_[0], abs=1e-4)
-            assert float(fit.head.bias[0, label]) == pytest.approx(peer.intercept_[0], abs=1e-4)
+    heads = train_logistic(features, targets, cs=[0.1], classes=3)
+    for label in range(3):
+        peer = LogisticRegression(C=0.1, tol=1e-10, max_iter=10_000).fit(features, targets[:, label])
+        assert heads.weight[0, label].numpy() == pytest.approx(peer.coef_[0], abs=1e-4)
+        assert float(heads.bias[0, label]) == pytest.approx(peer.intercept_[0], abs=1e-4)
 
 
 def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():

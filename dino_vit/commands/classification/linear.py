@@ -17,7 +17,7 @@ from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.predicted import Predicted, few_images, few_text, judge, score
 from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
-from dino_vit.core.text import plural, progress
+from dino_vit.core.text import plural
 from dino_vit.eval.accuracy import Accuracy, accuracy
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
@@ -28,11 +28,10 @@ from dino_vit.eval.linear import (
     count_correct,
     grid_steps,
     head_scores,
-    join_heads,
     ridge,
-    sweep,
     top_classes,
     train_heads,
+    train_logistic,
 )
 from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
@@ -42,7 +41,6 @@ AS_PUBLISHED = (
     "chosen on the images that it is evaluated on, as published: slightly optimistic; "
     "select=train chooses on a tenth of the training images"
 )
-CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
 
 
 def run(config: LinearConfig) -> Classification | Any:
@@ -122,15 +120,13 @@ def _fit(
     if train.task == "regression":
         if config.method == "logistic":
             raise ValueError("method=logistic learns classes or labels; predict numbers with method=grid")
-        return (
-            "penalty",
-            PENALTIES,
-            [ridge(train.features, train.targets, PENALTIES, each) for each in columns],
-        )
+        heads = [ridge(train.features, train.targets, PENALTIES, each) for each in columns]
+        return "penalty", PENALTIES, heads
     if config.method == "grid":
         return "rate", config.grid.rates, _train_grid(config, train, columns, device)
-    cs = sorted(config.logistic.cs)
-    return "C", cs, [_fit_logistic(cs, train, device)]
+    # In every process: each fit starts from the previous one, so they cannot be shared.
+    cs, features = sorted(config.logistic.cs), train.features.to(device, torch.float32)
+    return "C", cs, [train_logistic(features, train.targets.to(device), cs=cs, classes=len(train.classes))]
 
 
 def _train_grid(
@@ -150,25 +146,6 @@ def _train_grid(
         seed=config.seed,
         device=device,
     )
-
-
-def _fit_logistic(cs: Sequence[float], train: LabelledFeatures, device: torch.device) -> LinearHeads:
-    """Fit every C in every process: each fit starts from the previous one, so they cannot be shared."""
-    features, targets = train.features.to(device, torch.float32), train.targets.to(device)
-    fits = []
-    with progress("Fitting logistic regressions", len(cs)) as advance:
-        for fit in sweep(features, targets, cs=cs, classes=len(train.classes)):
-            fits.append(fit)
-            advance(1, f"C = {fit.c:.1e}")
-    if unfinished := [fit for fit in fits if fit.gradient > CONVERGED]:
-        log.warning(
-            "L-BFGS stopped before the optimum for C = %s: the largest gradient is %.1e, and the optimum "
-            "begins at %.0e",
-            ", ".join(f"{fit.c:.1e}" for fit in unfinished),
-            max(fit.gradient for fit in unfinished),
-            CONVERGED,
-        )
-    return join_heads(fits)
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:

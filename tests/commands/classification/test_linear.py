@@ -9,7 +9,7 @@ import torch
 from dino_vit import load_backbone
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
-from dino_vit.eval.linear import sweep, top_classes
+from dino_vit.eval.linear import count_correct, train_logistic
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two
@@ -102,8 +102,8 @@ def test_a_regression_has_the_best_penalty(weights):
         .values
         for each in sets
     )
-    fits = sweep(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)
-    right = [int((top_classes(fit.head, val)[:, 0].numpy() == sets[1].targets).sum()) for fit in fits]
+    heads = train_logistic(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)
+    right = count_correct(heads, val, torch.from_numpy(sets[1].targets)).tolist()
     assert [(cell["C"], cell["top1"]["correct"]) for cell in found["table"]] == [
         (0.1, right[0]),
         (10, right[1]),
