@@ -90,8 +90,6 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
         config = cls.model_validate(nested)
     except ValidationError as error:
         raise ConfigError([*problems, *_explained(cls, layer, origins, error)]) from None
-    except RecursionError:  # YAML as `&a [*a]`
-        raise ValueError("a value contains itself") from None
     if problems := problems or list(config.contradictions()):
         raise ConfigError(problems)
     return config

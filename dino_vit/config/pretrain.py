@@ -129,14 +129,11 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         default = values(PretrainConfig())
         unused = [key for key in sections.OF_OUR_TRANSFORMERS if get(config, key) != default[key]]
         if "." in model.timm:
-            text = f"model.arch={model.arch} names pretrained weights, but takes only an architecture"
-            yield f"{text}; give init.weights={model.arch}"
+            yield f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
         elif given or unused:
-            text = f"model.arch={model.arch} is built as timm defines it"
-            yield f"{text}; remove {', '.join([*given, *unused])}"
+            yield f"model.arch={model.arch} is built as timm defines it; remove {', '.join(given + unused)}"
     elif model.arch and given:
-        text = f"model.arch={model.arch} already sets width, depth and heads"
-        yield f"{text}; remove it (model.arch=null) or remove {', '.join(given)}"
+        yield f"model.arch={model.arch} has its own size; set model.arch=null or remove {', '.join(given)}"
     elif not model.arch and not (model.width and model.depth):
         yield "give model.width and model.depth, or model.arch"
     elif not model.arch:
@@ -155,11 +152,10 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
 def _check_heads(model: sections.Model) -> Iterator[str]:
     width, _, heads = model.shape
     if not model.heads and width % sections.HEAD_CHANNELS:
-        text = f"model.width={width} is not a multiple of the {sections.HEAD_CHANNELS} channels of a head"
-        yield f"{text}; give model.heads, or another width"
+        channels = sections.HEAD_CHANNELS
+        yield f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
     elif width % heads:
-        text = f"model.width={width} is not divisible by model.heads={heads}"
-        yield f"{text}; use other heads, or a width that is a multiple of {heads}"
+        yield f"model.width={width} is not divisible by model.heads={heads}; use other heads"
     elif model.positions == "rotary" and width // heads % 4:
         text = f"model.positions=rotary needs heads of 4, 8, ... channels, not of {width // heads}"
         yield f"{text}; use other model.heads"
@@ -202,26 +198,22 @@ def _check_channels(config: PretrainConfig) -> Iterator[str]:
 
 def _check_loss(config: PretrainConfig) -> Iterator[str]:
     """Refuse targets no sharper than the student's outputs, and masks that hide nothing."""
-    loss, start = config.loss, sections.START_TEACHER_TEMPERATURE
-    if loss.teacher_temp >= sections.STUDENT_TEMPERATURE:
-        text = f"loss.teacher_temp={loss.teacher_temp} is not below the student's"
-        yield f"{text} {sections.STUDENT_TEMPERATURE}; use 0.04 to 0.07"
-    epochs = loss.warmup_teacher_temp_epochs
-    if epochs and loss.teacher_temp <= start:
-        text = f"the teacher's temperature cannot warm up over {epochs} epochs from {start} to "
-        advice = "raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
-        yield f"{text}{loss.teacher_temp}; {advice}"
+    loss = config.loss
+    student, start = sections.STUDENT_TEMPERATURE, sections.START_TEACHER_TEMPERATURE
+    if loss.teacher_temp >= student:
+        yield f"loss.teacher_temp={loss.teacher_temp} is not below the student's {student}; use 0.04 to 0.07"
+    if loss.warmup_teacher_temp_epochs and loss.teacher_temp <= start:
+        text = f"loss.teacher_temp={loss.teacher_temp} cannot be warmed up to from {start}"
+        yield f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
     if not loss.patch_weight and not config.head.shared:
-        text = "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
-        yield f"{text}; set loss.patch_weight=1, or head.shared=true"
+        yield "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
     elif loss.patch_weight and config.model.timm:
-        text = f"loss.patch_weight={loss.patch_weight} hides patches, which {config.model.arch} cannot"
-        yield f"{text}; set loss.patch_weight=0, or take one of our sizes"
+        yield f"loss.patch_weight hides patches, which {config.model.arch} cannot; set loss.patch_weight=0"
     elif loss.patch_weight:
-        size, patch = config.views.global_size, config.model.patch_size
+        patch = config.model.patch_size
         rows, columns = (side // patch for side in config.views.global_shape)
         if min(rows, columns) < 2 or rows * columns < 10:  # at least a tenth of the patches is masked
-            text = f"views.global_size={size} has {rows} x {columns} patches, too few for masks"
+            text = f"views.global_size has {rows} x {columns} patches, too few for masks"
             yield f"{text}; lower model.patch_size={patch}, or set loss.patch_weight=0"
 
 
@@ -237,8 +229,8 @@ def _check_lengths(config: PretrainConfig) -> Iterator[str]:
     if run.eval_every and run.eval_every_steps:
         yield "run.eval_every and run.eval_every_steps are both given; give one"
     if run.keep_every and run.keep_every % run.checkpoint_every:
-        text = f"run.keep_every={run.keep_every} is not a multiple of run.checkpoint_every="
-        yield f"{text}{run.checkpoint_every}"
+        every = run.checkpoint_every
+        yield f"run.keep_every={run.keep_every} is not a multiple of run.checkpoint_every={every}"
 
 
 def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:

@@ -81,10 +81,8 @@ class Data(Settings):
     def images(self) -> str:
         """The source of a run, which does not start without one."""
         if self.source is None:
-            text = (
-                "no images are given: name a folder, list, archive, table or array, as in `dino-vit pretrain"
-            )
-            raise ValueError(f"{text} photos` (data.source); `synthetic` are generated textures")
+            text = "no images are given: name a folder, list, archive, table or array (data.source)"
+            raise ValueError(f"{text}, as in `dino-vit pretrain photos`; `synthetic` are generated textures")
         return self.source if isinstance(self.source, str) else ", ".join(self.source)
 
     @property

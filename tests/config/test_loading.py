@@ -239,11 +239,6 @@ def test_arrays_are_lists(given: object) -> None:
     assert config.k == (1, 5)
 
 
-def test_a_value_that_contains_itself_is_refused():
-    with pytest.raises(ValueError, match="a value contains itself"):
-        load(PretrainConfig, None, ["data.mean=&a [*a]"])
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [("k=many", "k = many: item 1 must be a valid integer"), ("k=[]", "k = []: must have at least 1 item")],
