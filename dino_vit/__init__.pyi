@@ -746,7 +746,7 @@ def embed(
       precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
-      output=null                         Parquet file; null: embeddings.parquet, in Python none
+      output=null                         null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
       blocks=1                            last blocks whose tokens are joined
       dtype=float32                       of the embeddings in the file [float32|float16]
@@ -774,7 +774,7 @@ def search(
       images=...                          image files to find similar images to
       weights=null                        run folder or weights file; null: those of the embeddings
       k=8                                 nearest images to show
-      output=null                         PNG, with a JSON file beside it; null: search.png, in Python none
+      output=null                         with a JSON file beside it; null: search.png, in Python none [FILE.png]
     """
 
 def duplicates(
@@ -797,7 +797,7 @@ def duplicates(
       embeddings=...                      file that `dino-vit embed` wrote
       threshold=0.95                      minimum cosine of a pair
       pairs=10000                         closest pairs to list; groups are formed by all pairs
-      output=null                         JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, in Python none
+      output=null                         with sheets of pairs beside it as PNG; null: duplicates.json, in Python none [FILE.json]
     """
 
 def curate(

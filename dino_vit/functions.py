@@ -163,7 +163,7 @@ def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
         if key == MODULE:
             named[key] = pass_object(value, title_of(value))
         elif key == EMBEDDINGS:
-            named[key] = value.path or pass_object(value.content, EMBEDDINGS)
+            named[key] = value.path or pass_object(value, EMBEDDINGS)
         else:
             from dino_vit.data.custom import CustomSource  # imports torch
 

@@ -9,6 +9,9 @@ from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
 
 Cosine = Annotated[float, Field(gt=-1, le=1)]
+ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parquet"])]
+PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
+JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
 
 
 class EmbedConfig(CachedConfig):
@@ -17,7 +20,7 @@ class EmbedConfig(CachedConfig):
     writes: ClassVar = "embeddings.parquet"
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
+    output: ParquetFile | None = setting(None, f"null: embeddings.parquet, {OF_PYTHON}")
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
@@ -34,7 +37,7 @@ class SearchConfig(Settings):
     images: tuple[str, ...] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
-    output: str | None = setting(None, f"PNG, with a JSON file beside it; null: search.png, {OF_PYTHON}")
+    output: PngFile | None = setting(None, f"with a JSON file beside it; null: search.png, {OF_PYTHON}")
 
 
 class DuplicatesConfig(Settings):
@@ -45,8 +48,8 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Cosine = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    output: str | None = setting(
-        None, f"JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
+    output: JsonFile | None = setting(
+        None, f"with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
     )
     writes: ClassVar = "duplicates.json"
 

@@ -5,7 +5,7 @@ A label is the name of a class; an index is the image's index in the source.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,16 @@ _GROUP_BYTES = 64 * 2**20  # of rows that readers may read at a time
 class Embeddings:
     """The contents of an embedding file, row by row."""
 
-    values: Array  # (n, D); of patches (n, N, D)
-    names: Sequence[str]
-    labels: Sequence[str | None]
-    indices: NDArray[np.int64]
-    metadata: dict[str, Any]
+    values: Array = field(repr=False)  # (n, D); of patches (n, N, D)
+    names: Sequence[str] = field(repr=False)  # of the images
+    labels: Sequence[str | None] = field(repr=False)  # names of classes
+    indices: NDArray[np.int64] = field(repr=False)  # of the images in the source
+    metadata: dict[str, Any] = field(repr=False)
 
     @property
     def transform(self) -> EvalTransform:
         """The transform of the images."""
         return TypeAdapter(EvalTransform).validate_python(self.metadata["transform"])
-
-
-def check_suffix(path: Path) -> None:
-    """Check that a file name is one of Parquet."""
-    if path.suffix != ".parquet":
-        raise ValueError(f"{path} is not a name for embeddings: it must end in .parquet")
 
 
 def as_type(values: Array, dtype: str) -> Array:
@@ -76,10 +70,9 @@ def write_embeddings(path: Path, embeddings: Embeddings) -> None:
 
 def read_embeddings(path: Path) -> Embeddings:
     """Read an embedding file."""
-    check_suffix(path)
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist; write it with `dino-vit embed SOURCE weights=... output={path}`"
+            f"{path} does not exist; write it with `dino-vit embed SOURCE WEIGHTS output={path}`"
         )
     try:
         with path.open("rb") as file:  # Arrow itself opens UTF-8 names only
@@ -93,8 +86,6 @@ def read_embeddings(path: Path) -> Embeddings:
             indices=table["index"].to_numpy(),
             metadata=metadata,
         )
-        if table["name"].null_count:
-            raise ValueError("it has embeddings without a name")
         metadata["source"]["spec"], embeddings.transform  # must be there
     except Exception as error:  # Arrow has errors of its own
         # "'NoneType' object is not subscriptable" means nothing to a user.

@@ -67,8 +67,6 @@ class DuplicatesResult(Result):
 def run(config: DuplicatesConfig) -> DuplicatesResult:
     """Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs."""
     output = None if config.output is None else Path(config.output)
-    if output and output.suffix != ".json":
-        raise ValueError(f"output={output} must end in .json")
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
     splits, keep = splits_of_names(embeddings.names), config.pairs
     kinds = ClosestPairs(keep, embeddings.labels), ClosestPairs(keep, splits), ClosestPairs(keep)

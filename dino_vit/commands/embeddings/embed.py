@@ -1,7 +1,6 @@
 """Write the embeddings of images to a file, with what is needed to compute them again."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.embeddings import Array, Embeddings, as_type, check_suffix, write_embeddings
+from dino_vit.eval.embeddings import Array, Embeddings, as_type, write_embeddings
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.models.tokens import FeatureSpec
@@ -19,52 +18,35 @@ from dino_vit.weights.hub import is_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageEmbeddings(Result):
+class ImageEmbeddings(Result, Embeddings):
     """The embeddings of images."""
 
     path: Path | None  # of the file, if one was written
-    content: Embeddings = field(repr=False)
-
-    @property
-    def values(self) -> Array:
-        """The embeddings (n, D); of patches (n, N, D)."""
-        return self.content.values
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The name of the image of each row."""
-        return self.content.names
-
-    @property
-    def labels(self) -> Sequence[str | None]:
-        """The name of the class of each row."""
-        return self.content.labels
 
 
 def run(config: EmbedConfig) -> ImageEmbeddings:
     """Compute the embeddings of a source, and write them to a file if there is an output."""
-    output = None if config.output is None else Path(config.output)
-    if output:
-        check_suffix(output)
-    backbone = frozen_backbone(config)
+    backbone, output = frozen_backbone(config), None if config.output is None else Path(config.output)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     values, indices = cached_features(backbone, source, spec=spec, title=f"embeddings of {config.source}")
     labels = [source.label(i) for i in indices.tolist()]
-    embeddings = Embeddings(
+    rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
+    shape = " × ".join(map(str, values.shape))
+    text = f"{shape} in {config.dtype}{rounded}, with names, labels and metadata"
+    embeddings = ImageEmbeddings(
         values=as_type(values, config.dtype),
         names=[source.name(i) for i in indices.tolist()],
         labels=[None if label is None else source.classes[label] for label in labels],
         indices=indices,
         metadata=provenance(values, source, backbone, config),
+        path=output,
+        text=f"{output}: {text}" if output else text,
     )
     if output and is_main_process():
         write_embeddings(output, embeddings)
     wait_for_all()  # the file is complete for all of them
-    rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
-    shape = " × ".join(map(str, values.shape))
-    text = f"{shape} in {config.dtype}{rounded}, with names, labels and metadata"
-    return ImageEmbeddings(path=output, content=embeddings, text=f"{output}: {text}" if output else text)
+    return embeddings
 
 
 def provenance(

@@ -49,15 +49,13 @@ class SearchResult(Result):
 def run(config: SearchConfig) -> SearchResult:
     """Find the nearest images to each given one; with an output, write a sheet and the same as JSON."""
     output = None if config.output is None else Path(config.output)
-    if output and output.suffix != ".png":
-        raise ValueError(f"output={output} must end in .png")
     embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
     folder = embeddings.metadata["source"]["spec"]
     neighbours = []
     for image, *nearest_rows in zip(config.images, rows.tolist(), cosines.tolist(), strict=True):
-        found = [name_row(embeddings, row, cosine) for row, cosine in zip(*nearest_rows, strict=True)]
-        others = [near for near in found if os.path.join(folder, near.name) != os.path.abspath(image)]
+        images = [name_row(embeddings, row, cosine) for row, cosine in zip(*nearest_rows, strict=True)]
+        others = [near for near in images if os.path.join(folder, near.name) != os.path.abspath(image)]
         neighbours.append(others[: config.k])
     names, lines = list(map(printable, config.images)), list[str]()
     for name, images in zip(names, neighbours, strict=True):
