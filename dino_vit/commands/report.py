@@ -18,7 +18,7 @@ from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import render
-from dino_vit.reports.pictures import Pictures, attention_rows, build_map, to_json, view_rows
+from dino_vit.reports.pictures import Pictures, attention_rows, build_map, view_rows
 from dino_vit.reports.record import RunRecord, read_run
 
 
@@ -30,10 +30,8 @@ def run(config: ReportConfig) -> Written | None:
     output = Path(config.output or record.folder / "report.html")
     pictures = draw(record, config)
     if output.exists() and not pictures.views:
-        raise ValueError(
-            f"{output} stays as it is: the images cannot be read, so a new page would have no pictures; "
-            "say where the images are with source=..., or give another output"
-        )
+        text = f"{output} stays as it is: a new page would have no pictures, as the images cannot be read"
+        raise ValueError(f"{text}; say where they are with source=..., or give another output")
     html = render(record, pictures).encode()
     write_bytes(output, html)
     return Written(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
@@ -60,12 +58,11 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: 
     images, weights = record.config.data.images, str(checkpoint.path)
     teacher = frozen_backbone(BackboneConfig(source=images, weights=weights, precision="no"))
     indices = random_indices(source, record.config.seed)[:count]
-    of_images = build_map(teacher, source, indices)
+    readable, pictures.map = build_map(teacher, source, indices)
     if isinstance(teacher.model, VisionTransformer):
-        pictures.attention = attention_rows(teacher, source, of_images)
-    pictures.map = to_json(of_images)
+        pictures.attention = attention_rows(teacher, source, readable)
     pictures.notes.append(f"Map and attention: teacher at step {checkpoint.step:,}.")
-    if unreadable := len(indices) - len(of_images.indices):
+    if unreadable := len(indices) - len(readable):
         pictures.notes.append(f"Unreadable images, left out of the map: {unreadable}.")
     if checkpoint.metadata.get("source") != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")

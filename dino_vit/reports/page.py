@@ -26,27 +26,18 @@ FIGURES = {  # field of a record and its format, by title
 
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
 IMITATED = "1 minus the cosine with the features of the frozen teacher."
-ENTROPIES = (
-    "Both at the dashed line: a collapse to uniform outputs. Both 0: a collapse to a single prototype."
-)
+ENTROPIES = "Both at the dashed line: a collapse to uniform outputs. Both 0: one to a single prototype."
 GAP = "Of the two entropies: how much the teacher's output depends on the image. 0 is a collapse."
-KNN = (
-    "Of the images of the online evaluation, in per cent: the share whose class is predicted, or the mAP of "
-    "several labels, or the R² of numbers."
-)
+KNN = "In per cent: the share of images whose class is predicted, the mAP of labels, or the R² of numbers."
 MIOU = "Of patches, in per cent: each gets the class that its neighbours in other images vote for."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
     (
         "probe",
         "Ridge probe",
-        "In per cent, trained on the images that vote in k-NN; without splits, on each half of all in turn.",
+        "In per cent, trained on the images that vote in k-NN, or on each half.",
     ),
-    (
-        "colour",
-        "Explained by colour",
-        "Share of the features' variance that the images' mean colours explain.",
-    ),
+    ("colour", "Explained by colour", "Share of the features' variance that the images' colours explain."),
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
     ("koleo", "KoLeo", "Minus the mean log distance to the nearest other image of a batch."),

@@ -69,21 +69,6 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageMap:
-    """Images of a source and what a teacher makes of them, in one order."""
-
-    indices: list[int]
-    names: list[str]
-    labels: list[str | None]
-    neighbours: Tensor  # (n, k) positions in this map, the nearest first
-    cosines: Tensor  # (n, k)
-    positions: Tensor  # (n, 2), by t-SNE or, without scikit-learn, by PCA
-    thumbnails: Tensor  # uint8 (n, 3, y, x), the middle of each image
-    photos: list[str]  # whole images, as addresses
-    attention: list[str]  # the same with a pixel for each patch; empty of a network without heads to show
-
-
 def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
     weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
@@ -104,16 +89,16 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     return rows
 
 
-def attention_rows(teacher: FrozenBackbone, source: Source, images: ImageMap) -> list[Row]:
+def attention_rows(teacher: FrozenBackbone, source: Source, indices: list[int]) -> list[Row]:
     """Draw the attention maps of a few whole images, by head of the last block."""
     rows = []
-    for index, name in list(zip(images.indices, images.names, strict=True))[:ROWS]:
-        image = read_image(source, index, teacher.transform.pixels)
+    for index in indices[:ROWS]:
+        image, name = read_image(source, index, teacher.transform.pixels), source.name(index)
         heads = attention_of(teacher, image)
         maps = {"mean of heads": heads.mean(dim=0)}
         maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
         tiles = [draw_patches(heat(values), caption) for caption, values in maps.items()]
-        rows.append(Row(name, [draw_tile(image, "image"), *tiles]))
+        rows.append(Row(shorten(name, MAX_NAME), [draw_tile(image, "image"), *tiles]))
     return rows
 
 
@@ -128,8 +113,34 @@ def draw_patches(colours: Tensor, caption: str) -> Tile:
     return Tile(data_uri(colours.repeat_interleave(side, 1).repeat_interleave(side, 2)), caption)
 
 
-def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> ImageMap:
-    """Compute the map of some images of a source, without those that cannot be read."""
+def build_map(
+    teacher: FrozenBackbone, source: Source, indices: list[int]
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the images that can be read, and what a teacher makes of them as `page.js` reads it."""
+    kept, values, pictures = _draw_images(teacher, source, indices)
+    if len(kept) < MIN_IMAGES:
+        raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
+    features = F.normalize(values, dim=-1)
+    cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
+    positions = tsne(features) if find_spec("sklearn") else principal_components(features, 2)
+    labels = [source.label(index) for index in kept]
+    counts = Counter(label for label in labels if label is not None).most_common()  # the largest first
+    numbers = {label: number for number, (label, _) in enumerate(counts)}
+    return kept, {
+        "names": [shorten(source.name(index), MAX_NAME) for index in kept],
+        "classes": [(source.classes[label], count) for label, count in counts],
+        "labels": [-1 if label is None else numbers[label] for label in labels],
+        "positions": _on_unit_square(positions),
+        "neighbours": neighbours.tolist(),
+        "cosines": cosines.double().round(decimals=4).tolist(),
+        **pictures,
+    }
+
+
+def _draw_images(
+    teacher: FrozenBackbone, source: Source, indices: list[int]
+) -> tuple[list[int], Tensor, dict[str, Any]]:
+    """Return the images that can be read, their features (n, d) and their pictures."""
     side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
     photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
     square = replace(teacher.transform, size=(side, side), shorter_side=side)
@@ -147,27 +158,13 @@ def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> Im
                     photos.append(data_uri(resize_sides(as_picture(image), None, photo_side), quality=60))
                     if isinstance(teacher.model, VisionTransformer):
                         mean = attention_of(teacher, image).mean(dim=0)
-                        attention.append(data_uri(heat(mean), quality=None))
+                        attention.append(data_uri(heat(mean), quality=None))  # a pixel for each patch
             if prepared:
                 normalised = teacher.transform.normaliser(teacher.device)(torch.stack(prepared))
                 values.append(teacher.compute(normalised, CLS))
             advance(len(batch))
-    if len(kept) < MIN_IMAGES:
-        raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
-    features = F.normalize(torch.cat(values).cpu(), dim=-1)
-    cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
-    labels = [source.label(index) for index in kept]
-    return ImageMap(
-        indices=kept,
-        names=[shorten(source.name(index), MAX_NAME) for index in kept],
-        labels=[None if label is None else source.classes[label] for label in labels],
-        neighbours=neighbours,
-        cosines=cosines,
-        positions=tsne(features) if find_spec("sklearn") else principal_components(features, 2),
-        thumbnails=torch.stack(thumbnails),
-        photos=photos,
-        attention=attention,
-    )
+    atlas = build_atlas(torch.stack(thumbnails)) if kept else None
+    return kept, torch.cat(values).cpu(), {"thumbnails": atlas, "photos": photos, "attention": attention}
 
 
 def whole_patches(frozen: FrozenBackbone, image: Tensor) -> Tensor:
@@ -198,23 +195,6 @@ def tsne(features: Tensor) -> Tensor:
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     method = TSNE(perplexity=perplexity, init=start.numpy(), random_state=0)
     return torch.from_numpy(method.fit_transform(features.numpy()))
-
-
-def to_json(images: ImageMap) -> dict[str, Any]:
-    """Return a map as `page.js` reads it; the classes with their counts, the largest first."""
-    classes = Counter(label for label in images.labels if label is not None).most_common()
-    numbers = {label: number for number, (label, _) in enumerate(classes)}
-    return {
-        "names": images.names,
-        "classes": classes,
-        "labels": [-1 if label is None else numbers[label] for label in images.labels],
-        "positions": _on_unit_square(images.positions),
-        "neighbours": images.neighbours.tolist(),
-        "cosines": images.cosines.double().round(decimals=4).tolist(),
-        "thumbnails": build_atlas(images.thumbnails),
-        "photos": images.photos,
-        "attention": images.attention,
-    }
 
 
 def _on_unit_square(positions: Tensor) -> list[list[float]]:

@@ -27,25 +27,25 @@ from tests.support.reports import picture_of
 def test_the_map_holds_the_neighbours_of_the_teacher(made):
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     source = open_source(read_run(made).config.data.source)
-    images = pictures.build_map(teacher, source, random_indices(source, seed=0)[:40])
+    indices, data = pictures.build_map(teacher, source, random_indices(source, seed=0)[:40])
     features = (
         FrozenBackbone(model=teacher.model, transform=teacher.transform, batch_size=7)
-        .extract(source, images.indices)
+        .extract(source, indices)
         .values
     )
     unit = features / features.norm(dim=1, keepdim=True)
     for row in range(40):
         cosines = {other: float(unit[row] @ unit[other]) for other in range(40) if other != row}
         nearest = sorted(cosines, key=cosines.get, reverse=True)[: pictures.NEIGHBOURS]
-        near = images.neighbours[row].tolist()
+        near = data["neighbours"][row]
         assert [cosines[other] for other in near] == pytest.approx([cosines[n] for n in nearest], abs=1e-5)
         assert row not in near
-    assert [source.classes[source.label(index)] for index in images.indices] == images.labels
-    assert {picture_of(uri).shape for uri in images.photos} == {(32, 32, 3)}
-    assert {picture_of(uri).shape for uri in images.attention} == {(8, 8, 3)}, (
-        "of 64 px, although it was trained on 32"
-    )
-    data = pictures.to_json(images)
+    labels = [data["classes"][number][0] for number in data["labels"]]
+    assert labels == [source.classes[source.label(index)] for index in indices]
+    assert [count for _, count in data["classes"]] == sorted(map(labels.count, set(labels)), reverse=True)
+    assert {picture_of(uri).shape for uri in data["photos"]} == {(32, 32, 3)}
+    shapes = {picture_of(uri).shape for uri in data["attention"]}
+    assert shapes == {(8, 8, 3)}, "of 64 px, although it was trained on 32"
     assert np.array(data["positions"]).min() >= 0
     assert np.ptp(data["positions"], axis=0).max() == pytest.approx(1, abs=1e-3)
     assert picture_of(data["thumbnails"]["uri"]).shape == (6 * 64, 7 * 64, 3)
@@ -88,10 +88,9 @@ def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
         write_synthetic(tmp_path / "images" / f"{number}.png", number, size=64)
     source = open_source(str(tmp_path / "images"))
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
-    found = pictures.build_map(teacher, source, [0, 1, 2, 3])
     command = ["attention", str(tmp_path / "images"), f"weights={made}", f"output={tmp_path / 'maps'}"]
     assert main(command) == 0
-    for row in pictures.attention_rows(teacher, source, found):
+    for row in pictures.attention_rows(teacher, source, [0, 1, 2, 3]):
         maps = torch.from_numpy(np.load(tmp_path / "maps" / f"{row.name[:-4]}-{row.name[:-4]}.attention.npy"))
         assert maps.shape == (2, 8, 8)
         assert [tile.caption for tile in row.tiles] == ["image", "mean of heads", "head 0", "head 1"]
@@ -106,11 +105,10 @@ def test_whole_images_of_any_shape_are_shown_and_attended_to(made, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (4, 400, 1000, 3), dtype=np.uint8)
     np.save(tmp_path / "wide.npy", pixels)
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
-    images = pictures.build_map(teacher, open_source(str(tmp_path / "wide.npy")), [0, 1, 2, 3])
-    assert {picture_of(uri).shape for uri in images.photos} == {(128, 320, 3)}
-    assert {picture_of(uri).shape for uri in images.attention} == {
-        (6, 16, 3)
-    }  # twice as wide as high at most: 51 × 128 px
+    _, data = pictures.build_map(teacher, open_source(str(tmp_path / "wide.npy")), [0, 1, 2, 3])
+    assert {picture_of(uri).shape for uri in data["photos"]} == {(128, 320, 3)}
+    # Twice as wide as high at most: 51 × 128 px.
+    assert {picture_of(uri).shape for uri in data["attention"]} == {(6, 16, 3)}
 
 
 def test_one_hot_patch_does_not_make_all_others_black():
