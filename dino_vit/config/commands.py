@@ -76,7 +76,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is judged in full")
     tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
-    shots: tuple[Count, ...] = setting((), "also classify by so few images per class, such as 1 and 5")
+    shots: Count | None = setting(None, "by so few images of each class, drawn by the seed; null: by all")
     output: str | None = RESULTS
 
 

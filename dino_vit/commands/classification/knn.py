@@ -3,8 +3,7 @@
 Several labels of an image, and numbers, are predicted by the mean of the neighbours.
 """
 
-from collections.abc import Iterator, Sequence
-from statistics import mean, stdev
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,10 @@ from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_sha
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
-from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
+from dino_vit.eval.labelled import LabelledFeatures, given_sets, labelled_features
 from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.tokens import FeatureSpec
 
-REPEATS = 5  # random choices of the images for each of `shots`
 _CLASSES_SHOWN = 10
 _COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
@@ -47,13 +45,13 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
     """Do the same with a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     train, val = given_sets(config)
-    if train is None:  # each image is classified by the others
-        among = "the others"
-        bank = queries = labelled_features(frozen, val, spec)
-    else:
-        bank = labelled_features(frozen, train, spec, "features of the bank")
-        queries = labelled_features(frozen, val, spec, "features of the query images")
-        among = f"{len(bank):,} of {train.name}"
+    queries = labelled_features(frozen, val, spec, "features of the query images")
+    bank = queries if train is None else labelled_features(frozen, train, spec, "features of the bank")
+    learned = val if train is None else train
+    if config.shots:
+        learned.require_one_class(f"shots={config.shots}")
+        bank, queries = few_shots(bank, queries, config.shots, config.seed)
+    among = "the others" if queries is bank else f"{len(bank):,} of {learned.name}"
     details = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -71,12 +69,10 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
             auroc = measure("multiclass", queries.indices, of_k, queries.targets[:, None])[0]
             figures[k]["auroc"] = auroc.interval
     ranking = _rank(bank, queries, frozen.device)
-    few_shot = list(_few_shot(config, bank, queries, frozen.device))
     few = few_images(bank, queries)
     details |= {
         "results": [{"k": k, **of_k} for k, of_k in figures.items()],
         "ranking": ranking,
-        "few_shot": few_shot,
         "few_images": few,
     }
     first, columns = config.k[0], {"top1": "top-1", "top5": "top-5", "auroc": "AUROC"}
@@ -85,12 +81,9 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
     lines = [f"per cent, {on}", format_table(["k", *columns.values()], rows), predictions[first].guesses()]
     lines += few_text(few)
     if ranking:
+        asked = plural(ranking["queries"], "query", "queries")
         line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
-        lines.append(
-            f"ranking all images by cosine for {plural(ranking['queries'], 'query', 'queries')}: {line}"
-        )
-    if few_shot:
-        lines.append(_few_shot_table(few_shot))
+        lines.append(f"ranking all images by cosine for {asked}: {line}")
     lines.append(_class_table(first, figures[first]["per_class"]))
     title, text = f"k-NN top-1, k={first}", "\n".join(lines)
     return classification("knn", config.output, title, predictions[first], details, text)
@@ -105,8 +98,6 @@ def _predict(
     on: str,
 ) -> Predicted:
     """Predict several labels or numbers for each k, and judge the first in full."""
-    if config.shots:
-        raise ValueError("shots are images of each class, but these images have several labels or numbers")
     by_k = predict(bank, queries, config.k, device)
     figures = {k: score(queries, outputs) for k, outputs in by_k.items()}
     results = [{"k": k, "score": of_k[0].interval} for k, of_k in figures.items()]
@@ -193,49 +184,19 @@ def _precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
     return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]
 
 
-def _few_shot(
-    config: KnnConfig, bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """Yield, for each of `shots` and each k, the accuracies of all repeats, their mean and deviation."""
-    targets = bank.targets.cpu().numpy()
-    for shots in config.shots:
-        top1: dict[int, list[Accuracy]] = {}
-        for repeat in range(REPEATS):
-            rows = few_shot_rows(targets, bank.indices, shots, config.seed, repeat)
-            # Without a bank of their own the queries are the images that were not chosen.
-            rest = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
-            if not len(rest):
-                raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
-            possible = sorted({min(k, len(rows)) for k in config.k})
-            for k, predictions in classify(bank[rows], rest, possible, device).items():
-                top1.setdefault(k, []).append(predictions.top(1))
-        for k, of_k in top1.items():
-            percents = [of_repeat.percent for of_repeat in of_k]
-            yield {
-                "shots": shots,
-                "images": len(rows),
-                "k": k,
-                "mean": mean(percents),
-                "standard_deviation": stdev(percents),
-                "top1": of_k,
-            }
-
-
-def few_shot_rows(targets: Rows, keys: Rows, shots: int, seed: int, repeat: int) -> Rows:
-    """Choose `shots` rows of each class, ascending: a function of the seed, the repeat and the rows' keys."""
-    bits = random_bits(seed, RngPurpose.EVALUATION, repeat, keys)
+def few_shots(
+    bank: LabelledFeatures, queries: LabelledFeatures, shots: int, seed: int
+) -> tuple[LabelledFeatures, LabelledFeatures]:
+    """Return a bank of so many images of each class, drawn by the seed, and queries that are not in it."""
+    bits, targets = random_bits(seed, RngPurpose.EVALUATION, bank.indices), bank.targets.cpu().numpy()
     order = np.lexsort((bits, targets))
-    sorted_targets = targets[order]
-    rank_in_class = np.arange(len(targets)) - np.searchsorted(sorted_targets, sorted_targets)
-    return np.sort(order[rank_in_class < shots])
-
-
-def _few_shot_table(few_shot: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for few in few_shot:
-        counts = (f"{few[name]:,}" for name in ("shots", "images", "k"))
-        rows.append([*counts, f"{few['mean']:.2f}", f"{few['standard_deviation']:.2f}"])
-    return "\n" + format_table(["images per class", "images", "k", "top-1 %", f"std of {REPEATS}"], rows)
+    rank_in_class = np.arange(len(bank)) - np.searchsorted(targets[order], targets[order])
+    chosen = np.sort(order[rank_in_class < shots])
+    if queries is bank:
+        queries = bank[np.delete(np.arange(len(bank)), chosen)]
+    if not len(queries):
+        raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
+    return bank[chosen], queries
 
 
 def _class_table(k: int, per_class: dict[str, Accuracy]) -> str:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import dino_vit.commands.classification.knn
-from dino_vit.commands.classification.knn import few_shot_rows, rank_all
+from dino_vit.commands.classification.knn import few_shots, rank_all
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
@@ -105,9 +105,9 @@ def first_class(features, labels, query, rows):
     return ranked_classes(near, [labels[row] for row in rows], 5)[0]
 
 
-def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weights):
+def test_one_set_is_classified_by_the_others(tmp_path, weights):
     images = write_classes(tmp_path / "images", "abc", 8)
-    found, said = evaluate(weights, images, "k=[5]", "shots=[2]", "seed=4")
+    found, _ = evaluate(weights, images, "k=[5]")
     bank, labels = features_of(weights, images)
     right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in range(24)]
     assert found["results"][0]["top1"]["correct"] == sum(right)
@@ -115,18 +115,20 @@ def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weight
     precision, recall = ranking_of(among_the_others(bank, labels, range(24)))
     assert found["ranking"]["map"]["percent"] == pytest.approx(precision)
     assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
-    numbers = torch.tensor(["abc".index(label) for label in labels]).numpy()
-    percents = []
-    for repeat in range(5):
-        rows = few_shot_rows(numbers, torch.arange(24).numpy(), shots=2, seed=4, repeat=repeat)
-        others = [i for i in range(24) if i not in rows]
-        right = [first_class(bank, labels, i, rows.tolist()) == labels[i] for i in others]
-        percents.append(100 * sum(right) / 18)
-    (figures,) = found["few_shot"]
-    assert [one["percent"] for one in figures["top1"]] == pytest.approx(percents)
-    assert figures["mean"] == pytest.approx(statistics.mean(percents))
-    assert figures["standard_deviation"] == pytest.approx(statistics.stdev(percents))
-    assert f"{figures['mean']:.2f}" in said
+
+
+def test_the_others_are_classified_by_few_images_of_each_class(tmp_path, weights):
+    images = write_classes(tmp_path / "images", "abc", 8)
+    found, said = evaluate(weights, images, "k=[5]", "shots=2", "seed=4")
+    features, labels = features_of(weights, images)
+    targets = torch.tensor(["abc".index(label) for label in labels])
+    everything = LabelledFeatures(features, targets, np.arange(24), tuple("abc"))
+    bank, queries = few_shots(everything, everything, 2, seed=4)
+    assert sorted([*bank.indices.tolist(), *queries.indices.tolist()]) == list(range(24))
+    right = [first_class(features, labels, i, bank.indices.tolist()) == labels[i] for i in queries.indices]
+    assert found["results"][0]["top1"]["correct"] == sum(right)
+    assert (found["bank"], found["images"]) == (6, 18)
+    assert "on 18 images" in said
 
 
 def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
@@ -142,13 +144,12 @@ def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
 
 
 def test_two_processes_find_what_one_does(tmp_path, weights):
-    more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]")
+    more = ("train=synthetic:150:16", "k=[5,10]", "shots=3")
     one, _ = evaluate(weights, "synthetic:51:16", *more)
     argv = arguments(weights, "synthetic:51:16", tmp_path / "two.json", *more)
     first, second = command_in_two(tmp_path / "two", *argv)
     two = json.loads((tmp_path / "two.json").read_text())
-    for key in ("results", "few_shot"):
-        assert two[key] == one[key]
+    assert two["results"] == one["results"]
     # Cosines near 1 are rounded one way or the other.
     assert two["ranking"]["map"] == pytest.approx(one["ranking"]["map"], abs=0.1)
     assert "top-1" in first
@@ -157,7 +158,7 @@ def test_two_processes_find_what_one_does(tmp_path, weights):
 
 def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):
     two, output = write_classes(tmp_path / "two", "ab", 3), tmp_path / "none.json"
-    assert "shots=3 takes all 6 images" in command_here(*arguments(weights, two, output, "shots=[3]"), code=2)
+    assert "shots=3 takes all 6 images" in command_here(*arguments(weights, two, output, "shots=3"), code=2)
     assert not output.exists()
 
 
@@ -200,18 +201,20 @@ def test_ranking_all_images_equals_the_loop(monkeypatch, self_offset):
     assert int(precision.isnan().sum()) == (self_offset is None or self_offset <= 50)
 
 
-def test_few_shots_are_of_each_class_and_a_function_of_seed_and_repeat():
-    labels = np.array([7] * 50 + [-2] * 3 + [1000] * 20)
-    keys = np.arange(500, 573)
-    chosen = few_shot_rows(labels, keys, shots=5, seed=1, repeat=0)
-    assert [int((labels[chosen] == label).sum()) for label in (7, -2, 1000)] == [5, 3, 5]
-    assert len(set(chosen.tolist())) == 13
-    assert chosen.tolist() == sorted(chosen.tolist())
-    assert np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, seed=1, repeat=0))
-    for other in ({"seed": 2, "repeat": 0}, {"seed": 1, "repeat": 1}):
-        assert not np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, **other))
-    # The same images in another order are chosen again.
-    back = few_shot_rows(labels[::-1], keys[::-1], shots=5, seed=1, repeat=0)
-    assert sorted(keys[::-1][back].tolist()) == keys[chosen].tolist()
-    drawn = [few_shot_rows(labels, keys, shots=1, seed=0, repeat=repeat).tolist() for repeat in range(300)]
-    assert {row for rows in drawn for row in rows} == set(range(73)), "everyone has its turn"
+def test_few_shots_are_of_each_class_and_a_function_of_the_seed():
+    labels, keys = torch.tensor([7] * 50 + [-2] * 3 + [1000] * 20), np.arange(500, 573)
+    features = torch.zeros(73, 1)
+    images, backwards = (
+        LabelledFeatures(features, labels[rows], keys[rows], ())
+        for rows in (np.arange(73), np.arange(73)[::-1].copy())
+    )
+
+    def drawn(of=images, shots=5, seed=1):
+        return few_shots(of, images, shots, seed)[0].indices.tolist()
+
+    counts = few_shots(backwards, images, 5, 1)[0].targets.unique(return_counts=True)
+    assert [part.tolist() for part in counts] == [[-2, 7, 1000], [3, 5, 5]]
+    assert drawn() == sorted(set(drawn())) == sorted(drawn(backwards)), "the same images in another order"
+    assert drawn() == drawn() != drawn(seed=2)
+    chosen = {index for seed in range(300) for index in drawn(shots=1, seed=seed)}
+    assert chosen == set(keys.tolist()), "everyone has its turn"

@@ -155,7 +155,7 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
 @pytest.mark.parametrize(
     ("command", "settings", "message"),
     [
-        ("knn", {"shots": [1]}, "shots are images of each class"),
+        ("knn", {"shots": 1}, "shots=1 needs one class for each image; .*; task=multiclass takes each"),
         ("linear", {"method": "logistic"}, "predict numbers with method=grid"),
         ("knn", {"labels": "tags.csv", "task": "regression"}, "task=regression needs the same numbers"),
     ],
