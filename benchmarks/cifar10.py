@@ -73,7 +73,7 @@ def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
 def accuracy(bank: Features, queries: Features, train: Source, test: Source, size: int) -> float:
     """Return how many per cent of the queries the first so many of a bank classify rightly."""
     places = bank.indices[:size]
-    ranked = weighted_knn(bank.values[:size], labels(train, places), queries.values, k=(K,), temperature=0.07)
+    ranked = weighted_knn(bank.values[:size], labels(train, places), queries.values, k=(K,))
     right = ranked[K][:, 0].cpu() == labels(test, queries.indices)
     return 100 * float(right.float().mean())
 

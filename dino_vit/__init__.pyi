@@ -483,7 +483,7 @@ def knn(
     k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
     tokens: Literal["cls", "mean", "cls+mean"] = "cls",
     blocks: int = 1,
-    shots: int | collections.abc.Sequence[int] = (),
+    shots: int | None = None,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
@@ -515,7 +515,7 @@ def knn(
       k=[20, 10, 100, 200]                numbers of neighbours; the first is judged in full
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
       blocks=1                            last blocks whose tokens are joined
-      shots=[]                            also classify by so few images per class, such as 1 and 5
+      shots=null                          by so few images of each class, drawn by the seed; null: by all
       output=null                         JSON file; null: in eval/ of the run, in Python none
     """
 
@@ -724,7 +724,6 @@ def embed(
     output: str | os.PathLike[str] | None = None,
     tokens: Literal["cls", "mean", "cls+mean", "patches", "all"] = "cls",
     blocks: int = 1,
-    dtype: Literal["float32", "float16"] = "float32",
     config: str | os.PathLike[str] | EmbedConfig | None = None,
     verbose: bool = True,
 ) -> ImageEmbeddings:
@@ -749,7 +748,6 @@ def embed(
       output=null                         null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
       blocks=1                            last blocks whose tokens are joined
-      dtype=float32                       of the embeddings in the file [float32|float16]
     """
 
 def search(

@@ -1,6 +1,6 @@
 """The settings of `embed`, and of the commands that read what it wrote."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -24,7 +24,6 @@ class EmbedConfig(CachedConfig):
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
-    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
 
 
 class SearchConfig(Settings):

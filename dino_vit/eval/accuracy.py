@@ -265,10 +265,8 @@ def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, .
 def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     """Say which backbone to take, or that it depends."""
     if not by_title:
-        return (
-            "There are no labels and no masks to judge by: sort the images into a folder for each class, or "
-            "give labels=FILE. The effective rank alone does not tell which features are better."
-        )
+        text = "There are no labels and no masks to judge by: use a folder for each class, or labels=FILE."
+        return f"{text} The effective rank alone does not tell which features are better."
     top = [*by_title.values()]
     everywhere = [name for name in top[0] if all(name in names for names in top)]
     if len(everywhere) > 1:

@@ -43,14 +43,6 @@ class Embeddings:
         return TypeAdapter(EvalTransform).validate_python(self.metadata["transform"])
 
 
-def as_type(values: Array, dtype: str) -> Array:
-    """Return values in a type that holds them."""
-    highest = max(float(values.max()), -float(values.min()))
-    if highest > float(np.finfo(dtype).max):
-        raise ValueError(f"embeddings reach {highest:,.0f}, which is beyond {dtype}; use dtype=float32")
-    return values.astype(dtype, copy=False)
-
-
 def write_embeddings(path: Path, embeddings: Embeddings) -> None:
     """Write an embedding file."""
     width = int(np.prod(embeddings.values.shape[1:]))
@@ -71,9 +63,7 @@ def write_embeddings(path: Path, embeddings: Embeddings) -> None:
 def read_embeddings(path: Path) -> Embeddings:
     """Read an embedding file."""
     if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist; write it with `dino-vit embed SOURCE WEIGHTS output={path}`"
-        )
+        raise ValueError(f"{path} does not exist; `dino-vit embed SOURCE WEIGHTS output={path}` writes it")
     try:
         with path.open("rb") as file:  # Arrow itself opens UTF-8 names only
             table = parquet.read_table(file)

@@ -99,8 +99,7 @@ def cached_features(
         path.unlink(missing_ok=True)
     if tensors is None:
         raise ValueError(
-            f"the features were written to {path} but are not there; the cache must be one folder that all "
-            "processes share"
+            f"{path} was written but is not there; let all processes share the folder of the cache"
         )
     if unreadable := _left_out(chosen, tensors):
         text = "%d of %d images cannot be read and are left out, the first is %s"

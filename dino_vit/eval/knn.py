@@ -104,7 +104,6 @@ def weighted_knn(
     queries: Tensor,
     *,
     k: Sequence[int],
-    temperature: float = TEMPERATURE,
     self_offset: int | None = None,
     device: torch.device | None = None,
     progress: Callable[[int], None] | None = None,
@@ -115,8 +114,6 @@ def weighted_knn(
     nearest neighbours that belong to it. Labels are any integers; of classes with equal scores the lower
     label is first. `self_offset` is that of `nearest`. Works on the device of the queries by default.
     """
-    if bank_labels.shape != bank.shape[:1]:
-        raise ValueError(f"the bank has {len(bank)} images, but {len(bank_labels)} labels")
     _warn_of_few(k, len(bank) - (self_offset is not None))
     device = device or queries.device
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
@@ -126,7 +123,7 @@ def weighted_knn(
         block = queries[start : start + size].to(device)
         itself = None if self_offset is None else self_offset + start
         cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
-        scores = _class_scores(cosines, classes[rows], k=k, classes=len(labels), temperature=temperature)
+        scores = _class_scores(cosines, classes[rows], k=k, classes=len(labels))
         for wanted, of_k in scores.items():
             ranked[wanted].append(_best(of_k, labels))
         if progress:
@@ -158,13 +155,13 @@ def neighbour_means(
 
 
 def _class_scores(
-    cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int, temperature: float
+    cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int
 ) -> dict[int, Tensor]:
     """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first.
 
-    They are divided by the weight of the nearest neighbour, so that no temperature makes them infinite.
+    They are divided by the weight of the nearest neighbour, so that they stay finite.
     """
-    weights = ((cosines - cosines[:, :1]) / temperature).exp()
+    weights = ((cosines - cosines[:, :1]) / TEMPERATURE).exp()
     # CUDA adds in any order: in float64 the order does not change the sums in float32.
     weights = weights.double() if weights.is_cuda else weights
     scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0

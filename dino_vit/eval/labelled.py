@@ -29,7 +29,6 @@ from dino_vit.models.tokens import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
 
-_NAMES_SHOWN = 5
 _VAL_SHARE = 5  # one in so many images is for validation where no training set is given
 _HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
@@ -95,10 +94,9 @@ class LabelledSubset:
         number = {train.classes[target]: int(target) for target in np.unique(train.targets)}
         present = [self.classes[target] for target in np.unique(self.targets)]
         if unknown := [of_class for of_class in present if of_class not in number]:
-            more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
             raise ValueError(
                 f"{self.name} has classes that are not among the {len(number)} of the training set: "
-                f"{', '.join(map(brief, unknown[:_NAMES_SHOWN]))}{more}. They are matched by name"
+                f"{brief(', '.join(unknown), 200)}. They are matched by name"
             )
         numbers = np.array([number.get(of_class, -1) for of_class in self.classes], dtype=np.int64)
         return replace(self, targets=numbers[self.targets], classes=train.classes)
@@ -136,10 +134,8 @@ def refuse_same_images(name: str, source: Source, of_train: str, train: Source) 
     learned = set(_origins(train))
     shared = sum(origin in learned for origin in _origins(source))
     if shared == len(source):
-        raise ValueError(
-            f"all {plural(shared, 'image')} of {name} are in train={of_train} too, so the result would mean "
-            "nothing; give other images, or leave out train"
-        )
+        text = f"all {plural(shared, 'image')} of {name} are in train={of_train} too"
+        raise ValueError(f"{text}; give other images, or leave out train")
     if shared:
         text = "%d of the %d images of %s are in train=%s too: the result is too good to be true"
         log.warning(text, shared, len(source), name, of_train)

@@ -50,17 +50,16 @@ def unit_rows(values):
     return values / np.linalg.norm(values, axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder, dtype):
+def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder):
     output = tmp_path / "e.parquet"
-    embed(tmp_path, weights, folder, f"output={output}", f"dtype={dtype}")
+    embed(tmp_path, weights, folder, f"output={output}")
     found, source, model = read_embeddings(output), FolderSource(folder), load_backbone(weights)
     expected = features(model, source)
-    assert found.values.dtype == dtype
-    np.testing.assert_allclose(found.values, expected, rtol=1e-3 if dtype == "float16" else 1e-6, atol=1e-6)
+    assert found.values.dtype == np.float32
+    np.testing.assert_allclose(found.values, expected, rtol=1e-6, atol=1e-6)
     table = pq.read_table(output)
     assert table.column_names == ["name", "label", "index", "embedding"]
-    assert np.array_equal(np.array(table["embedding"].to_pylist(), dtype), found.values)
+    assert np.array_equal(np.array(table["embedding"].to_pylist(), np.float32), found.values)
     assert found.indices.tolist() == [i for i in range(34) if source.name(i) != "a/broken.png"]
     assert found.names == [source.name(index) for index in found.indices.tolist()]
     assert found.labels == [name[0] if "/" in name else None for name in found.names]
@@ -283,19 +282,6 @@ def test_weights_of_a_name_are_found_again_by_it(tmp_path, folder, monkeypatch, 
     assert main(found) == 2
     assert "hf:owner/name could not be fetched" in (said := capsys.readouterr().err)
     assert "If they were moved, give their new path with weights=" in said
-
-
-def test_features_beyond_float16_are_refused(tmp_path, capsys):
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=1, heads=2)
-    with torch.no_grad():
-        model.norm.weight.fill_(1e5)
-    save_backbone(model, tmp_path / "w.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    output = tmp_path / "e.parquet"
-    given = ["embed", "synthetic:4:16", f"weights={tmp_path / 'w.safetensors'}", f"output={output}"]
-    assert main([*given, "dtype=float16"]) == 2
-    assert "which is beyond float16; use dtype=float32" in capsys.readouterr().err
-    assert not output.exists()
-    assert main(given) == 0
 
 
 @pytest.mark.parametrize(

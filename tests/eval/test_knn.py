@@ -118,20 +118,12 @@ def test_one_class_one_neighbour_half_precision():
     assert weighted_knn(bank, labels, queries, k=(2,))[2].tolist() == [[5], [5]]
     assert weighted_knn(bank[:1], torch.tensor([7]), queries, k=(1,))[1].tolist() == [[7], [7]]
     assert weighted_knn(bank, labels, queries[:0], k=(2,))[2].shape == (0, 1)
-    with pytest.raises(ValueError, match="the bank has 3 images, but 2 labels"):
-        weighted_knn(bank, labels[:2], queries, k=(3,))
 
 
 def test_of_equal_votes_the_lower_label_is_first():
     bank = torch.tensor([[1.0, 0.0]] * 6)
     ranked = weighted_knn(bank, torch.tensor([9, 2, 9, 2, 4, -1]), bank[:1], k=(6,))[6]
     assert ranked.tolist() == [[2, 9, -1, 4]]
-
-
-def test_no_temperature_is_too_low():
-    bank, labels = clustered(40)
-    coldest = weighted_knn(bank, labels, bank, k=(20,), self_offset=0, temperature=1e-5)[20]
-    assert torch.equal(coldest[:, 0], weighted_knn(bank, labels, bank, k=(1,), self_offset=0)[1][:, 0])
 
 
 @pytest.mark.parametrize("self_offset", [None, 0])

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import all_equal, is_main_process, rank, to_device, world_size
-from dino_vit.core.text import plural, progress
+from dino_vit.core.text import progress
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledSubset
 from dino_vit.eval.results import plain
@@ -43,11 +43,6 @@ class SupervisedLoader:
     ) -> None:
         self.device, transform, processes = backbone.device, backbone.transform, world_size()
         self.global_batch = processes * min(backbone.batch_size, len(subset) // processes)
-        if not self.global_batch:
-            raise ValueError(
-                f"{plural(len(subset), 'image')} cannot be shared among {processes} processes: "
-                "give more images, or launch fewer processes"
-            )
         sampler = Sampler(
             length=len(subset),
             batch_size=self.global_batch,
@@ -101,10 +96,8 @@ class EpochTraining(ABC):
             saved = checkpoint.metadata.get("facts") or {}
             changed = sorted(key for key, value in self.facts.items() if value != saved.get(key))
             if changed:
-                raise ValueError(
-                    f"{folder} holds a run with another {' and '.join(changed)}; give another output, or "
-                    "move that folder away"
-                )
+                text = f"{folder} holds a run with another {' and '.join(changed)}"
+                raise ValueError(f"{text}; give another output, or move that folder away")
             restore(checkpoint, {"model": module}, optimizer)
             self.history = checkpoint.metadata["history"]
             log.info("%s: resuming after epoch %d", folder, len(self.history))

@@ -10,7 +10,7 @@ from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.embeddings import Array, Embeddings, as_type, write_embeddings
+from dino_vit.eval.embeddings import Array, Embeddings, write_embeddings
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.models.tokens import FeatureSpec
@@ -33,9 +33,9 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     labels = [source.label(i) for i in indices.tolist()]
     rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
     shape = " × ".join(map(str, values.shape))
-    text = f"{shape} in {config.dtype}{rounded}, with names, labels and metadata"
+    text = f"{shape} in float32{rounded}, with names, labels and metadata"
     embeddings = ImageEmbeddings(
-        values=as_type(values, config.dtype),
+        values=values,
         names=[source.name(i) for i in indices.tolist()],
         labels=[None if label is None else source.classes[label] for label in labels],
         indices=indices,

@@ -54,7 +54,7 @@ def run(config: SearchConfig) -> SearchResult:
     folder = embeddings.metadata["source"]["spec"]
     neighbours = []
     for image, *nearest_rows in zip(config.images, rows.tolist(), cosines.tolist(), strict=True):
-        images = [name_row(embeddings, row, cosine) for row, cosine in zip(*nearest_rows, strict=True)]
+        images = [describe(embeddings, row, cosine) for row, cosine in zip(*nearest_rows, strict=True)]
         others = [near for near in images if os.path.join(folder, near.name) != os.path.abspath(image)]
         neighbours.append(others[: config.k])
     names, lines = list(map(printable, config.images)), list[str]()
@@ -73,7 +73,7 @@ def run(config: SearchConfig) -> SearchResult:
     return SearchResult(images=names, nearest=neighbours, sheet=output, path=path, text="\n".join(lines))
 
 
-def name_row(embeddings: Embeddings, row: int, cosine: float) -> Neighbour:
+def describe(embeddings: Embeddings, row: int, cosine: float) -> Neighbour:
     """Return the embedded image of a row."""
     index = int(embeddings.indices[row])
     return Neighbour(embeddings.names[row], embeddings.labels[row], round(cosine, 6), index, row)
@@ -100,10 +100,8 @@ def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings
     try:
         model = load_backbone(path, network=recorded["network"])
     except (ValueError, OSError) as error:
-        raise ValueError(
-            f"search needs the weights that computed the embeddings: {error}. If they were moved, give their "
-            "new path with weights="
-        ) from error
+        text = f"search needs the weights that computed the embeddings: {error}"
+        raise ValueError(f"{text}. If they were moved, give their new path with weights=") from error
     precision = getattr(torch, embeddings.metadata["precision"])
     frozen = FrozenBackbone(
         model=model.to(start_processes().device),
@@ -111,10 +109,8 @@ def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings
         autocast=None if precision == torch.float32 else precision,
     )
     if frozen.weights_digest != recorded["sha256"]:
-        raise ValueError(
-            f"{path} are not the weights that computed the embeddings (step {recorded['step']} of "
-            f"{recorded['path']}): give those with weights=, or embed the images again"
-        )
+        text = f"{path} are not the weights that computed the embeddings: those are {recorded['path']}"
+        raise ValueError(f"{text}, step {recorded['step']}; give them with weights=, or embed again")
     spec = FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"])
     features = frozen.extract(queries, range(len(queries)), spec)
     if features.unreadable:

@@ -95,10 +95,8 @@ def patch_bank(
     targets_of_all = torch.searchsorted(occurring, all_gather(targets[:filled]))
     if len(occurring) < 2 or not len(targets_of_all):
         content = f"only the class {source.classes[int(occurring[0])]}" if len(occurring) == 1 else "no class"
-        raise ValueError(
-            f"the patches to learn from have {content}, and telling classes apart takes two: look at the "
-            "values of the masks and at ignore_value, which is none of them"
-        )
+        text = f"the patches to learn from have {content}, and telling classes apart takes two"
+        raise ValueError(f"{text}: look at the values of the masks and at ignore_value")
     device, read = frozen.device, all_gather(torch.tensor(images, dtype=torch.long)).tolist()
     return Bank(all_gather(features[:filled]), targets_of_all.to(device), occurring.to(device), read)
 

@@ -73,12 +73,7 @@ def random_crops(
     """Yield crops and the classes of their pixels for batches of (image, number of the crop)."""
 
     def read(crop: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        try:
-            return read_crop(frozen.transform, source, *crop)
-        except UnreadableImage as error:
-            raise ValueError(
-                f"{error} (it could be read a moment ago); run the same command again"
-            ) from error
+        return read_crop(frozen.transform, source, *crop)
 
     for crops in read_ahead(read, batches, frozen.threads):
         images, masks = zip(*crops, strict=True)
