@@ -115,7 +115,7 @@ def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) ->
 
 
 def _run_class() -> Any:
-    from dino_vit.run import Run  # imports all that a run can do
+    from dino_vit.run import Run  # imports torch
 
     return Run
 

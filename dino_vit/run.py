@@ -1,27 +1,20 @@
-"""A pretraining as an object: its figures, its networks, its page, and what it makes of images."""
+"""A pretraining as an object: its settings, its figures and its checkpoints."""
 
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from PIL import Image
-
-import dino_vit
-from dino_vit.commands import report
-from dino_vit.commands.classification import Classification
-from dino_vit.commands.embeddings.embed import ImageEmbeddings
-from dino_vit.config.commands import ReportConfig
-from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.text import plural
 from dino_vit.reports.record import RunRecord, outcome, read_run, state
-from dino_vit.weights import load_backbone
-from dino_vit.weights.backbones import LoadedBackbone
 
 
 class Run:
-    """A run by its folder, be it finished, under way or stopped; everything is read when it is asked for."""
+    """A run by its folder, be it finished, under way or stopped; everything is read when it is asked for.
+
+    Functions take it where they take weights or a run: `dino_vit.knn("photos", run)`, `dino_vit.report(run)`.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -70,36 +63,6 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """The checkpoints, the oldest step first."""
         return Checkpoints(self.folder).paths()
-
-    def report(self, **settings: Any) -> Path:
-        """Write the page about the run, and return its file."""
-        written = report.run(load(ReportConfig, None, {**settings, "run": self.folder}))
-        return written.path if written else Path(settings.get("output") or self.folder / "report.html")
-
-    def features(self, source: object = None, **settings: Any) -> ImageEmbeddings:
-        """Return the embeddings of images, by default those of the run; settings are those of `embed`."""
-        return dino_vit.embed(**self._images(source), verbose=False, **settings)
-
-    def knn(self, source: object = None, **settings: Any) -> Classification | Any:
-        """Classify labelled images by their neighbours; settings are those of `knn`."""
-        return dino_vit.knn(**self._images(source), verbose=False, **settings)
-
-    def show_attention(self, source: object = None, *, count: int = 6, **settings: Any) -> Image.Image:
-        """Draw the attention maps of some images on a sheet; settings are those of `attention`."""
-        images = source or self.config.data.source
-        drawn = dino_vit.attention(images, self, output=None, count=count, verbose=False, **settings)
-        sheet = drawn.sheets[0] if drawn else None
-        assert isinstance(sheet, Image.Image), "rank 0 draws in memory"
-        return sheet
-
-    def backbone(self, network: Literal["teacher", "student"] = "teacher") -> LoadedBackbone:
-        """Load a network of the newest checkpoint; `load_backbone` takes any of `checkpoints`."""
-        return load_backbone(self.folder, network=network)
-
-    def _images(self, source: object) -> dict[str, Any]:
-        """Return what to evaluate the run on: given images, or its own with their labels."""
-        own = {"source": self.config.data.source, "labels": self.config.data.labels}
-        return {"weights": self, **(own if source is None else {"source": source})}
 
     def _record(self) -> RunRecord:
         return read_run(self.folder)

@@ -23,4 +23,4 @@ for image, nearest in zip(found.images, found.nearest, strict=True):
     print(image)
     for one in nearest:
         print(f"  {one.cosine:.3f}  {one.name}")
-print(f"{found.sheet} shows them, {run.report()} the run")
+print(f"{found.sheet} shows them, {dino_vit.report(run, verbose=False).path} the run")

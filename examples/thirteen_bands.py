@@ -37,4 +37,4 @@ options = parser.parse_args()
 scenes, budget, data = Scenes(options.folder), {"minutes": options.minutes}, {"channels": 13}
 data["range"] = (0, 10_000)
 run = dino_vit.pretrain(scenes, "runs/scenes", recipe="auto", data=data, budget=budget)
-print(run.outcome, run.backbone().embed(scenes.read(0)).shape)
+print(run.outcome, dino_vit.load_backbone(run).embed(scenes.read(0)).shape)

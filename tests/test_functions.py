@@ -110,14 +110,14 @@ def test_pretrain_returns_its_run(run, tmp_path):
     assert 3 <= len(str(run).splitlines()) <= 6
     assert f"{run.folder}: {run.config.model.title} on synthetic" in str(run)
     with contextlib.chdir(tmp_path):
-        assert len(run.features("synthetic:7:32").names) == 7
-        assert run.knn("synthetic:60:16", k=3).top1.images == 60
-        assert run.show_attention("synthetic:3:32", count=2).width > 100
-        assert run.features().values.shape == (len(run.features().names), 32)
+        assert dino_vit.embed("synthetic:7:32", run).values.shape == (7, 32)
+        assert dino_vit.knn("synthetic:60:16", run, k=3).top1.images == 60
+        assert dino_vit.attention("synthetic:3:32", run, count=2).sheets[0].width > 100
         assert list(tmp_path.iterdir()) == []
-    newest, before = run.backbone("student"), dino_vit.load_backbone(run.checkpoints[0])
-    assert (newest.provenance.step, newest.provenance.network, before.provenance.step) == (20, "student", 15)
-    assert run.report(output=tmp_path / "page.html", images=20).read_text().startswith("<!doctype html>")
+    newest, before = (dino_vit.load_backbone(path) for path in (run, run.checkpoints[0]))
+    assert (newest.provenance.step, before.provenance.step) == (20, 15)
+    page = dino_vit.report(run, output=tmp_path / "page.html", images=20).path
+    assert page.read_text().startswith("<!doctype html>")
     assert dino_vit.Run(run.folder).metrics() == run.metrics()
     with pytest.raises(ValueError, match="is not the folder of a run"):
         dino_vit.Run(tmp_path)
@@ -163,7 +163,7 @@ def test_verbose_shows_what_the_command_shows_and_otherwise_there_is_nothing(
 def test_figures_are_those_of_the_file(run, photos, tmp_path):
     for function, more in (
         (dino_vit.knn, {"k": [3, 5]}),
-        (dino_vit.linear, {"grid": {"rates": 0.1, "steps": 5}}),
+        (dino_vit.linear, {"rates": 0.1, "steps": 5}),
     ):
         settings = {"cache": tmp_path, "verbose": False, **more}
         output = tmp_path / f"{function.__name__}.json"

@@ -24,8 +24,8 @@ def test_a_user_pretrains_looks_and_embeds(tmp_path):
         f"import dino_vit\nrun = dino_vit.pretrain(output='run', **{SETTINGS!r})",
         "run",
         "dino_vit.knn('synthetic:60:16', weights='run', k=3)",
-        "run.knn('synthetic:60:16', k=3)",
-        "run.show_attention(count=2)",
+        "dino_vit.knn('synthetic:60:16', run, k=3, verbose=False)",
+        "dino_vit.attention('synthetic:3:32', run, count=2, verbose=False).sheets[0]",
     )
     assert "step  5/20" in stderr(ran), "lines, not a bar"
     assert "done: run/checkpoints holds the last step" in stderr(ran)
