@@ -201,17 +201,6 @@ class _Init(TypedDict, total=False):
     heads: int | None
     head_epochs: float
 
-class _ProbeGrid(TypedDict, total=False):
-    """method=grid: one head for each learning rate and input, side by side; of numbers for each penalty."""
-
-    rates: float | collections.abc.Sequence[float]
-    steps: int | None
-
-class _Logistic(TypedDict, total=False):
-    """method=logistic: the optimum for each strength of the penalty, on the CLS token."""
-
-    cs: float | collections.abc.Sequence[float]
-
 def demo(
     *,
     output: str | os.PathLike[str] = "runs/demo",
@@ -258,7 +247,7 @@ def inspect_data(
 
     The settings and their defaults:
 
-      source=...                          folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays
+      source=...                          folder, image, list, archives, tables, hf:OWNER/NAME, arrays
       mix=null                            shares of several sources, as data.mix of a training
       labels=null                         file of labels by name, .csv or .json; null: the source's own
       count=2000                          images to inspect, evenly spread over the source; null: all
@@ -333,7 +322,7 @@ def pretrain(
       recipe=dino                         as published; auto: fit to the images [dino|auto]
       seed=0                              seed of every random number
       output=runs/pretrain                folder of the run; a run in it is resumed
-      data.source=null                    folder, list, archive, array, hf:NAME, `synthetic`; or several
+      data.source=null                    folder, list, archive, hf:NAME, `synthetic`
       data.mix=null                       shares of several sources; null: by their sizes
       data.labels=null                    file of labels for evaluation; null: the source's
       data.weights=null                   file of (name, weight): how often to draw images
@@ -537,9 +526,70 @@ def linear(
     seed: int = 0,
     method: Literal["grid", "logistic"] = "grid",
     select: Literal["source", "train"] = "source",
+    rates: float | collections.abc.Sequence[float] = (
+        1e-05,
+        2e-05,
+        5e-05,
+        0.0001,
+        0.0002,
+        0.0005,
+        0.001,
+        0.002,
+        0.005,
+        0.01,
+        0.02,
+        0.05,
+        0.1,
+    ),
+    steps: int | None = None,
+    cs: float | collections.abc.Sequence[float] = (
+        1e-06,
+        1.778279410038923e-06,
+        3.162277660168379e-06,
+        5.623413251903491e-06,
+        1e-05,
+        1.778279410038923e-05,
+        3.1622776601683795e-05,
+        5.623413251903491e-05,
+        0.0001,
+        0.00017782794100389227,
+        0.00031622776601683794,
+        0.0005623413251903491,
+        0.001,
+        0.0017782794100389228,
+        0.0031622776601683794,
+        0.005623413251903491,
+        0.01,
+        0.01778279410038923,
+        0.03162277660168379,
+        0.05623413251903491,
+        0.1,
+        0.1778279410038923,
+        0.31622776601683794,
+        0.5623413251903491,
+        1.0,
+        1.7782794100389228,
+        3.1622776601683795,
+        5.623413251903491,
+        10.0,
+        17.78279410038923,
+        31.622776601683793,
+        56.23413251903491,
+        100.0,
+        177.82794100389228,
+        316.22776601683796,
+        562.341325190349,
+        1000.0,
+        1778.2794100389228,
+        3162.2776601683795,
+        5623.413251903491,
+        10000.0,
+        17782.794100389227,
+        31622.776601683792,
+        56234.13251903491,
+        100000.0,
+    ),
     output: str | os.PathLike[str] | None = None,
-    grid: _ProbeGrid = {},
-    logistic: _Logistic = {},
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
 ) -> Classification | typing.Any:
@@ -567,12 +617,12 @@ def linear(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
-      method=grid                         how the classifiers are trained [grid|logistic]
-      select=source                       best head on source, as published, or on a tenth of train [source|train]
+      method=grid                         SGD for each rate and input, or the optima [grid|logistic]
+      select=source                       best head on source, as published; or on train [source|train]
+      rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  of method=grid: learning rates at a batch of 256
+      steps=null                          of method=grid; null: ten epochs, from 1,250 to 12,500 steps
+      cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  of method=logistic: inverse strengths of the penalty
       output=null                         JSON file; null: in eval/ of the run, in Python none
-      grid.rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  learning rates at a batch of 256
-      grid.steps=null                     of SGD; null: ten epochs, but at least 1,250 and at most 12,500
-      logistic.cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  inverse strengths of the penalty
     """
 
 def dense(
@@ -606,7 +656,7 @@ def dense(
 
     The settings and their defaults:
 
-      source=...                          images with masks, or the folder of Pascal VOC, ADE20k or Cityscapes as it is unpacked
+      source=...                          images with masks, or Pascal VOC, ADE20k, Cityscapes as unpacked
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side of crops and windows, or [height, width]; null: of the weights
@@ -675,7 +725,7 @@ def compare(
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first
       masks=null                          folder of PNG masks named as the images; null: masks/ beside them
-      output=null                         folder for a page, JSON and the results of each evaluator; null: comparison, in Python none
+      output=null                         folder for a page and JSON files; null: comparison, in Python none
     """
 
 def attention(
@@ -704,7 +754,7 @@ def attention(
       output=null                         folder for pictures and maps; null: attention, in Python none
       network=teacher                     of a checkpoint [teacher|student]
       count=12                            number of images, from all over the source; null: all
-      size=null                           pixels to resize the shorter side to; null: as it is, but at most twice that of the weights
+      size=null                           pixels of the shorter side; null: at most twice the weights'
       longest=1024                        shrink images whose longer side has more pixels; null: never
       block=-1                            block whose attention is drawn; negative numbers count from the last
     """
@@ -795,7 +845,7 @@ def duplicates(
       embeddings=...                      file that `dino-vit embed` wrote
       threshold=0.95                      minimum cosine of a pair
       pairs=10000                         closest pairs to list; groups are formed by all pairs
-      output=null                         with sheets of pairs beside it as PNG; null: duplicates.json, in Python none [FILE.json]
+      output=null                         with sheets beside it; null: duplicates.json, in Python none [FILE.json]
     """
 
 def curate(

@@ -80,19 +80,6 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     output: str | None = RESULTS
 
 
-class ProbeGrid(Settings):
-    """method=grid: one head for each learning rate and input, side by side; of numbers for each penalty."""
-
-    rates: NonEmpty[Positive] = setting(RATES, "learning rates at a batch of 256")
-    steps: Count | None = setting(None, "of SGD; null: ten epochs, but at least 1,250 and at most 12,500")
-
-
-class Logistic(Settings):
-    """method=logistic: the optimum for each strength of the penalty, on the CLS token."""
-
-    cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
-
-
 class LinearConfig(SupervisedConfig, CachedConfig):
     """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them."""
 
@@ -101,13 +88,12 @@ class LinearConfig(SupervisedConfig, CachedConfig):
         "linear photos runs/pretrain method=logistic",
     )
     writes: ClassVar = "eval/linear"
-    method: Literal["grid", "logistic"] = setting("grid", "how the classifiers are trained")
-    select: Literal["source", "train"] = setting(
-        "source", "best head on source, as published, or on a tenth of train"
-    )
+    method: Literal["grid", "logistic"] = setting("grid", "SGD for each rate and input, or the optima")
+    select: Literal["source", "train"] = setting("source", "best head on source, as published; or on train")
+    rates: NonEmpty[Positive] = setting(RATES, "of method=grid: learning rates at a batch of 256")
+    steps: Count | None = setting(None, "of method=grid; null: ten epochs, from 1,250 to 12,500 steps")
+    cs: NonEmpty[Positive] = setting(CS, "of method=logistic: inverse strengths of the penalty")
     output: str | None = RESULTS
-    grid: ProbeGrid = ProbeGrid()
-    logistic: Logistic = Logistic()
 
 
 class DenseConfig(BackboneConfig):
@@ -118,9 +104,7 @@ class DenseConfig(BackboneConfig):
         "dense VOCdevkit/VOC2012 runs/pretrain size=512 blocks=4",
     )
     writes: ClassVar = "eval/dense"
-    source: str = Field(
-        description="images with masks, or the folder of Pascal VOC, ADE20k or Cityscapes as it is unpacked"
-    )
+    source: str = Field(description="images with masks, or Pascal VOC, ADE20k, Cityscapes as unpacked")
     size: Side | None = setting(None, "side of crops and windows, or [height, width]; null: of the weights")
     fit: Fit | None = setting(None, "crop: windows over an image; whole: resize to one; null: by the weights")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
@@ -149,9 +133,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str | None = setting(
-        None, f"folder for a page, JSON and the results of each evaluator; null: comparison, {OF_PYTHON}"
-    )
+    output: str | None = setting(None, f"folder for a page and JSON files; null: comparison, {OF_PYTHON}")
     writes: ClassVar = "comparison"
 
     def contradictions(self) -> Iterator[str]:
@@ -173,9 +155,7 @@ class AttentionConfig(Settings):
     writes: ClassVar = "attention"
     network: Network = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
-    size: Dimension | None = setting(
-        None, "pixels to resize the shorter side to; null: as it is, but at most twice that of the weights"
-    )
+    size: Dimension | None = setting(None, "pixels of the shorter side; null: at most twice the weights'")
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
     block: Block = setting(-1, "block whose attention is drawn; negative numbers count from the last")
 
@@ -196,9 +176,7 @@ class InspectConfig(Settings):
 
     examples: ClassVar = ("inspect-data photos sheet=views.png",)
     positional: ClassVar = ("source",)
-    source: Sources = Field(
-        description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays"
-    )
+    source: Sources = Field(description="folder, image, list, archives, tables, hf:OWNER/NAME, arrays")
     mix: tuple[Positive, ...] | None = setting(None, "shares of several sources, as data.mix of a training")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")

@@ -47,9 +47,7 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Cosine = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    output: JsonFile | None = setting(
-        None, f"with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
-    )
+    output: JsonFile | None = setting(None, f"with sheets beside it; null: duplicates.json, {OF_PYTHON}")
     writes: ClassVar = "duplicates.json"
 
 

@@ -55,7 +55,7 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
     assert main([*command, "--quick"]) == 0  # beside the others
     assert str(tmp_path / "a run" / "quick" / "report.html") in capsys.readouterr().out
     linear, dense, pretrain = (shlex.split(line, comments=True) for line in output.splitlines()[-3:])
-    assert main(["linear", "synthetic:240:32", *linear[3:], "grid.steps=20"]) == 0
+    assert main(["linear", "synthetic:240:32", *linear[3:], "steps=20"]) == 0
     assert main(["dense", "synthetic:scenes:8:64", *dense[3:]]) == 0
     args = parse_arguments(build_parser(pretrain[1:]), pretrain[1:])
     assert config_from(args, PretrainConfig).budget.minutes == 10

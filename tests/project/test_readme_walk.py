@@ -27,7 +27,7 @@ OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"
 SMALL = [f"{key}={value}" for key, value in TINY.items() if key not in OWN]
 SMALL += ["data.batch_size=4", "run.eval_every=1", "optim.warmup_epochs=0"]
 SMALLER = {
-    "linear": ["grid.steps=20", "logistic.cs=[1]", "batch_size=8"],
+    "linear": ["steps=20", "cs=[1]", "batch_size=8"],
     "report": ["images=20"],
     "compare": ["measures=[knn]"],
     "dense": ["steps=5"],

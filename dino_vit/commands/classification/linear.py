@@ -37,10 +37,7 @@ from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 BATCH = 1024  # images per step of a grid
-AS_PUBLISHED = (
-    "chosen on the images that it is evaluated on, as published: slightly optimistic; "
-    "select=train chooses on a tenth of the training images"
-)
+AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: slightly optimistic (see select=)"
 
 
 def run(config: LinearConfig) -> Classification | Any:
@@ -55,8 +52,7 @@ def run(config: LinearConfig) -> Classification | Any:
 def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | Predicted:
     """Do the same with a backbone that is loaded already."""
     train_set, val_set = open_sets(config)
-    settings = config.model_dump(mode="json", exclude={"grid", "logistic"} - {config.method})
-    details: dict[str, Any] = {"method": config.method, "settings": settings}
+    details: dict[str, Any] = {"method": config.method, "settings": config.model_dump(mode="json")}
     details["weights"] = frozen.describe_weights()
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     if config.method == "logistic":
@@ -89,7 +85,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
         "table": cells,
     }
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
-    key = {"rate": "grid.rates", "C": "logistic.cs"}.get(setting)  # the penalties of a ridge are fixed
+    key = {"rate": "rates", "C": "cs"}.get(setting)  # the penalties of a ridge are fixed
     if key and len(values) > 1 and values[row] in (min(values), max(values)):
         how_chosen += f"\nthe best {setting} is at the end of those that were tried: {key} takes others"
     text = [
@@ -123,9 +119,9 @@ def _fit(
         heads = [ridge(train.features, train.targets, PENALTIES, each) for each in columns]
         return "penalty", PENALTIES, heads
     if config.method == "grid":
-        return "rate", config.grid.rates, _train_grid(config, train, columns, device)
+        return "rate", config.rates, _train_grid(config, train, columns, device)
     # In every process: each fit starts from the previous one, so they cannot be shared.
-    cs, features = sorted(config.logistic.cs), train.features.to(device, torch.float32)
+    cs, features = sorted(config.cs), train.features.to(device, torch.float32)
     return "C", cs, [train_logistic(features, train.targets.to(device), cs=cs, classes=len(train.classes))]
 
 
@@ -133,13 +129,13 @@ def _train_grid(
     config: LinearConfig, train: LabelledFeatures, columns: Sequence[slice], device: torch.device
 ) -> list[LinearHeads]:
     batch = min(BATCH, len(train))
-    steps = config.grid.steps or grid_steps(len(train), batch)
+    steps = config.steps or grid_steps(len(train), batch)
     log.info("%d steps of %d images; rates are for 256 images and scale with the batch", steps, batch)
     return train_heads(
         train.features,
         train.targets,
         columns=columns,
-        rates=[rate * batch / 256 for rate in config.grid.rates],
+        rates=[rate * batch / 256 for rate in config.rates],
         classes=len(train.classes),
         steps=steps,
         batch_size=batch,

@@ -15,7 +15,7 @@ from tests.support.images import write_classes
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
 
-FAST = ["grid.rates=[0.001, 0.01, 0.1]", "grid.steps=40"]
+FAST = ["rates=[0.001, 0.01, 0.1]", "steps=40"]
 
 
 def arguments(weights, *more, source="synthetic:120:16", output="found.json"):
@@ -50,15 +50,15 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
     assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
     assert best["top5"]["correct"] >= best["top1"]["correct"]
     assert "chosen on the images that it is evaluated on" in said
-    assert ("tried: grid.rates takes others" in said) == (best["rate"] != 0.01)
+    assert ("tried: rates takes others" in said) == (best["rate"] != 0.01)
     assert said.count("*") == 2
-    assert found["settings"]["grid"]["steps"] == 40
+    assert found["settings"]["steps"] == 40
     assert found["weights"]["source"] == str(weights)
 
 
 def test_two_processes_find_what_one_does(weights):
     """With fewer rates than processes."""
-    method = [*FAST, "grid.rates=[0.1]", "select=train"]
+    method = [*FAST, "rates=[0.1]", "select=train"]
     one, two = evaluate(weights, *method)[0], evaluate_in_two(weights, *method)
     for key in ("best", "table", "images", "chosen_on"):
         assert two[key] == one[key]
@@ -94,7 +94,7 @@ def test_held_out_images_are_those_of_the_seed(weights):
 
 
 def test_a_regression_has_the_best_penalty(weights):
-    found, _ = evaluate(weights, "method=logistic", "logistic.cs=[0.1, 10]")
+    found, _ = evaluate(weights, "method=logistic", "cs=[0.1, 10]")
     sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
     train, val = (
         FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=96)
@@ -114,9 +114,9 @@ def test_a_regression_has_the_best_penalty(weights):
 @pytest.mark.parametrize(
     "settings",
     [
-        "linear method=logistic logistic.cs=[1e-300]",
-        "linear method=logistic logistic.cs=[1e300]",
-        "linear grid.rates=[1e300]",
+        "linear method=logistic cs=[1e-300]",
+        "linear method=logistic cs=[1e300]",
+        "linear rates=[1e300]",
     ],
 )
 def test_numbers_that_float32_does_not_hold_are_refused(weights, settings):
