@@ -11,7 +11,6 @@ Published top-1 on ImageNet in %: a ViT-S/16 from DINO's weights 81.5 (Caron et 
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -83,11 +82,6 @@ class FinetuneConfig(SupervisedConfig):
     crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield a warm-up that leaves nothing of the run."""
-        if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
-            yield f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
 
 
 def run(config: FinetuneConfig) -> Classification:
