@@ -40,7 +40,6 @@ from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
 from dino_vit.weights.hub import is_name
 
-OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
 CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
@@ -82,9 +81,7 @@ def run(config: CompareConfig) -> ComparisonResult:
             try:
                 measured = _evaluate(evaluator, config, values, frozen, comparison, name)
             except ValueError as error:
-                others = ", ".join(other for other in evaluators if other != evaluator)
-                advice = f"; to leave this out, use measures=[{others}]" if others else ""
-                raise ValueError(f"{evaluator}: {error}{advice}") from error
+                raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
             for figure in measured:
                 comparison.measured.setdefault(figure.title, {})[name] = figure
                 log.info("%s: %s %s %%", name, figure.title, figure.interval)
@@ -135,20 +132,18 @@ def open_compared(config: CompareConfig) -> Source:
 def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
     """Return what is to be measured, or raise if labels and masks do not allow it."""
     reasons: dict[Evaluator, str] = {}
-    labels = {source.label(index) for index in range(len(source))} - {None}
-    if len(labels) < 2:
-        advice = "sort them into a folder for each class, or give labels=FILE"
-        reasons |= dict.fromkeys(OF_LABELS, f"the images need labels of two classes or more: {advice}")
+    if len({source.label(index) for index in range(len(source))} - {None}) < 2:
+        reason = "the images need labels of two classes or more: a folder for each class, or labels=FILE"
+        reasons = {"knn": reason, "linear": reason}
     try:
         open_masks(config.source, config.masks)
     except ValueError as error:
         reasons["dense"] = str(error)
     asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]
-    possible = [name for name in CONFIGS if name not in reasons]
     for name in asked:
-        if reason := reasons.get(name):
-            raise ValueError(f"measures={name}: {reason}")
-    return list(config.measures) or possible
+        if name in reasons:
+            raise ValueError(f"measures={name}: {reasons[name]}")
+    return list(config.measures) or [name for name in CONFIGS if name not in reasons]
 
 
 def _write_untrained(config: CompareConfig) -> Path:

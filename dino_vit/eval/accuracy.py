@@ -269,16 +269,8 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
         return f"{text} The effective rank alone does not tell which features are better."
     top = [*by_title.values()]
     everywhere = [name for name in top[0] if all(name in names for names in top)]
-    if len(everywhere) > 1:
-        these, titles = " or ".join(everywhere), " and ".join(by_title)
-        return f"Take {these}: on these images they cannot be told from the best by {titles}."
     if everywhere:
-        (name,) = everywhere
-        won = " and ".join(title for title, names in by_title.items() if names == (name,))
-        reasons = [f"it is the best by {won}"] if won else []
-        for title, names in by_title.items():
-            if others := " or ".join(other for other in names if other != name):
-                reasons.append(f"by {title} it cannot be told from {others}")
-        return f"Take {name}: on these images {'; '.join(reasons)}."
+        titles = " and ".join(by_title)
+        return f"Take {' or '.join(everywhere)}: on these images none is surely better by {titles}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
     return f"It depends on the figure. The best is {wins}."

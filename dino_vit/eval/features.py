@@ -127,8 +127,7 @@ def check_finite(values: Tensor, model: Backbone) -> None:
     # The sum is finite only if all are, and takes no memory.
     if not math.isfinite(float(values.sum(dtype=torch.float64))):
         source = model.provenance.source if model.provenance else "the backbone"
-        text = "gives features that are NaN or infinite, though the weights are finite"
-        raise ValueError(f"{source} {text}; try precision=no, or use other weights")
+        raise ValueError(f"{source} gives features that are NaN or infinite; try precision=no")
 
 
 @contextmanager

@@ -166,20 +166,18 @@ class OnlineEvaluation:
         self.warned = False  # of unreadable images
         order = random_indices(source, seed)
 
-        def has_label(index: int) -> bool:
-            return source.label(index) is not None
+        def choose(count: int, among: range) -> list[int]:
+            labelled = (index for index in order if index in among and source.label(index) is not None)
+            return list(islice(labelled, count))
 
-        splits = choose_splits(source)
         self.bank: Tensor | None = None  # the images that vote; None: all vote on each other
-        if splits:
+        if splits := choose_splits(source):
             train, held_out = splits
-            of_held_out = filter(held_out.images.__contains__, order)
-            queries = list(islice(filter(has_label, of_held_out), images // _QUERIES_SHARE))
-            of_train = filter(train.images.__contains__, order)
-            bank = list(islice(filter(has_label, of_train), images - len(queries)))
+            queries = choose(images // _QUERIES_SHARE, held_out.images)
+            bank = choose(images - len(queries), train.images)
             self.bank, labelled = torch.tensor(bank), bank + queries
         else:
-            labelled = list(islice(filter(has_label, order), images))
+            labelled = choose(images, range(len(source)))
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
         self.row = {index: row for row, index in enumerate(self.indices)}

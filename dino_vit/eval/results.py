@@ -33,12 +33,12 @@ def default_output(config: Settings) -> Path:
     folder, _, name = config.writes.rpartition("/")
     if folder != FOLDER:
         return Path(config.writes)
-    infos = settings_of(type(config))
     given, facts = values(config), dict[str, object]()
-    for key, value in given.items():
-        is_file = isinstance(value, str) and infos[key].takes_text and os.path.exists(value)
-        facts[key] = os.path.abspath(str(value)) if is_file else value
-    facts = {key: value for key, value in facts.items() if not infos[key].resumable}
+    for key, info in settings_of(type(config)).items():
+        if key in given and not info.resumable:
+            value = given[key]
+            is_file = isinstance(value, str) and info.takes_text and os.path.exists(value)
+            facts[key] = os.path.abspath(str(value)) if is_file else value
     mark = hashlib.sha256(json.dumps([name, facts], sort_keys=True).encode()).hexdigest()[:6]
     source = public(str(given[config.positional[0]]))
     data = re.sub(r"[^\w.-]+", "-", "/".join(Path(source).parts[-2:])).strip("-.")[-40:]
@@ -108,10 +108,10 @@ def read_evaluations(run: Path) -> list[Evaluation]:
 
 def _read(path: Path) -> Evaluation:
     content = json.loads(path.read_bytes())
-    command = content.get("command", path.stem)  # earlier versions told it by the name of the file only
+    command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure
     figure = content.get("figure") or {"title": ""}
     settings = flat(content.get("settings") or {})
-    weights = content.get("weights") or {}
+    step = content.get("weights", {}).get("step")
     changed = [
         f"{key}={write_yaml(settings[key])}"
         for key, info in settings_of(CONFIGS.get(command, Settings)).items()
@@ -119,7 +119,6 @@ def _read(path: Path) -> Evaluation:
         and not info.resumable
         and settings[key] != plain({key: info.default})[key]
     ]
-    step = weights.get("step") if isinstance(weights, dict) else None
     return Evaluation(
         command=f"{command}, step {step:,}" if step else command,
         figure=figure["title"],

@@ -152,8 +152,8 @@ def test_two_images_are_compared_by_k_nn_and_are_too_few_for_a_linear_classifier
     settings = {"weights": others, "output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
     found = dino_vit.compare(tmp_path / "two", measures=["knn"], **settings)
     assert [of.percent for of in found.figures["k-NN top-1"].values()] == [0, 0]  # each by the other alone
-    assert "they cannot be told from the best" in found.verdict
-    message = r"linear: all labelled images .* of one class, a; two or more .* use measures=\[knn\]"
+    assert "none is surely better by" in found.verdict
+    message = r"linear: all labelled images .* of one class, a; two or more .* measures= chooses"
     with pytest.raises(ValueError, match=message):
         dino_vit.compare(tmp_path / "two", **settings)
 

@@ -218,7 +218,7 @@ def test_test_images_among_those_to_learn_from_are_found(tmp_path, weights, fold
         tmp_path / "e.parquet", threshold=1, output=tmp_path / "d.json", verbose=False
     )
     assert found.pairs.total == 3 + 3
-    assert {pair[:2] for pair in found.split_leaks.closest} == {
+    assert {pair.images for pair in found.split_leaks.closest} == {
         ("test/a/00.png", "train/a/00.png"),
         ("test/a/00.png", "train/b/again, 00.png"),
         ("test/c/05.png", "train/c/05 $x$ ünï.png"),

@@ -38,8 +38,7 @@ _ROUNDING = 1e-6  # of the cosine of a row with itself
 class NamedPair(NamedTuple):
     """Two images that are nearly the same."""
 
-    first: str
-    second: str
+    images: tuple[str, str]
     cosine: float
     labels: tuple[str | None, str | None]
     splits: tuple[str | None, str | None]
@@ -130,10 +129,10 @@ def list_pairs(
     """Name the images of pairs; draw the closest ones, in the place of those of an earlier call."""
     names, labels, pairs = embeddings.names, embeddings.labels, kind.closest()
     closest = [
-        NamedPair(names[a], names[b], cosine, (labels[a], labels[b]), (splits[a], splits[b]))
+        NamedPair((names[a], names[b]), round(cosine, 6), (labels[a], labels[b]), (splits[a], splits[b]))
         for a, b, cosine in pairs
     ]
-    if sheet and not pairs:
+    if sheet:
         sheet.unlink(missing_ok=True)
     if not (sheet and pairs):
         return PairList(closest, kind.total, None)
@@ -154,16 +153,12 @@ def titles(pair: NamedPair) -> list[str]:
     """Return the names of the images of a pair, with their labels and splits where these differ."""
     differing = [values for values in (pair.labels, pair.splits) if values[0] != values[1]]
     notes = [", ".join(filter(None, (values[side] for values in differing))) for side in (0, 1)]
-    return [f"{name} ({note})" if note else name for name, note in zip(pair[:2], notes, strict=True)]
+    return [f"{name} ({note})" if note else name for name, note in zip(pair.images, notes, strict=True)]
 
 
 def to_json(pairs: PairList) -> dict[str, Any]:
     """Return pairs for the JSON file."""
-    listed = [
-        {"images": pair[:2], "cosine": round(pair.cosine, 6), "labels": pair.labels, "splits": pair.splits}
-        for pair in pairs.closest
-    ]
-    return {"pair_count": pairs.total, "pairs": listed}
+    return {"pair_count": pairs.total, "pairs": [pair._asdict() for pair in pairs.closest]}
 
 
 def describe(pairs: PairList, title: str) -> list[str]:

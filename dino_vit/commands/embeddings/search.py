@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -54,9 +54,12 @@ def run(config: SearchConfig) -> SearchResult:
     folder = embeddings.metadata["source"]["spec"]
     neighbours = []
     for image, *nearest_rows in zip(config.images, rows.tolist(), cosines.tolist(), strict=True):
-        images = [describe(embeddings, row, cosine) for row, cosine in zip(*nearest_rows, strict=True)]
-        others = [near for near in images if os.path.join(folder, near.name) != os.path.abspath(image)]
-        neighbours.append(others[: config.k])
+        images = []
+        for row, cosine in zip(*nearest_rows, strict=True):
+            name, index = embeddings.names[row], int(embeddings.indices[row])
+            if os.path.join(folder, name) != os.path.abspath(image):
+                images.append(Neighbour(name, embeddings.labels[row], round(cosine, 6), index, row))
+        neighbours.append(images[: config.k])
     names, lines = list(map(printable, config.images)), list[str]()
     for name, images in zip(names, neighbours, strict=True):
         lines.append(f"{name}:")
@@ -64,19 +67,11 @@ def run(config: SearchConfig) -> SearchResult:
     path = output and output.with_suffix(".json")
     if output and path:
         write_bytes(output, draw_neighbours(embeddings, queries, names, neighbours))
-        results = [
-            {"image": name, "nearest": list(map(asdict, images))}
-            for name, images in zip(names, neighbours, strict=True)
-        ]
+        pairs = zip(names, neighbours, strict=True)
+        results = [{"image": name, "nearest": images} for name, images in pairs]
         write_results(path, {"embeddings": str(Path(config.embeddings).absolute()), "results": results})
         lines.append(f"{output}: sheet of the nearest images; {path}: the same as JSON")
     return SearchResult(images=names, nearest=neighbours, sheet=output, path=path, text="\n".join(lines))
-
-
-def describe(embeddings: Embeddings, row: int, cosine: float) -> Neighbour:
-    """Return the embedded image of a row."""
-    index = int(embeddings.indices[row])
-    return Neighbour(embeddings.names[row], embeddings.labels[row], round(cosine, 6), index, row)
 
 
 def draw_neighbours(
