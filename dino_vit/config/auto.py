@@ -7,7 +7,7 @@ batch 512 to 1024, where nothing changes) and what learns from 20,000 images of 
 from math import ceil, log2, sqrt
 from typing import NamedTuple, TypeVar, cast
 
-from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, scaled_lr
+from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, needing_all_patches, scaled_lr
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core import height_width
 from dino_vit.core.text import plural
@@ -215,7 +215,7 @@ def _choose_gentle(choices: _Choices) -> None:
     reason = "a short run learns faster from views with more of the image"
     choices.choose("views.global_scale", (0.25, 1.0), reason)
     choices.choose("views.local_scale", (0.1, 0.4), reason)
-    if _can_drop_patches(choices.config):
+    if not (choices.config.model.timm or needing_all_patches(choices.config)):
         reason = "a short run sees more images where half of their patches are left out"
         choices.choose("model.patch_drop", 0.5, reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
@@ -224,12 +224,6 @@ def _choose_gentle(choices: _Choices) -> None:
     for key in REGULARISATION:
         if get(choices.config, key) != get(of_dino, key):
             choices.choose(key, get(of_dino, key), f"DINO's, for a run of fewer than {SHORT:,} steps")
-
-
-def _can_drop_patches(config: PretrainConfig) -> bool:
-    """Tell whether nothing but CLS tokens is learned, in a backbone that takes any patches."""
-    others = config.loss.patch_weight or config.gram or config.teacher.weights
-    return not (others or config.model.timm or config.model.positions == "rotary")
 
 
 def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:

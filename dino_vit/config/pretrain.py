@@ -138,15 +138,19 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         yield "give model.width and model.depth, or model.arch"
     elif not model.arch:
         yield from _check_heads(model)
-    needs_all = {
-        "model.positions=rotary": model.positions == "rotary",
-        f"loss.patch_weight={config.loss.patch_weight}": bool(config.loss.patch_weight),
-        "gram": config.gram is not None,
-        f"teacher.weights={config.teacher.weights}": bool(config.teacher.weights),
+    for cause in needing_all_patches(config) if model.patch_drop else ():
+        yield f"{cause} needs all patches; set model.patch_drop=0"
+
+
+def needing_all_patches(config: PretrainConfig) -> list[str]:
+    """Return the settings that leave no patches to drop: those that learn more than CLS tokens."""
+    given = {
+        "model.positions=rotary": config.model.positions == "rotary",
+        "loss.patch_weight": config.loss.patch_weight,
+        "gram": config.gram,
+        "teacher.weights": config.teacher.weights,
     }
-    for cause, needs in needs_all.items():
-        if needs and model.patch_drop:
-            yield f"{cause} needs all patches; set model.patch_drop=0"
+    return [key for key, value in given.items() if value]
 
 
 def _check_heads(model: sections.Model) -> Iterator[str]:
