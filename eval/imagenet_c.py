@@ -34,13 +34,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.labelled import (
-    LabelledFeatures,
-    LabelledSubset,
-    hold_out,
-    labelled_features,
-    open_subset,
-)
+from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_subset
 from dino_vit.eval.linear import count_correct, grid_steps, top_classes, train_heads
 from dino_vit.eval.results import default_output, write_results
 

@@ -22,13 +22,7 @@ from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import splits_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import MixedSource, Source, spread
-from dino_vit.data.statistics import (
-    ChannelStatistics,
-    ImageInfo,
-    ImageSummary,
-    channel_statistics,
-    inspect_images,
-)
+from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.eval.maps.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
@@ -72,7 +66,6 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
     labels = Counter(source.label(index) for index in range(len(source)))
     images = summary.images
     sizes = [image.file_bytes for image in images if image.file_bytes]
-    statistics = _statistics(source, summary)
     return {
         "source": name,
         "images": len(source),
@@ -90,20 +83,20 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
         "file_bytes": _range(sizes) if sizes else None,
         "bytes_in_all": round(sum(sizes) / len(sizes) * len(source)) if sizes else 0,
         "values": [min(image.low for image in images), max(image.high for image in images)],
-        "mean": statistics and list(statistics.mean),
-        "std": statistics and list(statistics.std),
+        **_mean_and_std(source, summary),
         "unreadable": [{"name": image.name, "reason": image.reason} for image in summary.unreadable],
     }
 
 
-def _statistics(source: Source, summary: ImageSummary) -> ChannelStatistics | None:
+def _mean_and_std(source: Source, summary: ImageSummary) -> dict[str, list[float] | None]:
     """Return mean and std of the values in [0, 1]; None if their range is unknown."""
     pixels = Pixels(channels=summary.channels, bits=16)
     indices = [image.index for image in summary.images if image.fits(pixels.channels)]
     try:
-        return channel_statistics(source, indices, pixels)
+        statistics = channel_statistics(source, indices, pixels)
     except ValueError:
-        return None
+        return {"mean": None, "std": None}
+    return {"mean": list(statistics.mean), "std": list(statistics.std)}
 
 
 def _range(numbers: Iterable[float]) -> dict[str, float]:

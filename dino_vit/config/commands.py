@@ -9,17 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from dino_vit.config.sections import Fit, Side, Sources, WeightsFormat
-from dino_vit.config.settings import (
-    Count,
-    Dimension,
-    Few,
-    NonEmpty,
-    Positive,
-    Seed,
-    Settings,
-    Task,
-    setting,
-)
+from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Positive, Seed, Settings, Task, setting
 
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
@@ -83,10 +73,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
 class LinearConfig(SupervisedConfig, CachedConfig):
     """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them."""
 
-    examples: ClassVar = (
-        "linear photos/val runs/pretrain train=photos/train",
-        "linear photos runs/pretrain method=logistic",
-    )
+    examples: ClassVar = ("linear photos runs/pretrain", "linear photos runs/pretrain method=logistic")
     writes: ClassVar = "eval/linear"
     method: Literal["grid", "logistic"] = setting("grid", "SGD for each rate and input, or the optima")
     select: Literal["source", "train"] = setting("source", "best head on source, as published; or on train")
@@ -99,10 +86,7 @@ class LinearConfig(SupervisedConfig, CachedConfig):
 class DenseConfig(BackboneConfig):
     """Classify the pixels of images by their patches, on features of a frozen backbone."""
 
-    examples: ClassVar = (
-        "dense synthetic:scenes:1000 runs/pretrain",
-        "dense VOCdevkit/VOC2012 runs/pretrain size=512 blocks=4",
-    )
+    examples: ClassVar = ("dense photos runs/pretrain", "dense VOCdevkit/VOC2012 runs/pretrain size=512")
     writes: ClassVar = "eval/dense"
     source: str = Field(description="images with masks, or Pascal VOC, ADE20k, Cityscapes as unpacked")
     size: Side | None = setting(None, "side of crops and windows, or [height, width]; null: of the weights")

@@ -263,8 +263,7 @@ def read_yaml(text: str | bytes, name: str) -> dict[str, object]:
 
 def _parse_yaml(text: str | bytes, name: str) -> object:
     try:
-        content: object = yaml.load(text, _Loader)
-        return content
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{name}{line}: {error.problem}") from None

@@ -75,10 +75,7 @@ def _search(block: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         import faiss
 
         metric, device = faiss.METRIC_INNER_PRODUCT, queries.device.index
-        on_device: tuple[Tensor, Tensor] = faiss.knn_gpu(
-            resources, queries, block, k, metric=metric, device=device
-        )
-        return on_device
+        return faiss.knn_gpu(resources, queries, block, k, metric=metric, device=device)
     size = max(1, _PRODUCTS // len(block))
     parts = [(part @ block.T).topk(k) for part in torch.split(queries, size)]
     return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])

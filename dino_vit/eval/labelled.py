@@ -204,7 +204,7 @@ class LabelledFeatures:
 
     def __getitem__(self, rows: Rows) -> "LabelledFeatures":
         features, targets, indices = self.features[rows], self.targets[rows], self.indices[rows]
-        return LabelledFeatures(features, targets, indices, self.classes, self.task)
+        return replace(self, features=features, targets=targets, indices=indices)
 
     def predictions(self, ranked: Tensor) -> Predictions:
         """Return the classes that a classifier ranks first for each image, (n, k)."""

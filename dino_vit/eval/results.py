@@ -70,8 +70,7 @@ def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
 
 def plain(results: Mapping[str, object]) -> dict[str, Any]:
     """Return results as JSON holds them, without what is not public."""
-    content: dict[str, Any] = json.loads(public(json.dumps(results, default=asdict)))
-    return content
+    return json.loads(public(json.dumps(results, default=asdict)))
 
 
 def evaluation(

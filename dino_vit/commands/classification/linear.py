@@ -87,7 +87,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
     key = {"rate": "rates", "C": "cs"}.get(setting)  # the penalties of a ridge are fixed
     if key and len(values) > 1 and values[row] in (min(values), max(values)):
-        how_chosen += f"\nthe best {setting} is at the end of those that were tried: {key} takes others"
+        how_chosen += f"\nthe best {setting} is at the end of those that were tried; give others with {key}="
     text = [
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -52,10 +53,9 @@ def read_windows(transform: EvalTransform, source: MaskedSource, index: int) -> 
     return Windows(index, size, corners, windows, mask)
 
 
-def read_crop(
-    transform: EvalTransform, source: MaskedSource, index: int, number: int
-) -> tuple[Tensor, Tensor]:
-    """Return the random crop (channels, *crop) of a number, normalised, and the classes of its pixels."""
+def read_crop(transform: EvalTransform, source: MaskedSource, crop: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return a random crop (channels, *crop), normalised, and the classes of its pixels."""
+    index, number = crop
     u = random_uniform(0, RngPurpose.EVALUATION, number, index, np.arange(4)).tolist()
     image, mask = read_resized(transform, source, index, SCALES[0] + (SCALES[1] - SCALES[0]) * u[0])
     (h, w), size = transform.size, (image.shape[1], image.shape[2])
@@ -71,11 +71,7 @@ def random_crops(
     frozen: FrozenBackbone, source: MaskedSource, batches: Iterable[Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield crops and the classes of their pixels for batches of (image, number of the crop)."""
-
-    def read(crop: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        return read_crop(frozen.transform, source, *crop)
-
-    for crops in read_ahead(read, batches, frozen.threads):
+    for crops in read_ahead(partial(read_crop, frozen.transform, source), batches, frozen.threads):
         images, masks = zip(*crops, strict=True)
         yield torch.stack(images), torch.stack(masks)
 

@@ -50,7 +50,7 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
     assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
     assert best["top5"]["correct"] >= best["top1"]["correct"]
     assert "chosen on the images that it is evaluated on" in said
-    assert ("tried: rates takes others" in said) == (best["rate"] != 0.01)
+    assert ("tried; give others with rates=" in said) == (best["rate"] != 0.01)
     assert said.count("*") == 2
     assert found["settings"]["steps"] == 40
     assert found["weights"]["source"] == str(weights)

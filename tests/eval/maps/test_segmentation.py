@@ -136,7 +136,7 @@ def test_a_crop_of_an_image_has_its_classes(fit):
     transform = EvalTransform(size=(32, 32), mean=(0.0,) * 3, std=(1.0,) * 3, fit=fit)
     flipped, padded, sizes = set(), set(), set()
     for step in range(20):
-        image, classes = read_crop(transform, Columns(length=1), 0, step)
+        image, classes = read_crop(transform, Columns(length=1), (0, step))
         assert image.shape[1:] == classes.shape == (32, 32)
         labelled = classes < IGNORED
         assert (image[:, ~labelled] == 0).all()
