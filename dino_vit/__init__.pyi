@@ -874,7 +874,7 @@ def curate(
       keep=null                           images to choose, which are drawn alike; null: a weight for each
       like=null                           embeddings of examples, to choose images near them; null: all images
       k=32                                like: nearest images of each example
-      output=null                         CSV file, with PNG and JSON files beside it; null: weights.csv, in Python none
+      output=null                         CSV, with PNG and JSON beside it; null: weights.csv, in Python none
     """
 
 def inspect_weights(

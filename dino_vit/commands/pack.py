@@ -11,7 +11,6 @@ import os
 import shutil
 import tarfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -41,7 +40,7 @@ from dino_vit.data.labels import LabelledSource
 from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.open import archive_files, open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
-from dino_vit.eval.features import in_batches
+from dino_vit.eval.features import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time
@@ -162,9 +161,9 @@ def _readable_items(
 ) -> Iterator[_Item]:
     """Yield the readable items in order, prefetched by threads, and add the others to `unreadable`."""
     read = partial(_read, source, size=size, labelled=labelled)
-    with progress("Packing", len(source)) as advance, ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
-        blocks = in_batches(range(len(source)), _BLOCK)
-        for item in chain.from_iterable(pool.map(read, block) for block in blocks):
+    blocks = read_ahead(read, in_batches(range(len(source)), _BLOCK), 2 * (os.cpu_count() or 1))
+    with progress("Packing", len(source)) as advance:
+        for item in chain.from_iterable(blocks):
             advance(1)
             if isinstance(item, UnreadableImage):
                 unreadable.append(item)

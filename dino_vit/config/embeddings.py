@@ -62,7 +62,5 @@ class CurateConfig(Settings):
     keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
     like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
     k: Dimension = setting(32, "like: nearest images of each example")
-    output: str | None = setting(
-        None, f"CSV file, with PNG and JSON files beside it; null: weights.csv, {OF_PYTHON}"
-    )
+    output: str | None = setting(None, f"CSV, with PNG and JSON beside it; null: weights.csv, {OF_PYTHON}")
     writes: ClassVar = "weights.csv"

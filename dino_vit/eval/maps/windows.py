@@ -71,9 +71,12 @@ def random_crops(
     frozen: FrozenBackbone, source: MaskedSource, batches: Iterable[Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield crops and the classes of their pixels for batches of (image, number of the crop)."""
-    for crops in read_ahead(partial(read_crop, frozen.transform, source), batches, frozen.threads):
-        images, masks = zip(*crops, strict=True)
-        yield torch.stack(images), torch.stack(masks)
+    try:
+        for crops in read_ahead(partial(read_crop, frozen.transform, source), batches, frozen.threads):
+            images, masks = zip(*crops, strict=True)
+            yield torch.stack(images), torch.stack(masks)
+    except UnreadableImage as error:  # which could be read a moment ago
+        raise ValueError(f"{error}; run the same command again") from error
 
 
 def patch_maps(frozen: FrozenBackbone, images: Tensor, spec: FeatureSpec) -> Tensor:
