@@ -55,5 +55,5 @@ def test_the_changelog_says_what_settings_are_called_now():
     left = changelog.split("### What left")[1].split("### ")[0]
     assert [name for name in re.findall(r"`(\w+\.\w+)`", left) if name in names] == ["augment.module"]
     programs = re.findall(r"`(eval/\w+\.py)`", left)
-    assert len(programs) == 5
+    assert len(programs) == 6
     assert all((ROOT / program).is_file() for program in programs)
