@@ -595,7 +595,7 @@ def linear(
 ) -> Classification | typing.Any:
     """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them.
 
-        dino_vit.linear("photos/val", "runs/pretrain", train="photos/train")
+        dino_vit.linear("photos", "runs/pretrain")
 
     Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
 
@@ -650,7 +650,7 @@ def dense(
 ) -> DenseResult:
     """Classify the pixels of images by their patches, on features of a frozen backbone.
 
-        dino_vit.dense("synthetic:scenes:1000", "runs/pretrain")
+        dino_vit.dense("photos", "runs/pretrain")
 
     Learn from the patches of some images and judge the pixels of others; with an output, write JSON.
 

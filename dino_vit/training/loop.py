@@ -114,7 +114,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         batch = state.interval.next_batch(batches)
         state.unreadable.count(batch)
         # What networks draw is a function of (seed, step, part of the batch), so that a resumed run draws the
-        # same: stochastic depth has a seed of its own, which nothing else draws from, dropout PyTorch's.
+        # same: our stochastic depth has a seed of its own, what timm draws comes from PyTorch.
         # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
         seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
