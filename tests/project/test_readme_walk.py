@@ -45,6 +45,7 @@ SUBSTITUTES = {r"budget.minutes=\d+": "budget.minutes=0.03", r"step-\d+": "step-
 SUBSTITUTES |= {"keep=100000": "keep=9"}
 SMALLER = {
     "linear": ["steps=20", "cs=[1]", "batch_size=8"],
+    "attention": ["count=2"],
     "report": ["images=20"],
     "compare": ["measures=[knn]"],
     "dense": ["steps=5"],
