@@ -128,11 +128,13 @@ def test_every_command_works_in_its_order(place, capsys):
 def test_a_page_works_from_its_top_to_its_end(page, place, capsys):
     text, names = PAGES[page], {}
     if any("train=photos/train" in parts for parts in commands(text)):  # a set with splits
-        for path in [*Path("photos").rglob("*.png")]:
-            split = Path("photos/test" if path.stem[-1] in "01" else "photos/train") / path.parent.name
+        for path in [*Path("photos").rglob("*.png"), *Path("masks").rglob("*.png")]:
+            folder, label, name = path.parts
+            split = Path(folder, "test" if path.stem[-1] in "01" else "train", label)
             split.mkdir(parents=True, exist_ok=True)
-            path.rename(split / path.name)
-        shutil.copytree("photos/test", "photos/val")
+            path.rename(split / name)
+        for folder in ("photos", "masks"):
+            shutil.copytree(f"{folder}/test", f"{folder}/val")
     pretrained = [parts for parts in commands(text) if here(parts) and parts[1] == "pretrain"]
     made = {part.removeprefix("output=") for parts in pretrained for part in parts[2:4]}
     for name in sorted({*re.findall(r"runs/\w+", text)} - made):  # what the reader has already
