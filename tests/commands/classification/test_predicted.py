@@ -138,7 +138,7 @@ def test_two_classes_have_an_auroc(tmp_path, weights):
         scores = (votes * true[nearest]).sum(1) / votes.sum(1)
         assert figures["auroc"]["percent"] == pytest.approx(100 * roc_auc_score(true, scores), abs=0.2)
     assert "AUROC" in str(result)
-    linear = dino_vit.linear(images, weights, grid={"steps": 20, "rates": [0.1]}, **SETTINGS)
+    linear = dino_vit.linear(images, weights, steps=20, rates=[0.1], **SETTINGS)
     assert 0 <= linear.details["best"]["auroc"]["low"] <= linear.details["best"]["auroc"]["percent"]
     assert "AUROC" in str(linear)
 
