@@ -322,7 +322,7 @@ def pretrain(
       recipe=dino                         as published; auto: fit to the images [dino|auto]
       seed=0                              seed of every random number
       output=runs/pretrain                folder of the run; a run in it is resumed
-      data.source=null                    folder, list, archive, hf:NAME, `synthetic`
+      data.source=null                    folder, list, archive, array, hf:NAME, or several
       data.mix=null                       shares of several sources; null: by their sizes
       data.labels=null                    file of labels for evaluation; null: the source's
       data.weights=null                   file of (name, weight): how often to draw images
@@ -438,12 +438,12 @@ def report(
     images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
-) -> Written | None:
+) -> Written:
     """Write one HTML file about a run.
 
         dino_vit.report("runs/pretrain")
 
-    Write the page and return its file; only rank 0 does.
+    Write the page and return its file; rank 0 writes it.
 
     The settings and their defaults:
 
@@ -618,7 +618,7 @@ def linear(
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
       method=grid                         SGD for each rate and input, or the optima [grid|logistic]
-      select=source                       best head on source, as published; or on train [source|train]
+      select=source                       best head on source, as published; or on a tenth of train [source|train]
       rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  of method=grid: learning rates at a batch of 256
       steps=null                          of method=grid; null: ten epochs, from 1,250 to 12,500 steps
       cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  of method=logistic: inverse strengths of the penalty
@@ -874,7 +874,7 @@ def curate(
       keep=null                           images to choose, which are drawn alike; null: a weight for each
       like=null                           embeddings of examples, to choose images near them; null: all images
       k=32                                like: nearest images of each example
-      output=null                         CSV, with PNG and JSON beside it; null: weights.csv, in Python none
+      output=null                         with PNG and JSON beside it; null: weights.csv, in Python none [FILE.csv]
     """
 
 def inspect_weights(

@@ -52,7 +52,8 @@ def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
     args = parse_arguments(parser)
-    return _exit_code(lambda: _print(run(_with_output(config_from(args, cls)))), parser.prog)
+    config = config_from(args, cls)
+    return _exit_code(lambda: _resumable(run, config), parser.prog)
 
 
 def tune_process() -> None:
@@ -96,8 +97,13 @@ def _run(args: argparse.Namespace) -> None:
     config = config_from(args, cls)
     config.check_ready()
     # The function is imported after the config is validated: its imports may take seconds.
-    with Interruption() if cls.resumes else nullcontext():
-        _print(command.run(_with_output(config)))
+    _resumable(command.run, config)
+
+
+def _resumable(run: Callable[[Any], Any], config: Settings) -> None:
+    """Run; what resumes ends by a signal with the code that a queue starts it again for."""
+    with Interruption() if config.resumes else nullcontext():
+        _print(run(_with_output(config)))
 
 
 def _with_output(config: Settings) -> Settings:

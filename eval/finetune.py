@@ -65,6 +65,7 @@ class FinetuneConfig(SupervisedConfig):
     """Train a whole network with a classifier on labelled images."""
 
     positional: ClassVar = ("source", "weights")
+    resumes: ClassVar = True
     weights: str = Field(description="run folder or weights file to start from")
     network: Network = setting("teacher", "network of a checkpoint to start from")
     size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights")
@@ -210,7 +211,7 @@ def _result(tuning: Finetuning) -> Classification:
     predictions, before = tuning.predict(), _before(tuning)
     after = predictions.top(1)
     last = {**history[-1], **predictions.figures()}
-    details = {**facts, "history": history, "last": last, "knn_before": before}
+    details = {**facts, "settings": facts["config"], "history": history, "last": last, "knn_before": before}
     low = ": fine-tuning ends below it, so try more epochs, or classify with `dino-vit linear`"
     advice = low if after.percent < before.percent else ""
     text = (

@@ -5,16 +5,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 import dino_vit
-from dino_vit.cli import build_parser, main
+from dino_vit.cli import build_parser, main, run_program
 from dino_vit.commands import COMMANDS, Command
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import settings_of
+from dino_vit.config.settings import Settings, settings_of
+from eval.finetune import FinetuneConfig
 
 SMALL = [
     "data.source=synthetic:64:32",
@@ -221,3 +223,18 @@ print(statistics.median(pages))
         return float(done.stdout)
 
     assert pages("tune_process()") < 100 < 1000 < pages("")
+
+
+class Resumed(Settings):
+    resumes: ClassVar = True
+
+
+def test_a_program_that_resumes_ends_by_a_signal_as_commands_do(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["program"])
+
+    def run(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run_program(Resumed, run) == 75
+    assert capsys.readouterr().err == "program: stopped; run the same command again\n"
+    assert FinetuneConfig.resumes

@@ -22,12 +22,12 @@ from dino_vit.reports.pictures import Pictures, attention_rows, build_map, view_
 from dino_vit.reports.record import RunRecord, read_run
 
 
-def run(config: ReportConfig) -> Written | None:
-    """Write the page and return its file; only rank 0 does."""
-    if not start_processes().is_main_process:
-        return None
+def run(config: ReportConfig) -> Written:
+    """Write the page and return its file; rank 0 writes it."""
     record = read_run(Path(config.run))
     output = Path(config.output or record.folder / "report.html")
+    if not start_processes().is_main_process:
+        return Written(path=output, text="")
     pictures = draw(record, config)
     if output.exists() and not pictures.views:
         text = f"{output} stays as it is: a new page would have no pictures, as the images cannot be read"

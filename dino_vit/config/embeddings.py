@@ -11,6 +11,7 @@ from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, 
 Cosine = Annotated[float, Field(gt=-1, le=1)]
 ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parquet"])]
 PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
+CsvFile = Annotated[str, Field(pattern=r"\.csv$", examples=["FILE.csv"])]
 JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
 
 
@@ -62,5 +63,5 @@ class CurateConfig(Settings):
     keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
     like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
     k: Dimension = setting(32, "like: nearest images of each example")
-    output: str | None = setting(None, f"CSV, with PNG and JSON beside it; null: weights.csv, {OF_PYTHON}")
+    output: CsvFile | None = setting(None, f"with PNG and JSON beside it; null: weights.csv, {OF_PYTHON}")
     writes: ClassVar = "weights.csv"

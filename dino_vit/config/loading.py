@@ -151,7 +151,7 @@ def _explained(
         text = " or ".join(dict.fromkeys(messages))
         if info.choices:
             similar = get_close_matches(str(layer[key]), info.choices, n=1)
-            text = f"must be one of {', '.join(info.choices)}"
+            text = f"must be {'one of ' * (len(info.choices) > 1)}{', '.join(info.choices)}"
             text = f"did you mean {similar[0]}? It {text}" if similar else text
         yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
 

@@ -54,7 +54,9 @@ class Data(Settings):
     """The images, and how many of them a process takes at once."""
 
     # It is resumable where the same images are in another place, as their fingerprint tells.
-    source: Sources | None = setting(None, "folder, list, archive, hf:NAME, `synthetic`", resumable=True)
+    source: Sources | None = setting(
+        None, "folder, list, archive, array, hf:NAME, or several", resumable=True
+    )
     mix: tuple[Positive, ...] | None = setting(None, "shares of several sources; null: by their sizes")
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
     weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)

@@ -271,6 +271,8 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     everywhere = [name for name in top[0] if all(name in names for names in top)]
     if everywhere:
         titles = " and ".join(by_title)
+        if all(names == (everywhere[0],) for names in top):
+            return f"Take {everywhere[0]}: on these images it is the best by {titles}."
         return f"Take {' or '.join(everywhere)}: on these images none is surely better by {titles}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
     return f"It depends on the figure. The best is {wins}."

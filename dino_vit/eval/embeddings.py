@@ -76,6 +76,8 @@ def read_embeddings(path: Path) -> Embeddings:
             metadata=metadata,
         )
         metadata["source"]["spec"], embeddings.transform  # must be there
+    except OSError:  # which says what it is
+        raise
     except Exception as error:  # Arrow has errors of its own
         raise ValueError(f"{path} is damaged or not an embedding file of `dino-vit embed`") from error
     return embeddings

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -172,19 +173,28 @@ def read_batches(
 ) -> Iterator[Features]:
     """Yield batches of images as values (n, C, h, w), prefetching one while the caller works on another."""
 
-    def read(index: int) -> Tensor | UnreadableImage:
+    buffers = deque[Tensor]()
+
+    def blocks() -> Iterator[Sequence[tuple[Tensor, int]]]:
+        for indices in batches:
+            buffers.append(transform.empty(len(indices), pin=pin))
+            yield list(zip(buffers[-1], indices, strict=True))
+
+    def read(image: tuple[Tensor, int]) -> UnreadableImage | None:
+        out, index = image
         try:
-            return transform.read(source, index)
+            out.copy_(transform.read(source, index))
         except UnreadableImage as error:
             return error
+        return None
 
     # Threads suffice: decoding and resampling, 95 % of the work on an image of 500 × 375, hold no lock. By
     # default there are no more than 8, so that other processes are not crowded out.
     threads, batches = threads or min(8, os.cpu_count() or 1), list(batches)
-    for indices, images in zip(batches, read_ahead(read, batches, threads), strict=True):
-        kept = [row for row, image in enumerate(images) if isinstance(image, Tensor)]
-        values = transform.empty(len(kept), pin=pin)
-        for value, row in zip(values, kept, strict=True):
-            value.copy_(images[row])
-        unreadable = tuple(image for image in images if isinstance(image, UnreadableImage))
-        yield Features(values, torch.tensor([indices[row] for row in kept], dtype=torch.long), unreadable)
+    for indices, failures in zip(batches, read_ahead(read, blocks(), threads), strict=True):
+        images, kept = buffers.popleft(), [row for row, failure in enumerate(failures) if failure is None]
+        yield Features(
+            images if len(kept) == len(indices) else images[kept],
+            torch.tensor([indices[row] for row in kept], dtype=torch.long),
+            tuple(failure for failure in failures if failure is not None),
+        )

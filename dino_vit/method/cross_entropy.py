@@ -44,8 +44,8 @@ class LazyLogits:
     def of(cls, features: Tensor, prototypes: Tensor) -> "LazyLogits":
         """Multiply in float16 on CUDA under autocast, and in float32 elsewhere.
 
-        GPUs take 16 times as long for products of float32. Those of unit vectors in float16, which has the 11
-        bits of TF32, are off by less than 1e-4.
+        GPUs take 16 times as long for products of float32. Those in float16, which has the 11 bits of TF32,
+        are off by less than 1e-4 times the length of a prototype (features have length 1).
         """
         if features.is_cuda and torch.is_autocast_enabled("cuda"):
             return cls(features.half(), prototypes.half())
@@ -55,18 +55,18 @@ class LazyLogits:
         return len(self.features)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        return self._product(self.features[rows])
+        features = self.features[rows]
+        with torch.autocast(features.device.type, enabled=False):
+            if features.dtype == torch.float16:
+                return _matmul(features, self.prototypes.T, torch.float32)
+            return linear(features, self.prototypes)
 
     def scores(self, rows: slice, center: Tensor, temperature: float) -> Tensor:
-        """Return (logits - center) / temperature of some rows, in one product."""
-        return self._product(self.features[rows] / temperature, -center[0] / temperature)
-
-    def _product(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        with torch.autocast(rows.device.type, enabled=False):
-            if rows.dtype != torch.float16:
-                return linear(rows, self.prototypes, bias)
-            product = _matmul(rows, self.prototypes.T, torch.float32)
-            return product if bias is None else product.add_(bias)
+        """Return (logits - center) / temperature of some rows."""
+        if self.features.dtype == torch.float16:
+            return torch.add(-center / temperature, self[rows], alpha=1 / temperature)
+        with torch.autocast(center.device.type, enabled=False):  # in one product
+            return linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[rows] for rows in self.chunks())

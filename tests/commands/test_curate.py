@@ -112,7 +112,7 @@ def test_rare_images_and_those_near_examples_are_drawn(tmp_path, values, capsys)
     assert {*np.flatnonzero(like.weights)} == {*np.argsort(-cosines, axis=0)[:30].ravel()}
     other = write(tmp_path / "x.parquet", values, tokens={"kind": "mean", "blocks": 1})
     for setting, message in (
-        ("output=w.txt", "must end in .csv"),
+        ("output=w.txt", "must be FILE.csv"),
         ("keep=1000", "keep=1000 is more than the"),
         (f"like={other}", "was embedded with other weights or settings"),
     ):

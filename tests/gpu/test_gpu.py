@@ -14,6 +14,7 @@ from dino_vit.core.distributed import apply_fsdp, full_tensor
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import FAISS, _gpu_resources, nearest
+from dino_vit.method.cross_entropy import LazyLogits
 from dino_vit.method.optim import clip_gradients
 from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.views.augment import Augment, Column
@@ -66,6 +67,21 @@ def test_training_steps_have_the_losses_of_the_cpu(tmp_path, name):
         assert ours[taken] == pytest.approx(
             np.array(losses(tmp_path / "cpu"), dtype=float)[taken], rel=tolerance
         )
+
+
+@pytest.mark.parametrize("rows", [0, 50])
+def test_the_teachers_logits_are_those_of_float32(rows):
+    features, prototypes = (torch.randn(n, 256, device=DEVICE) for n in (rows, 1000))
+    features, center = torch.nn.functional.normalize(features), torch.rand(1, 1000, device=DEVICE)
+    prototypes = torch.nn.functional.normalize(prototypes)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        logits = LazyLogits.of(features, prototypes)
+        assert logits[:].dtype == torch.float32
+        torch.testing.assert_close(
+            logits[:], features.double() @ prototypes.T.double(), atol=1e-4, rtol=0, check_dtype=False
+        )
+        scores = logits.scores(slice(None), center, 0.04)
+    torch.testing.assert_close(scores, (logits[:] - center) / 0.04)
 
 
 def test_a_run_is_evaluated_on_the_images_of_val(tmp_path):

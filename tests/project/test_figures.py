@@ -21,7 +21,9 @@ FIGURES = {
     ],
     ("docs/start/demo.md", "| untrained |"): ["demo | The | 2,000 | untrained, trained, raw pixels, chance"],
     ("docs/small-sets.md", "| set | seeds |"): [
-        f"small | Small | {name}: {row} | {SMALL[row]}" for name in ("groceries", "flowers", "cifar10") for row in SMALL
+        f"small | Small | {name}: {row} | {SMALL[row]}"
+        for name in ("groceries", "flowers", "cifar10")
+        for row in SMALL
     ],
     ("docs/small-sets.md", "| set | untrained |"): [
         f"small_peer | Small | {name}: k-NN | untrained, raw pixels, trained, lightly-train"

@@ -83,7 +83,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
     if ranking:
         asked = plural(ranking["queries"], "query", "queries")
         line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
-        lines.append(f"ranking all images by cosine for {asked}: {line}")
+        lines.append(f"ranking by cosine for {asked}: {line}")
     lines.append(_class_table(first, figures[first]["per_class"]))
     title, text = f"k-NN top-1, k={first}", "\n".join(lines)
     return classification("knn", config.output, title, predictions[first], details, text)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import all_equal, is_main_process, rank, to_device, world_size
-from dino_vit.core.text import progress
+from dino_vit.core.text import plural, progress
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledSubset
 from dino_vit.eval.results import plain
@@ -43,6 +43,8 @@ class SupervisedLoader:
     ) -> None:
         self.device, transform, processes = backbone.device, backbone.transform, world_size()
         self.global_batch = processes * min(backbone.batch_size, len(subset) // processes)
+        if not self.global_batch:
+            raise ValueError(f"{plural(len(subset), 'image')} for {processes} processes: launch fewer")
         sampler = Sampler(
             length=len(subset),
             batch_size=self.global_batch,

@@ -49,8 +49,6 @@ class CurateResult(Result):
 def run(config: CurateConfig) -> CurateResult:
     """Weigh images; with an output, write the file for data.weights, a sheet of clusters and JSON."""
     output = None if config.output is None else Path(config.output)
-    if output and output.suffix != ".csv":
-        raise ValueError(f"output={output} must end in .csv")
     if not FAISS:
         raise ValueError("curate needs FAISS, which is not installed, or cannot run beside PyTorch (macOS)")
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
