@@ -37,7 +37,7 @@ from dino_vit.config.loading import (
     replace,
 )
 from dino_vit.config.objects import pass_object, title_of
-from dino_vit.config.settings import Settings, settings_of, values
+from dino_vit.config.settings import ConfigError, Settings, settings_of, values
 from dino_vit.core import log
 from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
@@ -46,6 +46,7 @@ OBJECTS = "source", "train", "data.source"  # settings that take an object of th
 EMBEDDINGS = "embeddings"  # takes what `embed` returned
 MODULE = "augment.module"  # and this a module or a function
 FileName = str | os.PathLike[str]
+CALLBACKS = "callbacks is not a setting; give functions as on_metrics= and on_checkpoint="
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -57,6 +58,8 @@ def function_of(name: str) -> Callable[..., Any]:
     taken = _signature(name, cls, positional)
 
     def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
+        if hooks and "callbacks" in keywords:
+            raise ConfigError([CALLBACKS])
         called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}
         named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
