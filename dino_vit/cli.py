@@ -52,8 +52,7 @@ def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
     args = parse_arguments(parser)
-    config = config_from(args, cls)
-    return _exit_code(lambda: _resumable(run, config), parser.prog)
+    return _exit_code(lambda: _resumable(run, config_from(args, cls)), parser.prog)
 
 
 def tune_process() -> None:

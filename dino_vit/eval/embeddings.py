@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, replacing
+from dino_vit.core.text import brief
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
 from dino_vit.views.eval_transform import EvalTransform
@@ -76,10 +77,10 @@ def read_embeddings(path: Path) -> Embeddings:
             metadata=metadata,
         )
         metadata["source"]["spec"], embeddings.transform  # must be there
-    except OSError:  # which says what it is
-        raise
     except Exception as error:  # Arrow has errors of its own
-        raise ValueError(f"{path} is damaged or not an embedding file of `dino-vit embed`") from error
+        # "'NoneType' object is not subscriptable" means nothing to a user.
+        why = "" if isinstance(error, LookupError | TypeError) else f": {brief(error, 200)}"
+        raise ValueError(f"{path} is damaged or not an embedding file of `dino-vit embed`{why}") from error
     return embeddings
 
 
