@@ -1,6 +1,6 @@
 """What a step costs the host alone: its milliseconds where arithmetic is negligible, and of what they are.
 
-    python -m benchmarks host
+    python -m benchmarks host [--compiled]
 
 12 blocks of width 12, 2 global and 8 local views of two images, few prototypes, one thread: nearly all the
 time goes into calling operators, which a GPU would wait for. It is the processor's time of that thread. A
