@@ -56,8 +56,6 @@ _FREE = {
     _aten.resize_.default,
     _aten.promote_types.default,
 }
-
-
 _PRODUCTS = {_aten.mm.default, _aten.mm.dtype, _aten.addmm.default, _aten.bmm.default}
 
 

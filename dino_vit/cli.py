@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _resumable(run: Callable[[Any], Any], config: Settings) -> None:
-    """Run; what resumes ends by a signal with the code that a queue starts it again for."""
+    """Run a command; one that can resume stops at a signal with the exit code that asks for a new start."""
     with Interruption() if config.resumes else nullcontext():
         _print(run(_with_output(config)))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import attention, backbone, checkpoint, end_to_end, knn, objective, scaling, step
+from benchmarks import attention, backbone, end_to_end, knn, objective, scaling, step
 from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from tests.support.runs import SETTINGS as TINY
 
@@ -28,7 +28,7 @@ def gpu(monkeypatch):
     for name in OF_CUDA:
         monkeypatch.setattr(f"torch.cuda.{name}", lambda: 0)
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
-    for program in (step, end_to_end, checkpoint):
+    for program in (step, end_to_end):
         monkeypatch.setattr(program, "start_processes", OnGpu)
     monkeypatch.setattr(end_to_end, "here", lambda: CUDA)
     monkeypatch.setattr(attention, "CALLS", 1)

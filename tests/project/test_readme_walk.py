@@ -109,7 +109,7 @@ def small(parts):
 
 
 def run(parts, capsys):
-    """Run a command; of those that pretrain into one folder each begins anew, unless it resumes."""
+    """Run a command; a pretraining that does not resume gets an empty folder."""
     if parts[1] == "pretrain" and not re.search("resume=|--config runs/", shlex.join(parts)):
         config = config_from(parse_arguments(build_parser(parts[1:2]), parts[1:]), PretrainConfig)
         shutil.rmtree(config.output, ignore_errors=True)
