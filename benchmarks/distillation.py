@@ -19,7 +19,7 @@ from benchmarks.small import Job, judge, measured_steps, of_set, train
 
 TEACHER = ["model.width=192", "model.depth=4", "model.heads=3"]
 STUDENT = ["model.width=96", "model.depth=4", "model.heads=3"]
-ALWAYS = ["model.arch=null", "run.eval_every=null"]
+ALWAYS = ["model.arch=null", "views.global_size=48", "run.eval_every=null"]
 FIGURES = "k-NN", "linear", "effective rank"
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from queue import Queue
@@ -52,18 +53,12 @@ from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
 GREY = "-grey"  # after the name of a set: the same images without colours
-SETS = {  # and the side of a global view
-    "textures": 32,
-    "cifar10": 32,
-    "flowers": 48,
-    f"flowers{GREY}": 48,
-    "groceries": 48,
-    f"groceries{GREY}": 48,
-    "scenes": 96,
-}
+SETS = ("textures", "cifar10", "flowers", f"flowers{GREY}", "groceries", f"groceries{GREY}", "scenes")
 TARGETS = {"textures": 88, "cifar10": 45, "flowers": 65, "groceries": 38}  # k-NN to reach
 TEXTURES = 20_000
+SIDES = {"textures": 32, "scenes": 96}  # of generated images
 GENERATED = {"textures": f"synthetic:{TEXTURES}:32", "scenes": f"synthetic:scenes:{TEXTURES}:96"}
+PIXELS = 48  # largest side of images whose raw pixels are compared
 K = 20
 BANK, PENALTIES, ITERATIONS = 10_000, (1e-3, 1e-2, 1e-1, 1.0), 200
 QUERIES = 2000
@@ -78,7 +73,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--minutes", type=float, default=10, help="of a run (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each set (default %(default)s)")
-    parser.add_argument("--sets", nargs="*", default=list(SETS)[:-1], choices=list(SETS), metavar="SET")
+    parser.add_argument("--sets", nargs="*", default=SETS[:-1], choices=SETS, metavar="SET")
     parser.add_argument("--peer", action="store_true", help="train lightly-train's DINO as long, beside")
     parser.add_argument("--runs", type=Path, default=Path("runs/small"), help="their folders go here")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="to try another recipe")
@@ -171,7 +166,7 @@ def step_seconds(settings: list[str]) -> float:
 def of_set(name: str, folders: dict[str, Path]) -> list[str]:
     """Return the settings of all runs on a set."""
     source = folders[name] / "train.parquet" if name in folders else GENERATED[name]
-    return [f"data.source={source}", f"views.global_size={SETS[name]}", "data.workers=0", "recipe=auto"]
+    return [f"data.source={source}", "data.workers=0", "recipe=auto"]
 
 
 def train(jobs: Sequence[Job], folders: dict[str, Path], peer: float | None = None) -> None:
@@ -220,7 +215,7 @@ def parts(name: str, folders: dict[str, Path]) -> Iterator[tuple[Source, list[in
         opened = [open_source(str(folders[name] / f"{part}.parquet")) for part in ("train", "test")]
     else:
         kind = SceneSource if name == "scenes" else SyntheticSource
-        whole = kind(length=TEXTURES + QUERIES, size=SETS[name])
+        whole = kind(length=TEXTURES + QUERIES, size=SIDES[name])
         opened = [Subset(whole, range(TEXTURES)), Subset(whole, range(TEXTURES, len(whole)))]
     for source, most in zip(opened, (BANK, QUERIES), strict=True):
         order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
@@ -254,7 +249,8 @@ def judge(output: Path, name: str, folders: dict[str, Path]) -> dict[str, dict[s
             "linear": linear(bank[:, cls], targets[0], queries[:, cls], targets[1]),
             "effective rank": rankme(bank[:QUERIES, cls]),
         }
-    pixels = [pixel_features(s, places, transform=transform).values for s, places in sets]
+    small = replace(transform, size=(min(transform.size[0], PIXELS),) * 2)
+    pixels = [pixel_features(s, places, transform=small).values for s, places in sets]
     if (weights := peer_of(output) / "weights.pth").exists():
         model = load_backbone(weights, format="timm", heads=record.config.model.shape[2])
         bank, queries = features(model)

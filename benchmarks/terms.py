@@ -23,8 +23,7 @@ from statistics import mean, stdev
 import torch
 
 from benchmarks.measure import Result, Row, Table, arguments, machine, report
-from benchmarks.small import SETS as SIZES
-from benchmarks.small import Job, measured_steps, of_set, train
+from benchmarks.small import SIDES, Job, measured_steps, of_set, train
 from benchmarks.small import judge as judge_run
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.synthetic import SceneSource
@@ -38,10 +37,10 @@ from dino_vit.weights import save_backbone
 
 # By set, what is fixed for all. A patch of 12 pixels shows two periods of a pattern of scenes.
 SETS = {
-    "cifar10": [],
-    "flowers": [],
-    "textures": [],
-    "scenes": ["model.patch_size=12", "views.local_size=36"],
+    "cifar10": ["views.global_size=32"],
+    "flowers": ["views.global_size=48"],
+    "textures": ["views.global_size=32"],
+    "scenes": ["views.global_size=96", "model.patch_size=12", "views.local_size=36"],
 }
 # And for all sets; the time is for training alone.
 ALWAYS = ["model.arch=null", "model.width=96", "model.depth=4", "model.heads=3", "run.eval_every=null"]
@@ -118,7 +117,7 @@ def figures(job: Job, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
 
 def of_patches(weights: Path) -> dict[str, float]:
     """Return what the patches of scenes are worth."""
-    side = SIZES["scenes"]
+    side = SIDES["scenes"]
     scenes = SceneSource(length=2 * DENSE, size=side, seed=1)
     frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(weights)))
     spec = FeatureSpec(tokens="patches")

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, needing_all_patches, scaled_lr
 from dino_vit.config.settings import get, given_keys
-from dino_vit.core import height_width
+from dino_vit.core import Size, height_width
 from dino_vit.core.text import plural
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def network_ladder(config: PretrainConfig, image_size: int) -> list[Rung]:
         return []
     rungs = []
     for largest, width, depth in LADDER:
-        side = min(image_size, largest)
+        side = min(3 * image_size // 4, largest)  # images are read whole, and smaller views take less time
         settings: dict[str, object] = {
             "model.arch": None,
             "model.width": width,
@@ -107,7 +107,8 @@ def auto_choices(
         return []
     choices = _Choices(config)
     _choose_channels(choices, channels)
-    _choose_sizes(choices, image_size)
+    patch, side = _choose_sizes(choices, image_size)
+    _choose_reading(choices, image_size, patch, side)
     steps = _choose_length(choices, images, global_batch, steps, evaluations)
     _choose_head(choices, images)
     _choose_start(choices)
@@ -127,8 +128,11 @@ def _choose_channels(choices: _Choices, channels: int) -> None:
             choices.choose(f"augment.{name}", 0.0, f"{channels} channels are not RGB")
 
 
-def _choose_sizes(choices: _Choices, image_size: int) -> None:
-    """Give a small image fewer, smaller patches: 14 x 14 of 16 at 224 pixels, 8 x 8 of 4 at 32."""
+def _choose_sizes(choices: _Choices, image_size: int) -> Size:
+    """Give a small image fewer, smaller patches: 14 x 14 of 16 at 224 pixels, 8 x 8 of 4 at 32.
+
+    Return the sides of a patch and of a global view.
+    """
     views = choices.config.views
     given_sides: list[int] = []
     if "views.global_size" in choices.given:
@@ -148,6 +152,17 @@ def _choose_sizes(choices: _Choices, image_size: int) -> None:
     choices.choose("views.local_size", local, f"3/7 of a global view, in patches of {patch}")
     sigma = (0.1, max(0.1, min(2.0, round(2 * side / 224, 2))))
     choices.choose("augment.blur_sigma", sigma, "in proportion to the view: up to 2 at 224")
+    return patch, side
+
+
+def _choose_reading(choices: _Choices, image_size: int, patch: int, side: int) -> None:
+    """Read features from images larger than a view, which shows a part of an image, and so larger things."""
+    config = choices.config
+    larger = min(5 * image_size // 4, 2 * side, 224) // patch * patch
+    square = "views.global_size" not in choices.given or len({*config.views.global_shape}) == 1
+    if larger > side and square and not (config.model.timm or config.init):
+        reason = "twice a global view, as it shows things larger; at most 5/4 of the images, and 224"
+        choices.choose("model.image_size", larger, reason)
 
 
 def _patch(image_size: int) -> float:
@@ -216,8 +231,8 @@ def _choose_gentle(choices: _Choices) -> None:
     choices.choose("views.global_scale", (0.25, 1.0), reason)
     choices.choose("views.local_scale", (0.1, 0.4), reason)
     if not (choices.config.model.timm or needing_all_patches(choices.config)):
-        reason = "a short run sees more images where half of their patches are left out"
-        choices.choose("model.patch_drop", 0.5, reason)
+        reason = "a short run sees more images where most of their patches are left out"
+        choices.choose("model.patch_drop", 0.75, reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)
     of_dino = PretrainConfig()

@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from dino_vit.config import sections
 from dino_vit.config.settings import Seed, Settings, get, given_keys, setting, values
+from dino_vit.core import Size, height_width
 
 # Defaults that differ from those of method=dino: DINOv2's "fast" setup of a ViT-L/16 on ImageNet-1k, of which
 # a smaller ViT takes all but the length and the batch.
@@ -47,7 +48,7 @@ AUTO_KEYS = frozenset(
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
         *("loss.centering", "loss.koleo_weight", "run.eval_every"),
         *("model.drop_path", "model.drop_path_schedule", "model.patch_drop", "model.layer_scale"),
-        *("model.init_std", "optim.layer_decay", "optim.patch_embed_lr"),
+        *("model.image_size", "model.init_std", "optim.layer_decay", "optim.patch_embed_lr"),
     )
 )
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
@@ -100,6 +101,11 @@ class PretrainConfig(Settings):
                 section.__dict__[field] = value
                 self.__dict__[name] = section
         return self
+
+    @property
+    def image_shape(self) -> Size:
+        """Height and width of the images whose features are read."""
+        return height_width(self.model.image_size or self.views.global_size)
 
     def check_ready(self) -> None:
         _ = self.data.images  # raises where there are none
@@ -169,6 +175,7 @@ def _check_views(config: PretrainConfig) -> Iterator[str]:
     """Check sizes, counts and ranges of the views."""
     views, patch = config.views, config.model.patch_size
     sizes = {"views.global_size": views.global_shape}
+    sizes |= {"model.image_size": config.image_shape} if config.model.image_size else {}
     sizes |= {"views.local_size": views.local_shape} if views.local_count else {}
     for key, size in sizes.items():
         # What sizes a model of timm takes is known once it is built.

@@ -45,7 +45,7 @@ from dino_vit.views.loader import Batch
 
 WARM_UP, TIMED = 2, 4  # steps taken to measure the speed
 TIMED_IMAGES = 100  # evaluated for the same
-EVALUATED = 0.25  # share of the time of a run of some minutes
+EVALUATED = 0.1  # share of the time of a run of some minutes
 
 
 def pretrain(
@@ -214,7 +214,7 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
 def fit_to_minutes(config: PretrainConfig) -> Fit:
     """Measure what fits into `budget.minutes`; nothing for another budget, and for a run that resumes.
 
-    Measuring and evaluations are part of the minutes: `recipe=auto` has as many evaluations as take a quarter
+    Measuring and evaluations are part of the minutes: `recipe=auto` has as many evaluations as take a tenth
     of them, six at most.
     """
     minutes, start = config.budget.minutes, time.monotonic()
@@ -226,19 +226,19 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
     choices: list[Choice] = []
     samples = sample(context.source, config.seed, INSPECTED)
     images = inspect_images(context.source, samples, max_pixels=config.data.max_pixels)
-    if ladder := network_ladder(config, images.image_size):
+    ladder = network_ladder(config, images.image_size)
+    step, evaluation = measured_seconds(replace(config, ladder[0].settings) if ladder else config)
+    if ladder:
         smallest = ladder[0]
         batch = config.data.batch_size * config.optim.accumulate * context.processes
-        # Images of the smallest size that are seen in the minutes.
-        step, _ = measured_seconds(replace(config, smallest.settings))
-        seen = 60 * minutes / step * batch
+        seen = 60 * minutes / step * batch  # images, with the smallest network
         affordable = [rung for rung in ladder if seen * smallest.cost / rung.cost >= ENOUGH_IMAGES]
         chosen = max(affordable, key=lambda rung: rung.cost, default=smallest)
         count = float(f"{seen * smallest.cost / chosen.cost:.2g}")
         reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
         choices = [Choice(key, value, reason) for key, value in chosen.settings.items()]
-        config = replace(config, chosen.settings)
-    step, evaluation = measured_seconds(config)
+        if chosen is not smallest:
+            step, evaluation = measured_seconds(replace(config, chosen.settings))
     count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
     seconds = float(all_reduce_mean(torch.tensor(time.monotonic() - start, device=context.device)))
     left = 60 * minutes - seconds - (count + 1) * evaluation  # one is before the first step

@@ -204,8 +204,12 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         if config.model.arch and (config.model.timm or config.model.shape != tuple(shape.values())):
             _check_agreement(config, {"model.arch": shape}, weights)
     _check_agreement(config, settings, weights)
-    if config.recipe == "auto" and "views.global_size" not in given:
-        settings["views.global_size"] = _side(trained["image_size"])
+    chosen = {"views.global_size", "model.image_size"} & given
+    if config.recipe == "auto" and context.trained and not chosen:  # a run that resumes keeps its own
+        origin = context.trained.provenance
+        views = origin.config.get("views", {}) if origin else {}  # of the run that they are from
+        settings["model.image_size"] = size = _side(trained["image_size"])
+        settings["views.global_size"] = views.get("global_size", size)
     return [Choice(key, value, "as the trained weights have") for key, value in settings.items()]
 
 

@@ -165,7 +165,7 @@ def _hides_patches(config: PretrainConfig) -> bool:
 
 def _architecture(config: PretrainConfig) -> dict[str, Any]:
     """Return the arguments of the backbone that the settings describe."""
-    arguments = {"image_size": config.views.global_shape, "channels": config.data.channels}
+    arguments = {"image_size": config.image_shape, "channels": config.data.channels}
     if config.model.timm:
         return {"name": config.model.timm, **arguments}
     width, depth, heads = config.model.shape
@@ -308,8 +308,9 @@ def _load_trained(config: PretrainConfig) -> Backbone:
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if _hides_patches(config) else {}
-    if config.recipe != "auto" or "views.global_size" in given_keys(config):  # auto takes the weights' size
-        overrides["image_size"] = config.views.global_shape
+    given = {"views.global_size", "model.image_size"} & given_keys(config)
+    if config.recipe != "auto" or given:  # auto takes the weights' size
+        overrides["image_size"] = config.image_shape
     return load_backbone(
         config.init.weights,
         network=config.init.network,

@@ -101,9 +101,9 @@ def build_augment(
 
 
 def build_eval_transform(config: PretrainConfig) -> EvalTransform:
-    """Return the evaluation transform: the size, pixels and normalisation of the global views."""
+    """Return the evaluation transform: the size of the network's images, the pixels of the views."""
     mean, std = normalisation(config)
-    return EvalTransform(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
+    return EvalTransform(size=config.image_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
 def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":

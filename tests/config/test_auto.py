@@ -121,6 +121,18 @@ def test_nothing_that_was_given_is_overwritten() -> None:
     assert config.views.local_size == 24  # follows from what was given
 
 
+@pytest.mark.parametrize(
+    ("image_size", "view", "read"),
+    [(128, 48, 96), (64, 48, 80), (32, 24, 40), (500, 128, 224), (224, 224, None)],
+)
+def test_features_are_read_at_up_to_twice_the_views(image_size: int, view: int, read: int | None) -> None:
+    facts = CIFAR | {"image_size": image_size}
+    assert auto(f"views.global_size={view}", **facts)[0].model.image_size == read
+    assert auto("views.global_size=[48, 64]", **facts)[0].model.image_size is None
+    of_timm = ["model.arch=timm:resnet18", "views.global_size=64"]
+    assert auto(*of_timm, **facts)[0].model.image_size is None
+
+
 def test_a_given_view_decides_the_patch() -> None:
     config, _ = auto("views.global_size=[40, 60]", "views.local_size=20", **CIFAR)
     assert config.model.patch_size == 4

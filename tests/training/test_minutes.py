@@ -119,7 +119,7 @@ def test_the_network_is_the_largest_that_sees_enough_images():
     assert [one.cost for one in ladder] == sorted(one.cost for one in ladder)
     assert ladder[0].settings["model.width"] == 96
     assert ladder[-1].settings["views.global_size"] == 224
-    assert {one.settings["views.global_size"] for one in network_ladder(config, 32)} == {32}
+    assert {one.settings["views.global_size"] for one in network_ladder(config, 32)} == {24}
     given = load(PretrainConfig, None, ["recipe=auto", "model.arch=vit_tiny"])
     assert network_ladder(given, 500) == []
 
@@ -132,7 +132,7 @@ def test_the_choice_follows_the_measured_speed(tmp_path, monkeypatch, speed, wid
     accelerator = Accelerator()
     run = set_up(config, accelerator, fit_to_minutes(config))
     assert run.state.config.model.width == width
-    assert run.state.plan.total_steps == pytest.approx(495 * speed / 8, rel=0.02)  # less what measuring took
+    assert run.state.plan.total_steps == pytest.approx(540 * speed / 8, rel=0.02)  # less what measuring took
     reasons = {choice.key: choice.reason for choice in run.choices}
     assert "in 10 minutes on this machine" in reasons["model.width"]
     assert ENOUGH_IMAGES == 100_000

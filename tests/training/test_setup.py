@@ -217,6 +217,24 @@ def test_auto_shows_trained_weights_the_views_that_they_know(tmp_path, weights):
     assert opened(tmp_path / "given", given, {}).state.student.backbone.image_size == (64, 64)
 
 
+def test_features_are_read_from_larger_images_than_views(tmp_path):
+    """The positions are those of the images that are read, in the file and in a run that starts from it."""
+    sizes = {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
+    short = {**AUTO, **sizes, "model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
+    trained(tmp_path / "run", short, {})
+    model = load_backbone(tmp_path / "run")
+    assert (model.image_size, model.transform.size) == ((64, 64), (64, 64))
+    state = opened(tmp_path / "run", {**short, "budget.steps": 30, "run.resume": "changed"}, {}).state
+    assert (state.step, state.evaluation.transform.size) == (20, (64, 64))
+    further = {**AUTO, "init.weights": tmp_path / "run"}
+    trained(tmp_path / "again", further, {})
+    for settings in (further, {**further, "budget.steps": 30, "run.resume": "changed"}):
+        again = opened(tmp_path / "again", settings, {}).state
+        assert (again.config.views.global_size, again.student.backbone.image_size) == (32, (64, 64))
+    as_published = opened(tmp_path / "plain", {**short, "recipe": "dino"}, {}).state
+    assert as_published.evaluation.transform.size == (32, 32)
+
+
 def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights):
     model = {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
     state = opened(tmp_path / "run", {**AUTO, **model, "teacher.weights": weights}, {}).state
