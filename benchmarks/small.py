@@ -57,7 +57,10 @@ SETS = ("textures", "cifar10", "flowers", f"flowers{GREY}", "groceries", f"groce
 TARGETS = {"textures": 88, "cifar10": 45, "flowers": 65, "groceries": 38}  # k-NN to reach
 TEXTURES = 20_000
 SIDES = {"textures": 32, "scenes": 96}  # of generated images
-GENERATED = {"textures": f"synthetic:{TEXTURES}:32", "scenes": f"synthetic:scenes:{TEXTURES}:96"}
+GENERATED = {
+    "textures": f"synthetic:{TEXTURES}:{SIDES['textures']}",
+    "scenes": f"synthetic:scenes:{TEXTURES}:{SIDES['scenes']}",
+}
 PIXELS = 48  # largest side of images whose raw pixels are compared
 K = 20
 BANK, PENALTIES, ITERATIONS = 10_000, (1e-3, 1e-2, 1e-1, 1.0), 200

@@ -348,7 +348,7 @@ def pretrain(
       model.depth=null                    number of blocks
       model.heads=null                    attention heads per block; null: one for every 64 of the width
       model.patch_size=16                 side of a patch in pixels; 14 for vit_huge unless given
-      model.image_size=null               of images when features are read; null: a global view's
+      model.image_size=null               of images to compute features from; null: as global views
       model.positions=learned             rotary: DINOv3's [learned|rotary]
       model.rotary_rescale=2              in training, rescale rotary positions by up to this
       model.key_bias=null                 bias of the keys; null: unless positions are rotary

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, needing_all_patches, scaled_lr
 from dino_vit.config.settings import get, given_keys
-from dino_vit.core import Size, height_width
+from dino_vit.core import height_width
 from dino_vit.core.text import plural
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ def _choose_channels(choices: _Choices, channels: int) -> None:
             choices.choose(f"augment.{name}", 0.0, f"{channels} channels are not RGB")
 
 
-def _choose_sizes(choices: _Choices, image_size: int) -> Size:
+def _choose_sizes(choices: _Choices, image_size: int) -> tuple[int, int]:
     """Give a small image fewer, smaller patches: 14 x 14 of 16 at 224 pixels, 8 x 8 of 4 at 32.
 
     Return the sides of a patch and of a global view.

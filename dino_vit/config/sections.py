@@ -111,7 +111,7 @@ class Model(Settings):
     depth: Few | None = setting(None, "number of blocks")
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
-    image_size: Side | None = setting(None, "of images when features are read; null: a global view's")
+    image_size: Side | None = setting(None, "of images to compute features from; null: as global views")
     positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's")
     rotary_rescale: Positive | None = setting(2.0, "in training, rescale rotary positions by up to this")
     key_bias: bool | None = setting(None, "bias of the keys; null: unless positions are rotary")
