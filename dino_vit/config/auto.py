@@ -65,7 +65,7 @@ def network_ladder(config: PretrainConfig, image_size: int) -> list[Rung]:
             side = max(config.views.global_shape)
         else:
             patch = min(PATCHES, key=lambda size: abs(log2(size / _patch(side))))
-            settings["views.global_size"] = side // patch * patch
+            settings["views.global_size"] = max(side // patch, 2) * patch
         views = config.views
         tokens = (side / _patch(side)) ** 2
         # A global view passes the teacher and, three times as long, the student; local ones are 3/7 as wide.
@@ -233,6 +233,8 @@ def _choose_gentle(choices: _Choices) -> None:
     if not (choices.config.model.timm or needing_all_patches(choices.config)):
         reason = "a short run sees more images where most of their patches are left out"
         choices.choose("model.patch_drop", 0.75, reason)
+        reason = "a short run learns more from more images than from more views of each"
+        choices.choose("views.local_count", 4, reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)
     of_dino = PretrainConfig()

@@ -42,7 +42,7 @@ AUTO_KEYS = frozenset(
     (
         *("data.channels", "data.mean", "data.std", "model.patch_size", "head.prototypes", "budget.epochs"),
         *("views.global_size", "views.local_size", "augment.blur_sigma"),
-        *("views.global_scale", "views.local_scale"),
+        *("views.global_scale", "views.local_scale", "views.local_count"),
         *("augment.saturation", "augment.hue", "augment.grey"),
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
