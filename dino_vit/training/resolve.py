@@ -243,7 +243,8 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     keys |= {key for key in PHASES if key not in given and get(before, key) != get(config, key)}
     if config.recipe == "auto":
         for key in (AUTO_KEYS | {"model.width", "model.depth", "model.heads"}) - given:
-            if get(before, key) is not None and not settings_of(PretrainConfig)[key].rivals & given:
+            rivals = settings_of(PretrainConfig)[key].rivals
+            if not rivals & given and not (rivals and get(before, key) is None):  # null: it had another unit
                 keys.add(key)
     return [Choice(key, get(before, key), "as the run started") for key in sorted(keys)]
 

@@ -133,6 +133,18 @@ def test_features_are_read_at_up_to_twice_the_views(image_size: int, view: int, 
     assert auto(*of_timm, **facts)[0].model.image_size is None
 
 
+@pytest.mark.parametrize(
+    ("given", "count", "dropped"),
+    [([], 4, 0.75), (["budget.steps=30000"], 8, 0), (["loss.patch_weight=1"], 8, 0)],
+    ids=str,
+)
+def test_a_short_run_of_cls_tokens_sees_less_of_more_images(
+    given: list[str], count: int, dropped: float
+) -> None:
+    config, _ = auto("budget.steps=1000", *given, **CIFAR)
+    assert (config.views.local_count, config.model.patch_drop) == (count, dropped)
+
+
 def test_a_given_view_decides_the_patch() -> None:
     config, _ = auto("views.global_size=[40, 60]", "views.local_size=20", **CIFAR)
     assert config.model.patch_size == 4

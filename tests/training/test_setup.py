@@ -235,6 +235,15 @@ def test_features_are_read_from_larger_images_than_views(tmp_path):
     assert as_published.evaluation.transform.size == (32, 32)
 
 
+def test_a_run_resumes_with_the_images_that_it_started_with(tmp_path):
+    """Those of a run that started before `auto` chose their size are as large as its views."""
+    sizes = {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
+    short = {**AUTO, **sizes, "model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
+    trained(tmp_path, {**short, "model.image_size": "null"}, {})
+    state = opened(tmp_path, short, {}).state
+    assert (state.step, state.config.image_shape, state.config.model.image_size) == (20, (32, 32), None)
+
+
 def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights):
     model = {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
     state = opened(tmp_path / "run", {**AUTO, **model, "teacher.weights": weights}, {}).state
