@@ -42,9 +42,11 @@ SETS = {
     "textures": ["views.global_size=32"],
     "scenes": ["views.global_size=96", "model.patch_size=12", "views.local_size=36"],
 }
-# And for all sets; the time is for training alone, and only the terms differ.
-ALWAYS = ["model.arch=null", "model.width=96", "model.depth=4", "model.heads=3", "run.eval_every=null"]
-ALWAYS += ["model.patch_drop=0", "views.local_count=8"]  # which recipe=auto would choose by the terms
+# And for all sets; the time is for training alone. The last two recipe=auto would choose by the terms.
+ALWAYS = [
+    *("model.arch=null", "model.width=96", "model.depth=4", "model.heads=3", "run.eval_every=null"),
+    *("model.patch_drop=0", "views.local_count=8"),
+]
 CENTRE, BALANCED = ["loss.centering=ema"], ["loss.centering=sinkhorn"]
 SPREAD, NOT_SPREAD = ["loss.koleo_weight=0.03"], ["loss.koleo_weight=0"]
 PATCHES = ["loss.patch_weight=1"]
