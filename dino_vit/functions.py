@@ -30,14 +30,13 @@ from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import (
     add_config_arguments,
     config_from,
-    flat,
     list_settings,
     load,
     parse_arguments,
     replace,
 )
 from dino_vit.config.objects import pass_object, title_of
-from dino_vit.config.settings import ConfigError, Settings, settings_of, values
+from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
 from dino_vit.core import log
 from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
@@ -165,10 +164,11 @@ def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif key == EMBEDDINGS:
             named[key] = value.path or pass_object(value, EMBEDDINGS)
         else:
-            from dino_vit.data.custom import CustomSource  # imports torch
+            from dino_vit.data.custom import CustomSource, names_sources  # import torch
 
-            source = CustomSource(value)
-            named[key] = pass_object(source, source.title)
+            if not names_sources(value):
+                source = CustomSource(value)
+                named[key] = pass_object(source, source.title)
     return named
 
 

@@ -109,9 +109,8 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
     """
     shards, unreadable, sums, images, reduced = list[Path](), list[UnreadableImage](), "", 0, 0
     indexed, labelled = list[Shard](), any(source.label(index) is not None for index in range(len(source)))
-    if labelled:
-        names = "".join(f"{printable(name)}\n" for name in source.classes).encode()
-        write_bytes(folder / CLASS_NAMES, names)
+    classes = "".join(f"{printable(name)}\n" for name in source.classes if labelled).encode()
+    write_bytes(folder / CLASS_NAMES, classes)
     items = _readable_items(source, unreadable, size, labelled)
     item = next(items, None)
     while item is not None:
@@ -129,8 +128,7 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
         indexed.append(index_shard(str(folder), path.name, digest=digest))
     if not shards:
         raise ValueError(f"none of {len(source):,} images can be read, the first is {unreadable[0]}")
-    if labelled:
-        sums += f"{hashlib.sha256(names).hexdigest()}  {CLASS_NAMES}\n"
+    sums += f"{hashlib.sha256(classes).hexdigest()}  {CLASS_NAMES}\n"
     write_bytes(folder / SUMS, sums.encode())
     write_catalogue(str(folder), indexed)
     return PackResult(shards=shards, images=images, unreadable=unreadable, reduced=reduced)

@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dino_vit.config.settings import C, ConfigError, Settings, sections, settings_of, values
+from dino_vit.config.settings import C, ConfigError, Settings, flat, sections, settings_of, values
 from dino_vit.core.text import brief
 
 COLUMN = 34  # where the meaning of a setting begins
@@ -39,15 +39,6 @@ def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapp
 def replace(config: C, changes: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, validated as a whole again."""
     return _build(type(config), values(config, given=True), flat(changes), "unchanged", python=True)
-
-
-def flat(nested: Mapping[str, object], prefix: str = "") -> _Layer:
-    """Return values in sections by their dotted keys."""
-    layer: _Layer = {}
-    for name, value in nested.items():
-        key = f"{prefix}{name}"
-        layer |= flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
-    return layer
 
 
 def _read_override(cls: type[Settings], text: str) -> _Layer:
@@ -171,7 +162,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
     parser.allow_abbrev = False
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of differences from defaults")
     names = "".join(f"{key.rpartition('.')[2].upper()} " for key in cls.positional)
-    help = "settings, which override those in the file; --key VALUE is the same"
+    help = "settings, which override those in the file; --key VALUE is the same, --key alone key=true"
     parser.add_argument("settings", nargs="*", metavar=f"{names}key=value", help=help)
     for key, info in settings_of(cls).items():
         taken: dict[str, Any] = {"action": "append", "type": f"{key}={{}}".format}
@@ -203,6 +194,9 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config for parsed arguments."""
+    switched = [text.removesuffix("=true") for text in args.options if text.endswith("=true")]
+    if switched and (values_alone := {"true", "false", "auto"} & {*args.settings}):
+        raise ValueError(f"a value after --{switched[-1]} needs a =: {switched[-1]}={min(values_alone)}")
     unset, named, listed = list(cls.positional), list[str](), list[str]()
     for text in args.settings:
         key, equals, _ = text.partition("=")

@@ -1,7 +1,7 @@
 """Declare the settings of a command: a `Settings` class whose fields have a default, a type and a meaning."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
@@ -163,16 +163,16 @@ def sections(cls: type[Settings]) -> list[str]:
 
 def values(config: Settings, *, given: bool = False) -> dict[str, object]:
     """Return all settings, or those that the user gave, by dotted key; a null section is one value."""
-    by_key: dict[str, object] = {}
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if given and name not in config.model_fields_set:
-            continue
-        if isinstance(value, Settings):
-            by_key |= {f"{name}.{key}": inner for key, inner in values(value, given=given).items()}
-        else:
-            by_key[name] = value
-    return by_key
+    return flat(config.model_dump(exclude_unset=given))
+
+
+def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return values in sections by their dotted keys."""
+    layer: dict[str, object] = {}
+    for name, value in nested.items():
+        key = f"{prefix}{name}"
+        layer |= flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+    return layer
 
 
 def get(config: Settings, key: str) -> object:

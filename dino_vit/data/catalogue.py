@@ -55,7 +55,7 @@ class StaleIndex(Refused):
 def names_digest(folder: str, files: Sequence[str]) -> str:
     """Return a digest of the names of classes beside archives, which their indexes hold."""
     folders = [os.path.join(folder, parent) for parent in sorted(set(map(os.path.dirname, files)))]
-    return hashlib.sha256(json.dumps(list(map(class_names, folders))).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([class_names(parent) or [] for parent in folders]).encode()).hexdigest()
 
 
 def read_index(path: str, digest: str) -> pa.RecordBatch:
@@ -177,10 +177,7 @@ def open_catalogued(spec: str) -> CataloguedSource | None:
     """Open archives, given by their folder or a pattern, if a catalogue there is of these and no others."""
     folder, pattern = os.path.split(spec) if suffix_of(spec) in ARCHIVES else (spec.rstrip("/"), "")
     path = os.path.join(folder, CATALOGUE)
-    try:
-        if not exists(path):
-            return None
-    except PermissionError:  # object stores forbid what is not there
+    if not exists(path):
         return None
     catalogue = Catalogue(folder, _on_this_host(path))
     if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):

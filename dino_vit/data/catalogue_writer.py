@@ -48,7 +48,7 @@ def index_shard(folder: str, file: str, digest: str = "") -> Shard:
     """Write the index of an archive beside it; with a digest, the checksums in it are of the images."""
     path = os.path.join(folder, file)
     size, version, _ = file_signature(path)
-    members = named(ARCHIVES[suffix_of(file)](path), class_names(os.path.dirname(path)))
+    members = named(ARCHIVES[suffix_of(file)](path), class_names(os.path.dirname(path)) or [])
     members.sort(key=lambda member: member.name)
     if digest:  # of a local tar, whose images are read once more
         with open(path, "rb") as archive:
@@ -76,21 +76,24 @@ def index_shard(folder: str, file: str, digest: str = "") -> Shard:
 
 def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     """Write the catalogue of some shards, and return its metadata."""
-    shards = sorted((shard for shard in shards if shard.images), key=lambda shard: os.fsencode(shard.file))
-    if not shards:
+    shards = sorted(shards, key=lambda shard: os.fsencode(shard.file))
+    filled = [shard for shard in shards if shard.images]
+    if not filled:
         raise ValueError(f"the archives in {folder} contain no images")
-    ordered = all(shard.last < after.first for shard, after in pairwise(shards))
+    ordered = all(shard.last < after.first for shard, after in pairwise(filled))
     paths = sorted(set[bytes]().union(*(shard.paths for shard in shards)))
     labels = set[str | None]().union(*(shard.labels for shard in shards))
+    folders = {os.path.dirname(os.path.join(folder, shard.file)) for shard in shards}
+    stated = labels != {None} or [] in map(class_names, folders)
     below = list(below_shared(paths))
     splits, shared = find_splits(below), paths[0].removesuffix(below[0])
     metadata = {
         "version": VERSION,
-        "classes": (folder_labels(paths) if labels == {None} else number_labels([*labels])).classes,
+        "classes": (number_labels([*labels]) if stated else folder_labels(paths)).classes,
         # Which folder of a name is its label, if labels are folders.
-        "label_depth": shared.count(b"/") + bool(splits) if labels == {None} else None,
+        "label_depth": None if stated else shared.count(b"/") + bool(splits),
         "splits": {
-            split: [_count_before(folder, shards, shared + split.encode() + end) for end in (b"/", b"0")]
+            split: [_count_before(folder, filled, shared + split.encode() + end) for end in (b"/", b"0")]
             for split in (splits if ordered else ())
         },  # 0 follows the slash
         "ordered": ordered,

@@ -1,6 +1,7 @@
 """A source of the user's own: an object with `read(i)` and `name(i)`, or a PyTorch Dataset."""
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,8 +16,9 @@ from dino_vit.core import log
 from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.source import spread
+from dino_vit.data.sources.source import is_image, spread
 
+LOOKED_AT = 8  # items, for labels in them
 FINGERPRINTED = 4  # images that tell a source from others with the same names
 TARGETS = ("targets", "labels", "_labels")  # where data sets, those of torchvision too, keep their labels
 
@@ -186,7 +188,7 @@ def _targets_of(given: Any) -> list[Any]:
 def _read_targets(given: Any) -> list[Any]:
     """Return the labels in items that are tuples, which takes as long as to read all images."""
     targets: list[Any] = [None] * len(given)
-    if _method(given, "read") or _label_in(given, 0) is None:
+    if _method(given, "read") or all(_label_in(given, i) is None for i in spread(len(given), LOOKED_AT)):
         return targets
     log.info("%s has no `targets`: all its items are read for their labels", title_of(given))
     with progress(f"Reading labels of {title_of(given)}", len(given)) as advance:
@@ -197,14 +199,21 @@ def _read_targets(given: Any) -> list[Any]:
 
 
 def _label_in(given: Any, index: int) -> object:
-    """Return the label in an item that is a tuple of image and label, None if it is not or cannot be read."""
+    """Return the label in an item that is a tuple of image and label, −1 for none; None if it is not."""
     with suppress(Exception):  # an image that cannot be read is met when it is used
         _, label, *_ = item = given[index]
+        label = -1 if label is None else label
         label = label.tolist() if hasattr(label, "tolist") else label
         values = label if isinstance(label, list) else [label]
         if isinstance(item, tuple) and all(isinstance(value, str | int | float) for value in values):
             return label
     return None
+
+
+def names_sources(given: object) -> bool:
+    """Tell whether a list is of sources, by their paths, and not of images."""
+    each = given if isinstance(given, list | tuple) else [None]
+    return all(isinstance(path, str | os.PathLike) and not is_image(os.fspath(path)) for path in each)
 
 
 def open_custom(spec: str) -> CustomSource:

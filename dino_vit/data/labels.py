@@ -92,7 +92,7 @@ def _text(value: object) -> str:
 
 
 def folder_labels(names: Sequence[bytes]) -> Labels:
-    """Label sorted paths by their first-level folder below the folder that they all share.
+    """Label paths by their first-level folder below the folder that they all share.
 
     If these folders are splits, such as train and val, the labels are the folders in them.
     """
@@ -104,9 +104,9 @@ def folder_labels(names: Sequence[bytes]) -> Labels:
 
 
 def below_shared(names: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield sorted paths below the folder that they all share."""
-    # The names are sorted: what the first and the last share, all share.
-    folders = (name.split(b"/")[:-1] for name in (names[0], names[-1]))
+    """Yield paths below the folder that they all share."""
+    # What the first and the last in order share, all share.
+    folders = (name.split(b"/")[:-1] for name in (min(names), max(names)))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(*folders, strict=False))
     start = sum(len(folder) + 1 for folder, _ in shared)
     return (name[start:] for name in names)
@@ -198,7 +198,7 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
     if name is None:
         name = next((index for index, cell in enumerate(rows[start]) if _is_path(cell)), 0)
     label = _find_column(header, columns)
-    if label is None and len(rows[0]) == 2:
+    if label is None and len(rows[0]) == 2 and not (header and header[1 - name] in ("", *PATH_COLUMNS)):
         label = 1 - name
     numbers = list[int]()
     if label is None and columns is LABEL_COLUMNS:

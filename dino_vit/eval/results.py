@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dino_vit.config.commands import DenseConfig, KnnConfig, LinearConfig
-from dino_vit.config.loading import flat, write_yaml
-from dino_vit.config.settings import Settings, settings_of, values
+from dino_vit.config.loading import write_yaml
+from dino_vit.config.settings import Settings, flat, settings_of, values
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import is_main_process

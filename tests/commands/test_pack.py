@@ -209,3 +209,17 @@ def test_images_may_be_reduced_to_one_pixel(photos, tmp_path):
     Image.new("RGB", (9, 9), (40, 80, 120)).save(photos / "cat" / "square.png")
     packed = pack(open_source(str(photos)), tmp_path / "out", shard_bytes=10**6, size=1)
     assert packed.reduced == packed.images == 6
+
+
+def test_what_has_no_labels_has_none_when_packed(tmp_path):
+    """The folders in its names would be taken for labels."""
+    for name in ("a/1.png", "b/2.png"):
+        (tmp_path / name).parent.mkdir()
+        smooth().save(tmp_path / name)
+    (tmp_path / "list.txt").write_text("a/1.png\nb/2.png\n")
+    source = open_source(str(tmp_path / "list.txt"))
+    pack(source, tmp_path / "out", shard_bytes=2**20)
+    for spec in ("out", "out/000000.tar"):  # with the catalogue, and with the headers of the shard
+        packed = open_source(str(tmp_path / spec))
+        assert images(packed) == images(source)
+        assert list(packed.classes) == []

@@ -35,6 +35,12 @@ def test_an_unknown_option_is_an_error(capsys):
     assert "there is no option --egg-size; see --help" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_value_after_a_switch_is_not_taken_for_a_position(value: str) -> None:
+    with pytest.raises(ValueError, match=rf"a value after --keep_on needs a =: keep_on={value}"):
+        config_from(parse_arguments(parser(Sheet), ["cake", "--keep-on", value]), Sheet)
+
+
 class Sheet(Settings):
     """A command with positional arguments and a switch."""
 

@@ -13,6 +13,7 @@ from dino_vit.data.catalogue import CataloguedSource, StaleIndex
 from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import stamp_of
+from dino_vit.views.sampler import WindowOrder
 from tests.support.image_sets import FILES, ORDER, items, write_tar, write_zip
 from tests.support.processes import command_in_two
 from tests.support.remote import serving, write_shards
@@ -140,6 +141,37 @@ def test_an_image_that_is_replaced_in_a_packed_shard_is_noticed(tmp_path):
     with pytest.raises(OSError, match="checksum"):
         source.read(0)
     assert source.read(1)
+
+
+def test_shards_with_the_same_names_in_them_have_the_labels_in_these(tmp_path):
+    files = {"cat/1.png": b"1", "dog/1.png": b"2"}
+    for folder in ("plain", "set"):
+        for number in range(2):
+            write_tar(tmp_path / folder / f"{number}.tar", files)
+    plain, source = open_source(str(tmp_path / "plain")), catalogue(tmp_path / "set")
+    assert list(items(plain)) == list(items(source))
+    assert [label for *_, label in items(plain)] == ["cat", "dog", "cat", "dog"]
+
+
+def test_an_archive_without_images_is_one_of_those_in_the_catalogue(tmp_path):
+    plain = write_archives(tmp_path / "plain", SORTED)
+    folder = write_archives(tmp_path / "set", SORTED)
+    write_tar(folder / "0005.tar", {"notes.txt": b"none"})
+    source = catalogue(folder)
+    assert list(items(source)) == list(items(open_source(str(plain))))
+    assert source.fingerprint == open_source(str(plain)).fingerprint
+    assert isinstance(open_source(str(folder / "{000,0005,001}.tar")), CataloguedSource)
+    assert sorted(WindowOrder(source.layout, 0, 2).take(0, 0, 5)) == [0, 1, 2, 3, 4]
+
+
+def test_a_server_that_fails_once_while_shards_are_opened_is_asked_again(tmp_path):
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
+    write_shards(tmp_path / "served", 3, 4)
+    with serving(tmp_path / "served") as server:
+        server.statuses["001.tar"] = [503, 503]
+        source = open_source(f"{server.url}/{{000..002}}.tar")
+        local = open_source(str(tmp_path / "served"))
+        assert [source.read(index) for index in range(12)] == [local.read(index) for index in range(12)]
 
 
 def test_only_the_headers_of_a_remote_archive_are_requested(tmp_path):

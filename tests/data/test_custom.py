@@ -114,6 +114,26 @@ def test_tuples_give_labels(tmp_path, caplog):
     assert labels_of(CustomSource(fake)) == [str(int(target)) for _, target in fake]
 
 
+class Partly(Pairs):
+    """Has its labels in its items alone, not for each; one cannot be read."""
+
+    classes = None
+
+    def __init__(self):
+        super().__init__()
+        self.targets = None
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise OSError("gone")
+        image = Image.fromarray(self.source.read(index).permute(1, 2, 0).numpy())
+        return image, None if index < 60 else "ant"
+
+
+def test_labels_that_only_some_items_have_are_read():
+    assert labels_of(CustomSource(Partly())) == [None] * 60 + ["ant"] * 4
+
+
 @pytest.fixture
 def hub_rows(tmp_path):
     """A Hugging Face Dataset with two columns beside the images."""

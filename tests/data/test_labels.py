@@ -45,6 +45,7 @@ def test_labels_are_numbered_in_order_without_gaps(values, numbers, classes):
         ([b"/abs/a/1", b"rel/b/2"], ["rel"]),
         ([b"10/x", b"9/x"], ["9", "10"]),
         ([b"one/1", b"one/2"], []),
+        ([b"b/1", b"a/1", b"b/2"], ["a", "b"]),
         ([b"a"], []),
     ],
 )
@@ -74,6 +75,8 @@ def entries(name, text):
         ("a.csv", "\ufefflabel,width,path\ncat,3,x.jpg\n", [("x.jpg", "cat")]),
         ("a.csv", 'file,species\n"a, b.jpg",cat\n', [("a, b.jpg", "cat")]),
         ("a.csv", 'path,label\n"new\nline.jpg",cat\n', [("new\nline.jpg", "cat")]),
+        ("a.csv", ",path\n0,x.jpg\n1,y.jpg\n", [("x.jpg", None), ("y.jpg", None)]),  # by pandas
+        ("a.csv", "id,path\n7,x.jpg\n", [("x.jpg", None)]),
         ("a.csv", "photo,species\nx.jpg,cat\n", [("x.jpg", "cat")]),
         ("a.tsv", "path\tclass\nx,1.jpg\tcat\n", [("x,1.jpg", "cat")]),
         ("a.csv", "", []),

@@ -15,13 +15,13 @@ import numpy as np
 from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress
-from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
+from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
 from dino_vit.data.shards import LocalCopies, ShardedSource
 from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, exists, open_file, read_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.source import ShardLayout, is_image
 
-CLASS_NAMES = "classes.txt"  # beside shards whose labels are its lines, counted from 0
+CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 DECOMPRESS: dict[int, Callable[[bytes], bytes]] = {
@@ -50,14 +50,17 @@ class Member(NamedTuple):
 class ArchiveSource(IndexedSource, ShardedSource):
     """Images in archives of one kind. Their names are never used as paths.
 
-    Labels are those in the archive, or else the first-level folders of the names. If several archives contain
-    the same name, all names are prefixed with the archive's own.
+    Labels are those in the archive, or else the first-level folders of the names in it. If several archives
+    contain the same name, all names are prefixed with the archive's own.
     """
 
     def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
         self._suffix, self._spec, self._files = suffix, spec, list(files)
         self._listed: list[list[Member]] = []
-        index = open_index(suffix[1:], spec, self._build, self._files, prepare=self._list)
+        beside = sorted({os.path.join(os.path.dirname(path), CLASS_NAMES) for path in files})
+        with indexing(spec):
+            read = [*self._files, *filter(exists, beside)]
+        index = open_index(suffix[1:], spec, self._build, read, prepare=self._list)
         super().__init__(index)
         self.ranges = ByteRangeReader(self._files, index.file_signatures)
         self.local_copies = LocalCopies(self.ranges)
@@ -87,29 +90,30 @@ class ArchiveSource(IndexedSource, ShardedSource):
         listed = self._listed
         folders = [os.path.dirname(path) for path in self._files]
         classes = {folder: class_names(folder) for folder in set(folders)}
-        listed = [named(of, classes[folder]) for of, folder in zip(listed, folders, strict=True)]
+        listed = [named(of, classes[folder] or []) for of, folder in zip(listed, folders, strict=True)]
         images = [image for members in listed for image in members]
         if not images:
             raise ValueError(f"{self._spec} contains no images.")
         file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
-        names = [image.name for image in images]
+        names, labels = [image.name for image in images], [image.label for image in images]
+        stated = labels.count(None) < len(labels) or [] in classes.values()
+        numbered = number_labels(labels) if stated else folder_labels(names)
         if len(set(names)) < len(names) and len(self._files) > 1:
             prefixes = [os.fsencode(os.path.basename(archive)) for archive in self._files]
             names = [prefixes[number] + b"/" + name for number, name in zip(file, names, strict=True)]
-        labels = [image.label for image in images]
         columns = {field: np.array([getattr(image, field) for image in images]) for field in FIELDS}
         return IndexContents(
             names=names,
             sizes=columns["size"],
-            labels=None if labels.count(None) == len(labels) else number_labels(labels),
+            labels=numbered,
             columns={"file": file, **columns},
         )
 
 
-def class_names(folder: str) -> list[str]:
-    """Return the names of the classes that are stated beside shards, if they are."""
+def class_names(folder: str) -> list[str] | None:
+    """Return the names of the classes that are stated beside shards; none: their images have no labels."""
     path = os.path.join(folder, CLASS_NAMES)
-    return read_file(path).decode().splitlines() if exists(path) else []
+    return read_file(path).decode().splitlines() if exists(path) else None
 
 
 def named(members: list[Member], classes: Sequence[str]) -> list[Member]:

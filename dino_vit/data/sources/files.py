@@ -228,9 +228,13 @@ def check_length(data: bytes, size: int, path: str) -> bytes:
 
 
 def exists(path: str) -> bool:
+    """Tell whether there is a file or folder that may be read: some stores forbid what is not there."""
     if not is_url(path):
         return os.path.exists(path)
-    return bool(remotely(path, lambda system, inner: system.exists(inner, **time_limit(system))))
+    try:
+        return bool(retry(lambda: remote_info(path), path))
+    except Refused:
+        return False
 
 
 def is_folder(path: str) -> bool:
@@ -259,7 +263,7 @@ def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
 
 
 def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
-    """Return size, version and time of change (ns, 0: unknown) of each path; size −1 if it does not exist."""
+    """Return size, version and time of change (ns, 0: unknown); size −1 of a local file that is missing."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
     with progress("Looking at files", len(paths)) as advance:
         rows = in_threads(lambda chunk: [*map(file_signature, chunk)], chunks, lambda of: advance(len(of)))
@@ -267,14 +271,14 @@ def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
 
 
 def file_signature(path: str) -> FileSignature:
+    if is_url(path):
+        return remote_signature(retry(lambda: remote_info(path), path))
     try:
-        if not is_url(path):
-            status = os.stat(path)
-            # `cp -p`, `rsync -t` and `tar -x` set the first time back; nothing sets back the second.
-            return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        return remote_signature(remote_info(path))
+        status = os.stat(path)
     except OSError:
         return -1, -1, 0
+    # `cp -p`, `rsync -t` and `tar -x` set the first time back; nothing sets back the second.
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class ByteRangeReader:

@@ -170,7 +170,8 @@ def open_index(
     began = time.time_ns()  # before anything is read, so that a change meanwhile is noticed next time
     with indexing(spec):
         signatures = file_signatures(files) if signatures is None else signatures
-    stamp = hashlib.sha256(os.fsencode("\0".join(files)) + signatures.tobytes()).hexdigest()
+    paths = [path if is_url(path) else os.path.abspath(path) for path in files]
+    stamp = hashlib.sha256(os.fsencode("\0".join(paths)) + signatures.tobytes()).hexdigest()
     location = spec if is_url(spec) else os.path.abspath(spec)
     key = hashlib.sha256(os.fsencode(f"{kind}\0{location}\0{VERSION}")).hexdigest()[:24]
     path = cache_folder() / f"{kind}-{key}.arrow"

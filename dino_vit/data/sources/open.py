@@ -85,7 +85,8 @@ def _open(spec: str) -> Source:
         from dino_vit.data.sources.arrays import ArraySource
 
         return ArraySource(path, key)
-    raise ValueError(f"{spec!r} does not exist: {ALLOWED}.")
+    missing = "does not exist, or may not be read" if is_url(spec) else "does not exist"
+    raise ValueError(f"{spec!r} {missing}: {ALLOWED}.")
 
 
 def _open_synthetic(spec: str) -> Source:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress
@@ -50,13 +50,15 @@ def image_bytes(images: pa.Array) -> pa.Array:
 
 @dataclass
 class Rows:
-    """The names and labels of the images in the rows of tables."""
+    """The names, labels and sizes of the images in the rows of tables."""
 
     columns: TableColumns
+    sizes: list[int] = field(default_factory=list)
     names: list[bytes | None] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
 
-    def add(self, batch: pa.RecordBatch) -> None:
+    def add(self, batch: pa.RecordBatch) -> pa.Array:
+        """Add some rows, and return the bytes of their images."""
         columns = self.columns
         paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
         labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
@@ -67,10 +69,11 @@ class Rows:
                 paths = pc.struct_field(images, [path])
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
         self.labels += labels.to_pylist()
+        images = image_bytes(batch.column(columns.image))
+        self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
+        return images
 
-    def index_contents(
-        self, tables: Mapping[str, int], sizes: ArrayLike, columns: Mapping[str, NDArray[Any]]
-    ) -> IndexContents:
+    def index_contents(self, tables: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> IndexContents:
         """Return what goes into an index of tables, given by name and length.
 
         The items are ordered by name if all rows have a name of their own.
@@ -82,7 +85,7 @@ class Rows:
             names = [os.fsencode(f"{os.path.basename(table)}/{row:09d}") for table, row in numbered]
         return IndexContents(
             names=names,
-            sizes=sizes,
+            sizes=self.sizes,
             labels=number_labels(self.labels, self.columns.classes, f"column {self.columns.label}"),
             columns=columns,
             by_name=named,
@@ -158,25 +161,22 @@ class ParquetSource(IndexedSource):
 
     def _build(self, write_images: WriteImages) -> IndexContents:
         rows: Rows | None = None
-        sizes, tables = list[int](), dict.fromkeys(self._files, 0)
+        tables = dict.fromkeys(self._files, 0)
         with progress(f"Unpacking {self._spec}") as advance:
             for path in self._files:
                 for columns, batch in _read_batches(path):
                     rows = rows or Rows(columns)
                     if columns != rows.columns:
                         raise ValueError(f"{path} has different columns from {self._files[0]}")
-                    rows.add(batch)
-                    images = [image or b"" for image in image_bytes(batch.column(columns.image)).to_pylist()]
-                    write_images(b"".join(images))
-                    sizes += map(len, images)
-                    tables[path] += len(images)
-                    advance(len(images))
-        if not rows or not any(sizes):
+                    write_images(b"".join(filter(None, rows.add(batch).to_pylist())))
+                    tables[path] += len(batch)
+                    advance(len(batch))
+        if not rows or not any(rows.sizes):
             raise ValueError(
                 f"{self._spec} has no image bytes, perhaps only paths; give the folder of the images"
             )
-        size = np.array(sizes, dtype=np.int64)
-        return rows.index_contents(tables, size, {"start": np.cumsum(size) - size, "size": size})
+        size = np.array(rows.sizes, dtype=np.int64)
+        return rows.index_contents(tables, {"start": np.cumsum(size) - size, "size": size})
 
 
 def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
@@ -203,14 +203,8 @@ class HubSource(IndexedSource):
     def __init__(self, name: str) -> None:
         self._spec = f"hf:{name}"
         self._splits = _load_splits(name)
-        found = {
-            split: find_columns(self._spec, data.features.arrow_schema)
-            for split, data in self._splits.items()
-        }
-        first, self._columns = next(iter(found.items()))
-        for split, columns in found.items():
-            if columns != self._columns:
-                raise ValueError(f"{self._spec}: split {split} has other columns than {first}; choose one")
+        first = next(iter(self._splits.values()))  # `datasets` refuses splits with other columns
+        self._columns = find_columns(self._spec, first.features.arrow_schema)
         files = [str(file["filename"]) for data in self._splits.values() for file in data.cache_files]
         super().__init__(open_index("hub", self._spec, self._build, files))
 
@@ -223,14 +217,10 @@ class HubSource(IndexedSource):
         return bytes(image)
 
     def _build(self, _: WriteImages) -> IndexContents:
-        rows, sizes, counts = Rows(self._columns), list[int](), dict[str, int]()
-        for split, data in self._splits.items():
-            before = len(sizes)
+        rows, counts = Rows(self._columns), {split: len(data) for split, data in self._splits.items()}
+        for data in self._splits.values():
             for batch in data.data.table.to_batches():
                 rows.add(batch)
-                lengths = pc.binary_length(image_bytes(batch.column(self._columns.image)))
-                sizes += lengths.fill_null(0).to_pylist()
-            counts[split] = len(sizes) - before
         if len(counts) > 1:  # named as in folders
             of_split = [f"{split}/".encode() for split, count in counts.items() for _ in range(count)]
             numbers = (number for count in counts.values() for number in range(count))
@@ -242,7 +232,8 @@ class HubSource(IndexedSource):
             "split": np.repeat(np.arange(len(counts)), list(counts.values())),
             "row": np.concatenate([np.arange(count) for count in counts.values()]),
         }
-        return rows.index_contents(counts if len(counts) > 1 else {self._spec: len(sizes)}, sizes, columns)
+        tables = counts if len(counts) > 1 else {self._spec: len(rows.sizes)}
+        return rows.index_contents(tables, columns)
 
 
 def _load_splits(spec: str) -> dict[str, Any]:

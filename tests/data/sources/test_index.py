@@ -92,6 +92,24 @@ def test_files_are_indexed_again_when_they_change(tmp_path, write):
     assert before.fingerprint != after.fingerprint
 
 
+def test_names_of_classes_beside_shards_are_part_of_what_is_indexed(tmp_path):
+    write_tar(tmp_path / "a.tar", {"1.png": b"1", "1.cls": b"1"})
+    age()
+    assert open_source(str(tmp_path / "a.tar")).classes == ["1"]
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    assert open_source(str(tmp_path / "a.tar")).classes == ["dog"]
+    (tmp_path / "classes.txt").write_text("cat\nbee\n")
+    assert open_source(str(tmp_path / "a.tar")).classes == ["bee"]
+
+
+def test_one_source_has_one_index_however_its_path_is_written(tmp_path, monkeypatch, built):
+    write_parquet(tmp_path / "a.parquet")
+    age()
+    monkeypatch.chdir(tmp_path)
+    stamps = {open_source(spec).stamp for spec in ("a.parquet", str(tmp_path / "a.parquet"), "./a.parquet")}
+    assert (len(stamps), len(built)) == (1, 1)
+
+
 def test_truncated_indices_are_built_anew(tmp_path, cache, caplog):
     write_folder(tmp_path)
     age()
