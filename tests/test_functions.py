@@ -160,6 +160,16 @@ def test_verbose_shows_what_the_command_shows_and_otherwise_there_is_nothing(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_checkpoint_that_is_not_written_is_said_in_any_case(tmp_path, caplog, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dino_vit.training.reporter, "append_record", full)
+        dino_vit.pretrain(output=tmp_path, verbose=False, **SETTINGS)
+    assert "the record could not be written. No space left on device" in caplog.text
+
+
 def test_figures_are_those_of_the_file(run, photos, tmp_path):
     for function, more in (
         (dino_vit.knn, {"k": [3, 5]}),
@@ -248,6 +258,13 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
 def test_mistakes_are_a_sentence(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_list_of_folders_is_several_sources_and_one_of_images_is_one(photos, capsys):
+    result = dino_vit.inspect_data([photos, str(photos)], verbose=False)
+    assert "an epoch is" in str(result)
+    images = sorted(photos.rglob("*.png"))
+    assert f"{len(images)} images" in str(dino_vit.inspect_data(images, verbose=False))
 
 
 def test_pretraining_works_in_a_thread(tmp_path):

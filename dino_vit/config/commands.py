@@ -56,6 +56,11 @@ class SupervisedConfig(Settings):
     task: Task | None = setting(None, "one class an image, several labels, or numbers; null: by the labels")
     seed: Seed = setting(0, "of all random numbers")
 
+    def contradictions(self) -> Iterator[str]:
+        """Yield a setting that would have no effect."""
+        if self.train_labels and not self.train:
+            yield "train_labels are those of train, which is not given"
+
 
 class KnnConfig(SupervisedConfig, CachedConfig):
     """Classify images by their nearest neighbours on frozen features, or predict labels and numbers."""
@@ -124,6 +129,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 
     def contradictions(self) -> Iterator[str]:
         """Yield weights that leave nothing to compare."""
+        yield from super().contradictions()
         if len(set(self.weights)) < len(self.weights):
             yield "weights are given twice; give each once"
         if len(self.weights) + self.untrained < 2:

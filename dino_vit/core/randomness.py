@@ -25,7 +25,6 @@ class RngPurpose(IntEnum):
     SYNTHETIC = 5
     REPLACEMENT = 6
     EVALUATION = 7
-    LOOK = 8
     MASKS = 10
     SHARDS = 11
     WINDOW = 12

@@ -8,12 +8,10 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dino_vit.core.process import in_threads
-from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image, read_item
 from dino_vit.data.images.formats import format_of
@@ -102,14 +100,6 @@ def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:
         yield "repeated from grey to RGB"
     if image.deep and pixels.bits == 8:
         yield "scaled down to 8 bits, as data.bits=8"
-
-
-def sample(source: Source, seed: int, count: int) -> list[int]:
-    """Return up to `count` random indices, a function of the seed; duplicates are dropped."""
-    if len(source) <= count:
-        return list(range(len(source)))
-    drawn = random_bits(seed, RngPurpose.LOOK, np.arange(count)) % np.uint64(len(source))
-    return [int(index) for index in np.unique(drawn)]
 
 
 def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:

@@ -1,7 +1,6 @@
 """Features of images: read, prepared and sent through a frozen backbone in the order asked for."""
 
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dino_vit.core.distributed import all_equal
 from dino_vit.core.storage import digest
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
@@ -64,6 +64,11 @@ class FrozenBackbone:
         """A digest of the tensors and the architecture, independent of the file they came from."""
         architecture = json.dumps(self.model.architecture, sort_keys=True)
         return digest(self.model.state_dict(), {"architecture": architecture})
+
+    def check_all_equal(self) -> None:
+        """Check that all processes have the same weights: a run that goes on may have written others."""
+        if not all_equal(int(self.weights_digest[:15], 16)):
+            raise ValueError("the processes read different weights; give a checkpoint that is kept")
 
     def describe_weights(self) -> dict[str, Any]:
         """Return where the weights come from and what they are computed in, for a results file."""
@@ -125,8 +130,7 @@ def _concatenate(parts: Sequence[Features]) -> Features:
 
 def check_finite(values: Tensor, model: Backbone) -> None:
     """Raise if features are NaN or infinite, as every figure of them would be nonsense."""
-    # The sum is finite only if all are, and takes no memory.
-    if not math.isfinite(float(values.sum(dtype=torch.float64))):
+    if not torch.stack(values.aminmax()).isfinite().all():
         source = model.provenance.source if model.provenance else "the backbone"
         raise ValueError(f"{source} gives features that are NaN or infinite; try precision=no")
 

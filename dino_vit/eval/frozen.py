@@ -76,6 +76,7 @@ def cached_features(
     chosen = range(len(source)) if indices is None else indices
     if not len(chosen):
         raise ValueError("there are no images to compute features of")
+    frozen.check_all_equal()
     stamp = stamp_of(source)
     inputs = {
         "version": _VERSION,

@@ -241,10 +241,11 @@ class VisionTransformer(Backbone):
         if self.pos_embed is not None:
             positions = self.interpolate_pos_embs(grid)
             cls, patches = cls + positions[:, :1], patches + positions[:, 1:]
+        patches = patches.to(cls.dtype)  # tokens are in float32, of a network that computes in bf16 too
         count = images.shape[0]  # len() would fix the batch size of an exported graph
-        parts = [cls.expand(count, -1, -1).to(patches.dtype), patches]
+        parts = [cls.expand(count, -1, -1), patches]
         if self.register_tokens is not None:
-            parts.insert(1, self.register_tokens.expand(count, -1, -1).to(patches.dtype))
+            parts.insert(1, self.register_tokens.expand(count, -1, -1))
         return torch.cat(parts, dim=1)
 
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from dino_vit.config.auto import ENOUGH_IMAGES, EVALUATIONS, Choice, network_ladder
+from dino_vit.config.auto import ENOUGH_IMAGES, EVALUATIONS, SHORT, Choice, network_ladder
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PHASES, PretrainConfig
 from dino_vit.config.settings import get
@@ -23,7 +23,8 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, wait_for_device
 from dino_vit.core.storage import StorageError
 from dino_vit.core.text import progress
-from dino_vit.data.statistics import INSPECTED, inspect_images, sample
+from dino_vit.data.sources.source import spread
+from dino_vit.data.statistics import INSPECTED, inspect_images
 from dino_vit.method.objective import output_statistics
 from dino_vit.method.optim import (
     clip_gradients,
@@ -204,7 +205,7 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
             advice = full if isinstance(error, StorageError) else ADVICE
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
-        reporter.progress.notice(f"step {state.writer.step:,}: no checkpoint was written. {error}")
+        reporter.warn(f"step {state.writer.step:,}: no checkpoint was written. {error}")
     else:
         if path is not None:
             state.saved_step = state.writer.step
@@ -224,7 +225,7 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
     log.info("measuring how long a step and an evaluation take ...")
     config = with_choices(config, start_choices(config, context))
     choices: list[Choice] = []
-    samples = sample(context.source, config.seed, INSPECTED)
+    samples = spread(len(context.source), INSPECTED)
     images = inspect_images(context.source, samples, max_pixels=config.data.max_pixels)
     ladder = network_ladder(config, images.image_size)
     step, evaluation = measured_seconds(replace(config, ladder[0].settings) if ladder else config)
@@ -242,13 +243,17 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
     count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
     seconds = float(all_reduce_mean(torch.tensor(time.monotonic() - start, device=context.device)))
     left = 60 * minutes - seconds - (count + 1) * evaluation  # one is before the first step
-    return Fit(max(1, int(left / step)), choices, count, step, seconds)
+    steps = max(1, int(left / step))
+    if config.recipe == "auto" and steps >= SHORT:  # a step of a long run takes longer
+        step, _ = measured_seconds(with_choices(config, choices), SHORT)
+        steps = max(SHORT - 1, int(left / step))
+    return Fit(steps, choices, count, step, seconds)
 
 
-def measured_seconds(config: PretrainConfig) -> tuple[float, float]:
-    """Measure the mean time of a step and that of an evaluation in a run that leaves nothing behind."""
+def measured_seconds(config: PretrainConfig, steps: int = 1000) -> tuple[float, float]:
+    """Measure how long a step of a run of some length and an evaluation take; leave nothing behind."""
     with TemporaryDirectory() as folder:
-        changes: dict[str, object] = {"output": folder, "run.trackers": (), "budget.steps": 1000}
+        changes: dict[str, object] = {"output": folder, "run.trackers": (), "budget.steps": steps}
         changes |= {key: 0 for key in PHASES if get(config, key)}  # which no length of a run fits for sure
         state = set_up(replace(config, changes), start_processes()).state
         with (

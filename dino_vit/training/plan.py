@@ -80,10 +80,12 @@ class Plan:
         return (count > 0 and step == round(count * interval)) or step == self.total_steps
 
 
-def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int | None = None) -> Plan:
+def make_plan(
+    config: PretrainConfig, images: int, world_size: int, steps: int | None = None, *, resumed: bool = False
+) -> Plan:
     """Plan the run; refuse a configuration that does not fit the number of images and processes.
 
-    `steps` are those that fit into `budget.minutes`.
+    `steps` are those that fit into `budget.minutes`; of a run that resumes they may have become fewer.
     """
     optim = config.optim
     batch = config.data.batch_size * optim.accumulate * world_size
@@ -95,7 +97,8 @@ def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int |
         )
     per_epoch, total = images // batch, steps or config.budget.total_steps(images, batch)
     # Again, as only here the numbers of steps and of processes are known.
-    problems = [*check_phases(config, total / per_epoch), *check_scaled_lr(optim, batch)]
+    problems = list(check_scaled_lr(optim, batch))
+    problems += [] if steps and resumed else check_phases(config, total / per_epoch)
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling)
     if optim.min_lr > lr:
         text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {batch}"

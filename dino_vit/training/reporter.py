@@ -224,7 +224,14 @@ class Reporter:
         try:
             yield
         except (OSError, StorageError) as error:
-            self.progress.notice(f"step {self.state.step:,}: the record could not be written. {error}")
+            self.warn(f"step {self.state.step:,}: the record could not be written. {error}")
+
+    def warn(self, text: str) -> None:
+        """Say what went wrong, where nothing else is shown too."""
+        if log.isEnabledFor(logging.INFO):
+            self.progress.notice(text)
+        else:
+            log.warning("%s", text)
 
     def _advice_on_waiting(self) -> str:
         state = self.state

@@ -20,8 +20,8 @@ from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather
 from dino_vit.core.text import plural, printable
 from dino_vit.data.shards import shards_of
-from dino_vit.data.sources.source import Source, images_per_epoch, parts_of
-from dino_vit.data.statistics import INSPECTED, MEASURED, channel_statistics, inspect_images, sample
+from dino_vit.data.sources.source import Source, images_per_epoch, parts_of, spread
+from dino_vit.data.statistics import INSPECTED, MEASURED, channel_statistics, inspect_images
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.build import advice_on_size, build_pixels
 from dino_vit.views.eval_transform import eval_transform_of
@@ -58,12 +58,20 @@ class RunContext:
     trained: Backbone | None = None  # of `init.weights`, in a new run
     architecture: Mapping[str, Any] | None = None  # of `init.weights`
     frozen: "TrainedTeacher | None" = None  # of `teacher.weights`
+    gram_teacher: Backbone | None = None  # of `gram.weights`
     fit: Fit = NO_FIT
 
     @property
     def imitated(self) -> Backbone | None:
         """The frozen teacher, if it has no heads."""
         return self.frozen.backbone if self.frozen and self.frozen.network is None else None
+
+    @property
+    def weights_read(self) -> dict[str, str | None]:
+        """Return the digests of the networks that stay as they are."""
+        networks = {"frozen": self.frozen and self.frozen.backbone, "gram": self.gram_teacher}
+        origins = {name: network and network.provenance for name, network in networks.items()}
+        return {name: origin.sha256 if origin else None for name, origin in origins.items()}
 
 
 def with_choices(config: PretrainConfig, choices: Iterable[Choice]) -> PretrainConfig:
@@ -79,7 +87,7 @@ def resolve_config(
     A run that resumes keeps what was chosen at its start.
     """
     source, resumed, max_pixels = context.source, context.resumed, config.data.max_pixels
-    summary = inspect_images(source, sample(source, config.seed, INSPECTED), max_pixels=max_pixels)
+    summary = inspect_images(source, spread(len(source), INSPECTED), max_pixels=max_pixels)
     images = images_per_epoch(source)
     made: dict[str, Choice] = {}
 
@@ -210,6 +218,10 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         views = origin.config.get("views", {}) if origin else {}  # of the run that they are from
         settings["model.image_size"] = size = _side(trained["image_size"])
         settings["views.global_size"] = views.get("global_size", size)
+    origin = context.trained.provenance if context.trained else None
+    if origin and origin.mean and origin.std:
+        stated = {"data.mean": origin.mean, "data.std": origin.std, "data.range": origin.range}
+        settings |= {key: value for key, value in stated.items() if value and key not in given}
     return [Choice(key, value, "as the trained weights have") for key, value in settings.items()]
 
 
@@ -241,6 +253,7 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     keys = {f"data.{name}" for name in ("bits", "mean", "std") if getattr(config.data, name) is None}
     keys |= {"data.order"} if config.data.order is None and before.data.order else set()
     keys |= {key for key in PHASES if key not in given and get(before, key) != get(config, key)}
+    keys |= {"data.mean", "data.std", "data.range"} - given if config.init else set()
     if config.recipe == "auto":
         for key in (AUTO_KEYS | {"model.width", "model.depth", "model.heads"}) - given:
             rivals = settings_of(PretrainConfig)[key].rivals
@@ -255,7 +268,7 @@ def _pixel_statistics(
     """Measure mean and std where they are open, and check that images can be read as configured."""
     open_names = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)
-    indices = sample(source, config.seed, MEASURED if open_names else INSPECTED)
+    indices = spread(len(source), MEASURED if open_names else INSPECTED)
     measured = channel_statistics(source, indices, pixels)
     # Of rank 0, as others may sum in another order.
     mean, std = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()

@@ -73,11 +73,11 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
         )
     if metadata.get("weights") != sampling_fingerprint(context.sampling):
         yield f"the sampling weights have changed (data.weights={config.data.weights})"
-    if metadata.get("frozen") != (context.frozen and context.frozen.sha256):
-        yield (
-            f"the weights of teacher.weights={config.teacher.weights} have changed (of a run that goes on, "
-            "give a checkpoint that is kept)"
-        )
+    networks = {"frozen": f"teacher.weights={config.teacher.weights}"}
+    networks |= {"gram": f"gram.weights={config.gram.weights}"} if config.gram else {}
+    for key, name in networks.items():
+        if metadata.get(key) not in (None, context.weights_read[key]):
+            yield f"the weights of {name} have changed (of a run, give a checkpoint that is kept)"
     batch, now = metadata["global_batch"], config.data.batch_size * context.processes
     then = batch // before.optim.accumulate
     how = f"data.batch_size={config.data.batch_size} on {plural(context.processes, 'process', 'processes')}"

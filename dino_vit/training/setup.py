@@ -4,6 +4,7 @@ Other weights, and what reads them, are imported only by a run that names some.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,11 +107,15 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     if resumed and config.budget.minutes:
         fit = Fit(resumed.metadata["total_steps"])
     # When a run resumes, the file that it started from may be gone.
-    trained, frozen = _load_trained(config) if config.init and not resumed else None, None
+    trained, frozen, gram_teacher = _load_trained(config) if config.init and not resumed else None, None, None
     if config.teacher.weights is not None:
         from dino_vit.weights.loading import open_frozen
 
         frozen = open_frozen(config, config.teacher.weights)
+    if config.gram:
+        from dino_vit.weights.loading import open_gram_teacher
+
+        gram_teacher = open_gram_teacher(config, config.gram.weights)
     architecture = trained.architecture if trained else None
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
@@ -123,6 +128,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
         processes=int(accelerator.num_processes),
         device=accelerator.device,
         frozen=frozen,
+        gram_teacher=gram_teacher,
         fit=fit,
     )
 
@@ -176,7 +182,8 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 
 def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accelerator) -> TrainingState:
     device, processes = accelerator.device, context.processes
-    plan = make_plan(config, images_per_epoch(context.source), processes, context.fit.steps)
+    images, resumed = images_per_epoch(context.source), context.resumed is not None
+    plan = make_plan(config, images, processes, context.fit.steps, resumed=resumed)
     student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
     precision = choose_precision(config.run.precision, device)
@@ -207,6 +214,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         world_size=processes,
         pin=device.type == "cuda",
     )
+    augment = build_augment(config)  # the workers' is the same module, if it is an object of the user's
     evaluation = OnlineEvaluation(
         source=evaluated_part(context.source)[0],
         transform=build_eval_transform(config),
@@ -220,7 +228,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         precision=precision,
         source=context.source,
         loader=loader,
-        augment=build_augment(config).to(device),
+        augment=augment.to(device) if config.data.augment_on == "device" else augment,
         student=student,
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 and not sharded else student,
@@ -231,7 +239,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,
         checkpoints=Checkpoints(Path(config.output), keep_every=config.run.keep_every),
-        frozen_sha256=context.frozen and context.frozen.sha256,
+        weights_read=context.weights_read,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
 
@@ -255,11 +263,12 @@ def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[N
 
 def _build_objective(config: PretrainConfig, context: RunContext, student: Backbone) -> Objective:
     """Build the objective with the networks that it compares the student with, beside its average."""
-    views, loss, gram_teacher = config.views, config.loss, None
-    if context.frozen or config.gram:
-        from dino_vit.weights.loading import check_frozen, load_gram_teacher
+    views, loss = config.views, config.loss
+    if context.frozen or context.gram_teacher:
+        from dino_vit.weights.loading import check_frozen, check_gram_teacher
 
-        gram_teacher = load_gram_teacher(config, student) if config.gram else None
+        if context.gram_teacher:
+            check_gram_teacher(config, context.gram_teacher, student)
         if context.frozen:
             check_frozen(config, context.frozen.backbone, student)
     has_heads = context.frozen is None or context.frozen.network is not None
@@ -275,7 +284,7 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
-        gram_teacher=gram_teacher,
+        gram_teacher=context.gram_teacher,
         frozen=context.frozen and (context.frozen.network or context.frozen.backbone),
     )
     if context.frozen:
@@ -311,11 +320,16 @@ def _load_trained(config: PretrainConfig) -> Backbone:
     given = {"views.global_size", "model.image_size"} & given_keys(config)
     if config.recipe != "auto" or given:  # auto takes the weights' size
         overrides["image_size"] = config.image_shape
-    return load_backbone(
+    load = partial(
+        load_backbone,
         config.init.weights,
         network=config.init.network,
         format=config.init.format,
         trained_size=config.init.trained_size,
         channels=config.data.channels,
-        **overrides,
     )
+    backbone = load(**overrides)
+    stated = backbone.provenance and backbone.provenance.size
+    if "image_size" in overrides or stated in (None, backbone.image_size):
+        return backbone
+    return load(**overrides, image_size=stated)  # that of DINOv2's positions is not that of its images

@@ -128,7 +128,9 @@ class TrainingState:
     segmentation: "OnlineSegmentation | None" = None
     checkpoints: Checkpoints
     unreadable: UnreadableImages
-    frozen_sha256: str | None = None  # of the teacher of `teacher.weights`
+    weights_read: dict[str, str | None] = field(
+        default_factory=dict
+    )  # digests of networks that stay as they are
     interval: Interval = field(init=False)
     writer: BackgroundWriter = field(init=False)
     outputs: dict[str, Tensor] = field(default_factory=dict)  # statistics of a logged step
@@ -303,7 +305,7 @@ class TrainingState:
             "files": stamp_of(self.source),
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
-            "frozen": self.frozen_sha256,
+            **self.weights_read,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": int(self.interval.skipped),
             "interval": self.interval.sums(),
@@ -322,7 +324,7 @@ class TrainingState:
         self.best = checkpoint.metadata["best"]
         self.seconds_before = checkpoint.metadata["seconds"]
         was = checkpoint.metadata["config"]["budget"].get("minutes")
-        if self.config.budget.minutes != was and self.step:
+        if self.config.budget.minutes not in (None, was) and self.step:
             self._fit(self.seconds / self.step)
 
     def _modules(self) -> dict[str, nn.Module]:

@@ -27,7 +27,6 @@ from dino_vit.views.sampler import (
     BatchSpec,
     GlobalOrder,
     MixedOrder,
-    PartOfMix,
     Sampler,
     ShardUses,
     WeightedWindowOrder,
@@ -220,7 +219,7 @@ def build_prefetch(
         batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
         ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
         ahead = ahead * sampler.length // mixed.counts[number] if mixed else ahead  # in images of the mix
-    uses = ShardUses(sampler, len(layout.sizes), PartOfMix(mixed, number) if mixed else order)
+    uses = ShardUses(sampler, len(layout.sizes), number)
     return Prefetch(copies, uses.next, ahead, limit)
 
 

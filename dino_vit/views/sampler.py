@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +21,11 @@ BLOCK = 2**18  # images, at least, that a window order draws at a time
 WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 
 
-class Order(Protocol):
-    """The images of each epoch, of which any part is drawn by itself."""
-
-    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the images at the positions from `start` to `stop` of an epoch."""
-
-    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
-
-
 class GlobalOrder:
-    """A permutation of all images, or a weighted sample with replacement."""
+    """A permutation of all images, or a weighted sample with replacement.
+
+    Like every order it draws any part of an epoch by itself, and tells when each shard is needed.
+    """
 
     def __init__(self, length: int, seed: int, weights: NDArray[np.float64] | None = None) -> None:
         self.length, self.seed, self.weights = length, seed, weights
@@ -42,9 +35,11 @@ class GlobalOrder:
         return GlobalOrder, (self.length, self.seed, self.weights)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the images at the positions from `start` to `stop` of an epoch."""
         return self._order(epoch)[start:stop]
 
     def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
+        """Return about at which position from `start` on an epoch first needs each shard; −1: at none."""
         return np.array([start])  # of any shard
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
@@ -169,6 +164,9 @@ class WeightedWindowOrder:
         return WindowOrder(ShardLayout.of(shards, len(self.layout.sizes)), self.drawn.seed, 0, self.span)
 
 
+Order = GlobalOrder | WindowOrder | WeightedWindowOrder
+
+
 class MixedOrder:
     """Some images of each of several orders in an epoch, in the same shares all along.
 
@@ -195,25 +193,10 @@ class MixedOrder:
         chosen = np.argsort(np.concatenate(times), kind="stable")[start - before : stop - before]
         return np.concatenate(images)[chosen]
 
-    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        raise NotImplementedError("each order has shards of its own: PartOfMix")
-
     def range_around(self, image: int) -> tuple[int, int]:
         """Return the first image of the order that gives an image, and its last one plus 1."""
         number = int(np.searchsorted(self.starts, image, side="right"))
         return int(self.starts[number - 1]), int(self.starts[number])
-
-
-class PartOfMix:
-    """When a mixed order needs the shards of one of its orders."""
-
-    def __init__(self, mixed: MixedOrder, number: int) -> None:
-        self.order, self.count, self.length = mixed.orders[number], mixed.counts[number], mixed.length
-
-    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        uses = self.order.next_uses(epoch, start * self.count // self.length)
-        uses[uses >= self.count] = -1
-        return np.where(uses < 0, -1, uses * self.length // self.count)
 
 
 class BatchSpec(NamedTuple):
@@ -258,9 +241,7 @@ class Sampler:
         return (self.length + self.keep_last * (self.batch_size - 1)) // self.batch_size
 
     def build_order(self) -> Order:
-        """Return the order, which draws any part of an epoch."""
-        if self.mixed is not None:
-            return self.mixed
+        """Return the order of one source."""
         if self.layout is None:
             return GlobalOrder(self.length, self.seed, self.weights)
         if self.weights is None:
@@ -269,7 +250,7 @@ class Sampler:
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the indices of an epoch: a permutation, or a weighted sample."""
-        return self.build_order().take(epoch, 0, self.length)
+        return (self.mixed or self.build_order()).take(epoch, 0, self.length)
 
     def others(self, sample: int, count: int) -> Iterator[int]:
         """Draw replacements for an unreadable image, as a function of its index alone."""
@@ -282,7 +263,7 @@ class Sampler:
 
     def batch_specs(self, position: int = 0) -> Iterator[BatchSpec]:
         """Yield this process's part of each micro-batch, from a position (in steps) on, without end."""
-        order, parts = self.build_order(), self.world_size * self.accumulate
+        order, parts = self.mixed or self.build_order(), self.world_size * self.accumulate
         for number in count(position):
             epoch, step = divmod(number, self.steps_per_epoch)
             start = step * self.batch_size
@@ -297,10 +278,13 @@ class Sampler:
 
 
 class ShardUses:
-    """When a run needs each shard: known ahead, as the order is a function of the epoch."""
+    """When a run needs each shard of a source: known ahead, as the order is a function of the epoch."""
 
-    def __init__(self, sampler: Sampler, shards: int, order: Order | PartOfMix | None = None) -> None:
-        self.sampler, self.shards, self.order = sampler, shards, order or sampler.build_order()
+    def __init__(self, sampler: Sampler, shards: int, source: int = 0) -> None:
+        """`source` is the number of the source, if several are mixed."""
+        self.sampler, self.shards, mixed = sampler, shards, sampler.mixed
+        self.order = mixed.orders[source] if mixed else sampler.build_order()
+        self.count = mixed.counts[source] if mixed else sampler.length  # of its images in an epoch
 
     def next(self, position: int) -> NDArray[np.int64]:
         """Return for each shard after about how many images it is needed, from a position (in steps) on.
@@ -312,8 +296,10 @@ class ShardUses:
         done = step * self.sampler.batch_size
         result = np.full(self.shards, np.iinfo(np.int64).max)
         for ahead, start in ((1, 0), (0, done)):
-            uses = self.order.next_uses(epoch + ahead, start)
-            np.copyto(result, uses + ahead * used - done, where=(uses >= 0) & (uses < used))
+            uses = self.order.next_uses(epoch + ahead, start * self.count // self.sampler.length)
+            times = uses * self.sampler.length // self.count
+            is_needed = (uses >= 0) & (uses < self.count) & (times < used)
+            np.copyto(result, times + ahead * used - done, where=is_needed)
         return result
 
 

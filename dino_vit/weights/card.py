@@ -7,9 +7,7 @@ from typing import Any
 from jinja2 import Template
 
 from dino_vit import __version__
-from dino_vit.config.loading import load, write_yaml
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import ConfigError
+from dino_vit.config.loading import write_yaml
 from dino_vit.core.text import printable, printable_lines
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
@@ -285,7 +283,10 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "
 
 def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:
     """Return the README.md of a Hugging Face folder."""
-    facts, run, transform = describe(model), _pretraining(model), _transform(model)
+    facts, transform = describe(model), _transform(model)
+    settings: dict[str, Any] = model.provenance.config if model.provenance else {}
+    run = settings if "method" in settings else None  # of a fine-tuning there is none
+    source = run["data"]["source"] if run else []
     facts = {name: facts[name] for name in CARD_FACTS} | {"exported by": f"dino-vit {__version__}"}
     facts["file"] = facts["file"] and Path(facts["file"]).name
     card = Template(_CARD, trim_blocks=True, keep_trailing_newline=True).render(
@@ -298,19 +299,10 @@ def model_card(model: Backbone, *, license: str | None = None, evaluation: str =
         std=transform and transform.std,
         run=run,
         evaluation=evaluation,
-        images=", ".join(map(_public, run.data.sources)) if run else "",
+        images=", ".join(map(_public, [source] if isinstance(source, str) else source)),
         public=_public,
     )
     return printable_lines(card)
-
-
-def _pretraining(model: Backbone) -> PretrainConfig | None:
-    """Return the settings of the pretraining that a backbone comes from, if it is one of ours."""
-    settings = model.provenance.config if model.provenance else {}
-    try:
-        return load(PretrainConfig, None, settings) if settings else None
-    except ConfigError:  # of a fine-tuning, or of another version
-        return None
 
 
 def _public(name: str) -> str:

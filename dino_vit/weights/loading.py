@@ -70,7 +70,8 @@ def load_backbone(
     layout, model, notes = _load(raw, format, trained_size, overrides)
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:
-        origin = replace(origin, size=None, preparation={})
+        stated = {key: value for key, value in origin.preparation.items() if key != "shorter_side"}
+        origin = replace(origin, size=None, preparation=stated)
     model.provenance = origin
     if verbose:
         loaded = f"loaded {len(model.state_dict())} tensors"
@@ -281,10 +282,23 @@ def open_frozen(config: PretrainConfig, weights: str) -> TrainedTeacher:
     """Load the network that `teacher.weights` names."""
     _check_other_run(config, "teacher.weights", weights)
     frozen = open_teacher(weights)
-    if not all_equal(int(frozen.sha256[:12], 16)):
-        text = f"the processes read different weights from teacher.weights={weights}"
-        raise ValueError(f"{text}; give a checkpoint that is kept")
+    _check_all_equal(frozen.sha256, f"teacher.weights={weights}")
     return frozen
+
+
+def open_gram_teacher(config: PretrainConfig, weights: str) -> Backbone:
+    """Load the network that `gram` holds the patches to."""
+    _check_other_run(config, "gram.weights", weights)
+    gram_teacher = load_backbone(weights)
+    assert gram_teacher.provenance
+    _check_all_equal(gram_teacher.provenance.sha256, f"gram.weights={weights}")
+    return gram_teacher
+
+
+def _check_all_equal(sha256: str, name: str) -> None:
+    """Check that no process reads a later checkpoint of a run that goes on."""
+    if not all_equal(int(sha256[:12], 16)):
+        raise ValueError(f"the processes read different weights from {name}; give a checkpoint that is kept")
 
 
 def _check_other_run(config: PretrainConfig, key: str, weights: str) -> None:
@@ -308,11 +322,8 @@ def check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) ->
         )
 
 
-def load_gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone:
-    """Load the network that `gram` holds the patches to."""
-    assert config.gram is not None
-    _check_other_run(config, "gram.weights", config.gram.weights)
-    gram_teacher = load_backbone(config.gram.weights)
+def check_gram_teacher(config: PretrainConfig, gram_teacher: Backbone, student: Backbone) -> None:
+    """Check that a Gram teacher sees the patches that the student sees."""
     provenance = gram_teacher.provenance
     if not (gram_teacher.has_patches and student.has_patches):
         raise ValueError("gram.weights is about patches, which these networks do not have; leave it out")
@@ -323,6 +334,5 @@ def load_gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone:
         ("data.std", provenance and provenance.std, config.data.std),
     ):
         if theirs and ours and not np.allclose(theirs, ours):
-            text = f"gram.weights={config.gram.weights} has {what} of {theirs}, the run of {ours}"
+            text = f"the network of gram.weights has {what} of {theirs}, the run of {ours}"
             raise ValueError(f"{text}; they must be the same")
-    return gram_teacher

@@ -1,5 +1,7 @@
 import os
+from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -16,11 +18,14 @@ from dino_vit.core.distributed import (
     wait_for_all,
     world_size,
 )
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.features import koleo_loss
 from dino_vit.method.loss import loss_statistics
 from dino_vit.method.optim import reduce_loss
 from dino_vit.models.head import convert_sync_batchnorm
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.eval_transform import EvalTransform
 
 
 def test_a_single_process_needs_no_group():
@@ -63,6 +68,7 @@ def _check_in_process(number, rendezvous, logits, of_one):
         assert not unanswered(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"))
         assert not unanswered(TimeoutError("the server timed out"))
         _check_gather(number)
+        _check_weights(number)
         torch.manual_seed(0)
         _check_batch_norm(number)
         _check_center(number, logits)
@@ -95,6 +101,19 @@ def _check_gather(number):
         assert torch.equal(gathered, of_all)
         assert not gathered.requires_grad
     assert all_gather(torch.full((1,), number)).tolist() == [0, 1]
+
+
+def _check_weights(number):
+    """A run that goes on may write a checkpoint between two processes that read its newest one."""
+    for seed, expected in (
+        (0, nullcontext()),
+        (number, pytest.raises(ValueError, match="different weights")),
+    ):
+        torch.manual_seed(seed)
+        model = VisionTransformer(image_size=16, patch_size=8, width=32, depth=1, heads=2)
+        frozen = FrozenBackbone(model=model, transform=EvalTransform(size=(16, 16), mean=(0,), std=(1,)))
+        with expected:
+            frozen.check_all_equal()
 
 
 def _check_batch_norm(number):

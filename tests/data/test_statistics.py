@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from dino_vit.data.images.pixels import RGB, Pixels
-from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.data.statistics import channel_statistics, inspect_images, sample
+from dino_vit.data.statistics import channel_statistics, inspect_images
 from tests.support.images import npy, saved, smooth, tiff
 
 
@@ -77,17 +76,6 @@ def test_what_fits_is_what_can_be_converted():
             except ValueError:
                 usable = False
             assert image.fits(channels) == usable, (mode, channels)
-
-
-def test_a_sample_is_a_function_of_the_seed_all_over_the_source():
-    assert sample(SyntheticSource(length=50), 0, 64) == list(range(50))
-    source = SyntheticSource(length=1_000_000)
-    drawn = sample(source, 7, 256)
-    assert drawn == sample(source, 7, 256) == sorted(set(drawn))
-    assert drawn != sample(source, 8, 256)
-    assert 240 <= len(drawn) <= 256
-    assert drawn[0] < 50_000
-    assert drawn[-1] > 950_000
 
 
 @pytest.mark.parametrize("bits", [8, 16])

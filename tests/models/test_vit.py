@@ -235,3 +235,12 @@ def test_the_mask_token_replaces_the_masked_patches(registers, recomputed):
     for mine, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(tokens[1:], model.forward_features(images)[1:])
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_tokens_are_in_float32_under_autocast(positions: str) -> None:
+    """As the sums of residuals are; DINOv3's are too."""
+    model = VisionTransformer(image_size=16, patch_size=8, width=32, depth=1, heads=2, positions=positions)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.embed_patches(torch.randn(2, 3, 16, 16)).dtype == torch.float32
+        assert model.forward_features(torch.randn(2, 3, 16, 16)).dtype == torch.float32

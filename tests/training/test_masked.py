@@ -225,6 +225,21 @@ def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size
     assert_close(outs[1].cls_loss, outs[0].cls_loss, atol=1e-2, rtol=0)
 
 
+def test_an_earlier_teacher_that_has_changed_is_refused(tmp_path):
+    kept = tmp_path / "kept.safetensors"
+    for steps_taken in (5, 10):
+        trained(
+            tmp_path / "run", {"budget.steps": steps_taken, "optim.warmup_epochs": 0, "run.resume": "changed"}
+        )
+        shutil.copy(max((tmp_path / "run" / "checkpoints").iterdir()), kept)
+        settings = {"views.global_size": 32, "gram.weights": kept}
+        if steps_taken == 5:
+            trained(tmp_path / "held", settings)
+            opened(tmp_path / "held", settings)
+    with pytest.raises(ValueError, match=r"the weights of gram.weights=.* have changed"):
+        opened(tmp_path / "held", settings)
+
+
 def test_the_run_itself_is_no_earlier_teacher(tmp_path):
     trained(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0.25})
     changed = {"budget.steps": 10, "gram.weights": tmp_path / "run", "run.resume": "changed"}

@@ -9,7 +9,7 @@ import pytest
 from accelerate import Accelerator
 
 import dino_vit.training.loop
-from dino_vit.config.auto import ENOUGH_IMAGES, network_ladder
+from dino_vit.config.auto import ENOUGH_IMAGES, SHORT, network_ladder
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
@@ -111,6 +111,8 @@ def test_a_run_that_resumes_keeps_its_length_unless_its_minutes_change(tmp_path,
     assert opened(tmp_path / "run", {**settings, "budget.minutes": 10}).state.plan.total_steps == length
     changed = {**settings, "budget.minutes": 20, "run.resume": "changed"}
     assert opened(tmp_path / "run", changed).state.plan.total_steps == 30 + 1170
+    in_steps = {"budget.steps": 400, "run.resume": "changed", "optim.warmup_epochs": 0}
+    assert opened(tmp_path / "run", in_steps).state.plan.total_steps == 400
 
 
 def test_the_network_is_the_largest_that_sees_enough_images():
@@ -125,9 +127,23 @@ def test_the_network_is_the_largest_that_sees_enough_images():
     assert network_ladder(given, 500) == []
 
 
+@pytest.mark.parametrize(("of_long", "steps"), [(0.02, SHORT - 1), (0.012, 45_000)])
+def test_a_long_run_has_the_speed_of_its_own_recipe(tmp_path, monkeypatch, of_long, steps):
+    """A step of a long run, with more views and all patches, takes longer than one of a short run."""
+    monkeypatch.setattr(
+        dino_vit.training.loop,
+        "measured_seconds",
+        lambda config, steps=1000: (of_long if steps >= SHORT else 0.01, 15.0),
+    )
+    settings = ["recipe=auto", "data.source=synthetic:400:32", f"output={tmp_path}", "budget.minutes=10"]
+    fit = fit_to_minutes(load(PretrainConfig, None, [*settings, "model.arch=vit_tiny", "data.batch_size=8"]))
+    assert fit.steps == pytest.approx(steps, rel=0.02)
+    assert (fit.steps < SHORT) == (steps < SHORT)
+
+
 @pytest.mark.parametrize(("speed", "width"), [(10, 96), (1e9, 384)])
 def test_the_choice_follows_the_measured_speed(tmp_path, monkeypatch, speed, width):
-    monkeypatch.setattr(dino_vit.training.loop, "measured_seconds", lambda _: (8 / speed, 15.0))
+    monkeypatch.setattr(dino_vit.training.loop, "measured_seconds", lambda *_: (8 / speed, 15.0))
     settings = ["recipe=auto", "data.source=synthetic:400:224", f"output={tmp_path}", "budget.minutes=10"]
     config = load(PretrainConfig, None, [*settings, "data.batch_size=8", "data.workers=0"])
     accelerator = Accelerator()

@@ -72,3 +72,10 @@ def test_what_only_shows_with_the_data_is_refused(
     config = load(PretrainConfig, None, overrides)
     with pytest.raises(ValueError, match=re.escape(message)):
         make_plan(config, **run)
+
+
+def test_a_run_of_minutes_that_became_shorter_goes_on() -> None:
+    config = load(PretrainConfig, None, ["budget.epochs=null", "budget.minutes=10"])
+    with pytest.raises(ValueError, match=r"optim.warmup_epochs=10 is not shorter than the run"):
+        make_plan(config, 6400, 1, 950)
+    assert make_plan(config, 6400, 1, 950, resumed=True).total_steps == 950

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
+from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
 from dino_vit import export_backbone, load_backbone
 from dino_vit.config.loading import load
@@ -99,6 +100,20 @@ def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
     finally:
         aside.rename(weights)
     assert not moved(tensors(tmp_path / "whole", 10), tensors(tmp_path / "run", 10))
+
+
+def test_images_are_normalised_as_those_that_the_weights_saw(tmp_path):
+    pixels = {"data.mean": "[0.4, 0.5, 0.6]", "data.std": "[0.1, 0.2, 0.3]"}
+    trained(tmp_path / "start", {"budget.steps": 5, "optim.warmup_epochs": 0, **pixels})
+    settings = {**FROM, "init.weights": tmp_path / "start"}
+    trained(tmp_path / "run", settings)
+    for ready in (
+        load_backbone(tmp_path / "run").provenance,
+        opened(tmp_path / "run", settings).state.config.data,
+    ):
+        assert (ready.mean, ready.std) == ((0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
+    given = opened(tmp_path / "given", {**settings, "data.mean": "[0.5, 0.5, 0.5]"}).state.config.data
+    assert (given.mean, given.std) == ((0.5, 0.5, 0.5), (0.1, 0.2, 0.3))
 
 
 def test_weights_of_other_channels_are_inflated(tmp_path, weights):
@@ -215,6 +230,17 @@ def test_auto_shows_trained_weights_the_views_that_they_know(tmp_path, weights):
     assert not moved(tensors_of(run.state.student.backbone), tensors_of(load_backbone(weights)))
     given = {**AUTO, "init.weights": weights, "views.global_size": 64}
     assert opened(tmp_path / "given", given, {}).state.student.backbone.image_size == (64, 64)
+
+
+def test_views_are_of_the_images_that_the_weights_saw_and_not_of_all_their_positions(tmp_path):
+    config = ViTConfig(
+        image_size=64, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "hub")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "hub")
+    state = opened(tmp_path / "run", {**AUTO, "init.weights": tmp_path / "hub"}, {}).state
+    assert state.config.views.global_size == 32
+    assert state.evaluation.transform.size == (32, 32)
 
 
 def test_features_are_read_from_larger_images_than_views(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.sources.source import ShardLayout
-from dino_vit.views.sampler import GlobalOrder, MixedOrder, PartOfMix, Sampler, ShardUses, WindowOrder
+from dino_vit.views.sampler import GlobalOrder, MixedOrder, Sampler, ShardUses, WindowOrder
 
 LENGTHS, COUNTS = (300, 1000, 50), (300, 450, 7)
 STARTS = [0, 300, 1300, 1350]
@@ -70,7 +70,7 @@ def test_an_image_of_the_same_source_stands_in_for_one_that_cannot_be_read():
 @pytest.mark.parametrize("position", [0, 9, 25, 30, 31])
 def test_shards_of_a_mix_are_asked_for_in_time(position):
     sampler = Sampler(length=sum(COUNTS), batch_size=24, seed=3, mixed=mixed())
-    uses = ShardUses(sampler, 20, PartOfMix(sampler.mixed, 1)).next(position)
+    uses = ShardUses(sampler, 20, 1).next(position)
     sequence = np.concatenate([spec.samples for spec in islice(sampler.batch_specs(position), 50)])
     shards = np.where((sequence >= 300) & (sequence < 1300), (sequence - 300) // 50, -1)
     for shard in range(20):

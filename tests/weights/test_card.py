@@ -126,6 +126,12 @@ def test_the_hub_reads_what_it_is_and_a_stranger_where_it_comes_from(tmp_path):
     assert "licence" not in card.text
 
 
+def test_a_run_of_another_version_is_described_too():
+    config = PretrainConfig().model_dump(mode="json")
+    config["data"] |= {"source": "photos", "setting_of_another_version": 3}
+    assert "pretrained without labels (`method=dino`)" in model_card(trained(config=config))
+
+
 def test_no_password_and_no_path_leaves_with_the_weights(tmp_path):
     for source, shown in (
         ("https://me:secret@host/photos.tar?token=secret", "`https://host/photos.tar`"),

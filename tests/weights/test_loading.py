@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from transformers import ViTConfig, ViTModel
+from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
 from dino_vit import WeightsError, load_backbone, save_backbone
 from dino_vit.core.storage import read_metadata
@@ -155,6 +155,14 @@ def test_positions_that_do_not_form_a_square():
     loaded = load_backbone(model.state_dict(), heads=2, trained_size=(16, 48))
     assert loaded.trained_grid == (2, 6)
     assert torch.equal(loaded(torch.ones(1, 3, 16, 48)), model(torch.ones(1, 3, 16, 48)))
+
+
+def test_images_of_another_size_are_prepared_as_the_weights_say(tmp_path):
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 32, "width": 32}, resample=2).save_pretrained(tmp_path)
+    as_stated = eval_transform_of(load_backbone(tmp_path), size=(48, 48))
+    assert (as_stated.fit, as_stated.interpolation) == ("whole", "bilinear")
+    assert load_backbone(tmp_path, image_size=48).transform == as_stated
 
 
 def test_a_hub_folder_gives_the_trained_size(tmp_path):
