@@ -22,7 +22,7 @@ class Run:
 
     def __repr__(self) -> str:
         record = self._record()
-        return f"Run({str(self.folder)!r}): step {record.step:,} of {record.total_steps:,}; {self.state}"
+        return f"Run({str(self.folder)!r}): step {record.step:,} of {record.total_steps or 0:,}; {self.state}"
 
     def __str__(self) -> str:
         record, config = self._record(), self.config

@@ -20,7 +20,6 @@ further images: ViT-B/16 at 224 pixels 81.7, ViT-B/8 at 320 pixels 85.5. As in t
 import csv
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import ClassVar
 
@@ -30,14 +29,14 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Result, format_table
+from dino_vit.commands import Written, format_table
 from dino_vit.config.commands import RESULTS
 from dino_vit.config.settings import Dimension, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
-from dino_vit.eval.features import eval_mode
+from dino_vit.eval.features import eval_mode, in_batches, read_batches
 from dino_vit.eval.results import default_output, write_results
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.eval_transform import eval_transform_of
@@ -65,33 +64,28 @@ class CopydaysConfig(Settings):
     positional: ClassVar = ("originals",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopydaysResult(Result):
-    """Figures in per cent."""
-
-    mean_ap: float
-    micro_ap: float
-    recall_at_1: float
-    path: Path
-
-
 @torch.no_grad()
-def describe(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> tuple[Source, Tensor]:
-    """Return a source and the features (n, 2 D) of its images: CLS and GeM."""
-    source = open_source(spec)
+def describe(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> tuple[list[str], Tensor]:
+    """Return the names of the readable images of a source, and their features (n, 2 D): CLS and GeM."""
+    source, names = open_source(spec), list[str]()
     size = (config.size, config.size) if config.size else None
     transform = eval_transform_of(model, size=size, fit="whole")
     normalise, features = transform.normaliser(model.device), []
     with progress(title, len(source)) as advance:
-        for start in range(0, len(source), config.batch_size):
-            indices = range(start, min(start + config.batch_size, len(source)))
-            images = normalise(torch.stack([transform.read(source, index) for index in indices]))
-            tokens = model.forward_features(images).float()
+        for batch in read_batches(source, transform, in_batches(range(len(source)), config.batch_size)):
+            for image in batch.unreadable:
+                log.warning("left out: %s", image)
+            if not len(batch.values):
+                continue
+            names += [source.name(index) for index in batch.indices.tolist()]
+            tokens = model.forward_features(normalise(batch.values)).float()
             patches = tokens[:, model.first_patch :].clamp(min=1e-6)
             pooled = patches.pow(GEM_POWER).mean(1).pow(1 / GEM_POWER)
             features.append(torch.cat([tokens[:, 0], pooled], dim=1))
-            advance(len(indices))
-    return source, torch.cat(features)
+            advance(len(batch.values))
+    if not names:
+        raise ValueError(f"none of the images of {spec} can be read")
+    return names, torch.cat(features)
 
 
 def learn_whitening(features: Tensor) -> Callable[[Tensor], Tensor]:
@@ -100,7 +94,7 @@ def learn_whitening(features: Tensor) -> Callable[[Tensor], Tensor]:
     The cosine of its results counts all directions alike (Jégou and Chum, 2012). As in 2021 it learns these
     from features that are not centered.
     """
-    learned = features.double().cpu()
+    learned = features.cpu().double()
     mean = learned.mean(0)
     variances, directions = torch.linalg.eigh(learned.T @ learned / len(learned))
     if torch.equal(learned, mean.expand_as(learned)):
@@ -111,26 +105,20 @@ def learn_whitening(features: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda rows: F.normalize((rows - center) @ matrix, dim=1)
 
 
-def true_pairs(queries: Source, originals: Source, table: str | None) -> Tensor:
+def true_pairs(queries: list[str], originals: list[str], table: str | None) -> Tensor:
     """Return which original each query is a copy of: (queries, originals) of bool."""
-    query_names, original_names = ([PurePath(s.name(i)) for i in range(len(s))] for s in (queries, originals))
-    truth = torch.zeros(len(query_names), len(original_names), dtype=torch.bool)
     if table:
-        rows = {str(name): row for row, name in enumerate(query_names)}
-        columns = {str(name): column for column, name in enumerate(original_names)}
         with open(table, newline="") as file:
-            for line, (query, original) in enumerate(csv.reader(file), 1):
-                if query not in rows or original not in columns:
-                    raise ValueError(
-                        f"{table}:{line}: no image is called {query if query not in rows else original}"
-                    )
-                truth[rows[query], columns[original]] = True
+            pairs = {tuple(row) for row in csv.reader(file) if row}
+        missing = [pair for pair in pairs if pair[0] not in queries or pair[-1] not in originals]
+        if missing:
+            raise ValueError(f"{table}: no pair of images is called {','.join(missing[0])}")
+        truth = torch.tensor([[(query, name) in pairs for name in originals] for query in queries])
     else:
-        for row, query_name in enumerate(query_names):
-            for column, name in enumerate(original_names):
-                truth[row, column] = query_name.name[:4] == name.name[:4]
+        starts = [[PurePath(name).name[:4] for name in names] for names in (queries, originals)]
+        truth = torch.tensor([[query == name for name in starts[1]] for query in starts[0]])
     if not truth.any():
-        example = f"{query_names[0]} and {original_names[0]}"
+        example = f"{queries[0]} and {originals[0]}"
         raise ValueError(f"no query is paired with an original, such as {example}; give pairs=FILE.csv")
     return truth
 
@@ -157,7 +145,7 @@ def micro_average_precision(cosines: Tensor, truth: Tensor) -> float:
     return float((precision * relevant).sum() / relevant.sum())
 
 
-def run(config: CopydaysConfig) -> CopydaysResult:
+def run(config: CopydaysConfig) -> Written:
     """Search for the originals of all queries, and write the JSON."""
     model = load_backbone(config.weights).to(start_processes().device)
     if not model.has_patches:
@@ -187,9 +175,7 @@ def run(config: CopydaysConfig) -> CopydaysResult:
     write_results(path, {"settings": config.model_dump(mode="json"), **counts, "results": results})
     table = format_table(["", "%"], [[name, f"{value:.2f}"] for name, value in results.items()])
     title = f"{counts['queries']:,} copies, originals among {len(bank):,} images"
-    mean_ap, micro_ap, recall = results.values()
-    text = f"{title}\n\n{table}\n\n{path}"
-    return CopydaysResult(mean_ap=mean_ap, micro_ap=micro_ap, recall_at_1=recall, path=path, text=text)
+    return Written(path=path, text=f"{title}\n\n{table}\n\n{path}")
 
 
 if __name__ == "__main__":

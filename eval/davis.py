@@ -20,7 +20,6 @@ import math
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -34,7 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Result, format_table
+from dino_vit.commands import Written, format_table
 from dino_vit.config.settings import Count, Dimension, FewOrZero, Positive, Settings, setting
 from dino_vit.core import Size
 from dino_vit.core.runtime import start_processes
@@ -62,16 +61,6 @@ class DavisConfig(Settings):
     output: str = setting("davis", "folder for the masks and davis.json")
 
     positional: ClassVar = ("source",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DavisResult(Result):
-    """J and F over all objects, in per cent, and both by video."""
-
-    j: float
-    f: float
-    videos: dict[str, list[tuple[float, float]]]  # of each object
-    path: Path
 
 
 def propagate_labels(
@@ -220,7 +209,7 @@ def write_mask(mask: Tensor, path: Path, *, palette_of: Path) -> None:
     image.save(path)
 
 
-def run(config: DavisConfig) -> DavisResult:
+def run(config: DavisConfig) -> Written:
     """Propagate the masks of all videos, judge and write them."""
     folder = Path(config.output)
     names = (Path(config.source) / "ImageSets" / "2017" / "val.txt").read_text().split()
@@ -243,7 +232,7 @@ def run(config: DavisConfig) -> DavisResult:
     ]
     rows.append(["mean over objects", f"{j:.1f}", f"{f:.1f}"])
     text = f"{format_table(['%', 'J', 'F'], rows)}\nJ&F {(j + f) / 2:.1f} %\n\n{folder}/*/*.png\n{path}"
-    return DavisResult(j=j, f=f, videos=videos, path=path, text=text)
+    return Written(path=path, text=text)
 
 
 if __name__ == "__main__":

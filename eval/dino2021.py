@@ -56,6 +56,7 @@ class Dino2021Config(SupervisedConfig, CachedConfig):
 
     def contradictions(self) -> Iterator[str]:
         """Yield what the published heads do not read."""
+        yield from super().contradictions()
         if self.mean and self.blocks != 1:
             yield f"mean=true needs blocks=1, not {self.blocks}"
 

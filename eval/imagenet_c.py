@@ -16,7 +16,6 @@ features (Oquab et al., 2023): DINO ViT-B/8 56.6, iBOT ViT-L/16 43.9, DINOv2 ViT
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import ClassVar, Literal
@@ -26,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Result, format_table
+from dino_vit.commands import Written, format_table
 from dino_vit.config.commands import RESULTS, CachedConfig
 from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
@@ -35,7 +34,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_subset
-from dino_vit.eval.linear import count_correct, grid_steps, top_classes, train_heads
+from dino_vit.eval.linear import count_correct, top_classes, train_heads
 from dino_vit.eval.results import default_output, write_results
 
 # Mean error of AlexNet over the severities, as published.
@@ -57,7 +56,6 @@ ALEXNET = {
     "jpeg_compression": 0.606500,
 }
 NEIGHBOURS = 20
-BATCH = 1024
 
 Classifier = Callable[[LabelledFeatures], Tensor]  # the classes of images, by their features
 
@@ -76,16 +74,6 @@ class ImageNetCConfig(CachedConfig):
     writes: ClassVar = "eval/imagenet-c"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageNetCResult(Result):
-    """Errors in per cent: mCE, the mean of each kind, and on clean images."""
-
-    mce: float | None  # None if a kind is not among the published ones
-    errors: dict[str, dict[str, float]]  # by kind and severity
-    clean: float | None
-    path: Path
-
-
 def make_classifier(
     config: ImageNetCConfig, train: LabelledFeatures, classes: int, device: torch.device
 ) -> Classifier:
@@ -95,15 +83,13 @@ def make_classifier(
             train.features, train.targets, images.features, k=[NEIGHBOURS], device=device
         )[NEIGHBOURS][:, 0]
     rest, held_out = hold_out(train, config.seed)
-    batch = min(BATCH, len(rest))
     (heads,) = train_heads(
         rest.features,
         rest.targets,
         columns=[slice(rest.features.shape[1])],
-        rates=[rate * batch / 256 for rate in config.rates],
+        rates=config.rates,
         classes=classes,
-        steps=grid_steps(len(rest), batch),
-        batch_size=batch,
+        steps=None,
         seed=config.seed,
         device=device,
     )
@@ -122,7 +108,7 @@ def error_of(frozen: FrozenBackbone, spec: str, train: LabelledSubset, classify:
     return 100 * float(wrong.double().mean())
 
 
-def run(config: ImageNetCConfig) -> ImageNetCResult:
+def run(config: ImageNetCConfig) -> Written:
     """Classify the images of every kind and severity, and write the JSON."""
     folders: dict[str, list[Path]] = {}
     for folder in sorted(Path(config.source).glob("*/*/")):
@@ -154,9 +140,7 @@ def run(config: ImageNetCConfig) -> ImageNetCResult:
     lines = [no_mce if mce is None else f"mCE {mce:.1f} %", str(path)]
     if clean is not None:
         lines.insert(0, f"clean images {clean:.1f} %")
-    return ImageNetCResult(
-        mce=mce, errors=errors, clean=clean, path=path, text="\n".join([table, "", *lines])
-    )
+    return Written(path=path, text="\n".join([table, "", *lines]))
 
 
 if __name__ == "__main__":

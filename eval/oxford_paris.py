@@ -19,7 +19,6 @@ uses Lanczos' filter.
 
 import pickle
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Result, format_table
+from dino_vit.commands import Written, format_table
 from dino_vit.config.commands import RESULTS
 from dino_vit.config.settings import Dimension, NonEmpty, Positive, Settings, setting
 from dino_vit.core.runtime import start_processes
@@ -67,14 +66,6 @@ class OxfordParisConfig(Settings):
     writes: ClassVar = "eval/oxford-paris"
 
     positional: ClassVar = ("source",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OxfordParisResult(Result):
-    """Figures in per cent by difficulty: mAP, and mP@k by k."""
-
-    figures: dict[str, dict[str, float]]
-    path: Path
 
 
 class Query(NamedTuple):
@@ -200,7 +191,7 @@ def judge(orders: NDArray[np.int64], queries: list[Query]) -> dict[str, dict[str
     return figures
 
 
-def run(config: OxfordParisConfig) -> OxfordParisResult:
+def run(config: OxfordParisConfig) -> Written:
     """Rank the bank for each query, and write the JSON."""
     names, queries = read_ground_truth(Path(config.source))
     source = open_source(config.source)
@@ -220,7 +211,7 @@ def run(config: OxfordParisConfig) -> OxfordParisResult:
     rows = [[name, *(f"{value:.2f}" for value in row.values())] for name, row in figures.items()]
     table = format_table(["%", "mAP", *(f"mP@{k}" for k in PRECISION_AT)], rows)
     title = f"{len(queries)} queries among {len(names):,} images"
-    return OxfordParisResult(figures=figures, path=path, text=f"{title}\n\n{table}\n\n{path}")
+    return Written(path=path, text=f"{title}\n\n{table}\n\n{path}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
     if not frozen.model.has_patches:
         path = frozen.describe_weights()["source"]
         raise ValueError(f"{path} has no patches: its features are made after pooling")
+    frozen.check_all_equal()
     train, train_indices, queries, indices = _open(config)
     bank = patch_bank(frozen, train, train_indices, spec, patches=config.patches)
     steps = config.steps or choose_steps(len(bank.images))

@@ -1,5 +1,6 @@
 """`dino-vit report`: write a page about a run."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ def run(config: ReportConfig) -> Written:
     if not start_processes().is_main_process:
         return Written(path=output, text="")
     pictures = draw(record, config)
-    if output.exists() and not pictures.views:
+    if output.exists() and not (pictures.views or pictures.map):
         text = f"{output} stays as it is: a new page would have no pictures, as the images cannot be read"
         raise ValueError(f"{text}; say where they are with source=..., or give another output")
     html = render(record, pictures).encode()
@@ -44,8 +45,9 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
         source = open_source(config.source or record.config.data.source or "", None, record.config.data.mix)
         with _noted(pictures, "The map has no labels"):
             source = join_labels(source, labels) if labels else source
-        epoch = int(record.history[-1].epoch) if record.history else 0
-        pictures.views = view_rows(record.config, source, epoch)
+        epoch = math.ceil(record.history[-1].epoch) - 1 if record.history else 0
+        with _noted(pictures, "The views are missing"):
+            pictures.views = view_rows(record.config, source, max(epoch, 0))
         _draw_network(pictures, record, source, config.images)
     return pictures
 

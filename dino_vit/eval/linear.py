@@ -30,6 +30,7 @@ from dino_vit.models.linear import linear
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9
+BATCH = 1024  # images per step of a grid
 PENALTIES = tuple(10.0**exponent for exponent in range(-6, 3))  # of ridge regressions
 TOP_K = 5
 _CONVERGED = 1e-4  # the largest gradient of the objective, divided by n·C, that counts as the optimum
@@ -58,18 +59,22 @@ def train_heads(
     columns: Sequence[slice],
     rates: Sequence[float],
     classes: int,
-    steps: int,
-    batch_size: int,
+    steps: int | None,
+    batch_size: int = BATCH,
     seed: int,
     device: torch.device,
 ) -> list[LinearHeads]:
     """Train a head for every rate on every choice of columns, by SGD with momentum and a cosine to zero.
 
-    `features` (images, width) and `targets` may be on another device: classes from 0 on, or a 0 or 1 for each
-    of several labels, (images, classes). All heads that read the same columns start from the same weights.
-    The processes share the rates; each returns all heads.
+    Rates are for batches of 256 images, and scale with the batch. `features` (images, width) and `targets`
+    may be on another device: classes from 0 on, or a 0 or 1 for each of several labels, (images, classes).
+    All heads that read the same columns start from the same weights. The processes share the rates; each
+    returns all heads.
     """
-    local_rates = rank_slice(rates)
+    batch_size = min(batch_size, len(features))
+    steps = steps or grid_steps(len(features), batch_size)
+    log.info("%d steps of %d images; rates are for 256 images and scale with the batch", steps, batch_size)
+    local_rates = [rate * batch_size / 256 for rate in rank_slice(rates)]
     heads = []
     for read in columns:
         start = initial_weight(classes, len(range(features.shape[1])[read]), seed)
@@ -202,35 +207,26 @@ def train_logistic(
     return LinearHeads(torch.stack(weights), torch.stack(biases))
 
 
+@torch.enable_grad()
 def _objective(
     scaled: Sequence[Tensor], features: Tensor, targets: Tensor, *, unit: Tensor, mean: Tensor, penalty: float
 ) -> Tensor:
     """Return the objective divided by n·C, and set the gradients of the scaled weight and the bias.
 
-    That is the mean cross-entropy on centred features plus penalty / 2 · |W|². The gradient is written out,
-    in place: autograd would hold a block's scores three times.
+    That is the mean cross-entropy on centred features plus penalty / 2 · |W|², a block of images at a time.
     """
-    weight, bias = scaled[0].detach() * unit, scaled[1].detach()
-    shifted = bias - weight @ mean
-    value, slope = penalty / 2 * weight.square().sum(), penalty * weight
-    bias_slope = torch.zeros_like(shifted)
-    size = max(1, _MAX_SCORES // len(bias))
-    for start in range(0, len(features), size):
-        x, y = features[start : start + size], targets[start : start + size]
-        scores = linear(x, weight, shifted)  # (n, c)
-        if y.ndim == 2:
-            value += F.binary_cross_entropy_with_logits(scores, y, reduction="sum") / len(features)
-            errors = scores.sigmoid() - y
-        else:
-            logs, y = scores.log_softmax(dim=-1), y[:, None]
-            value -= logs.gather(1, y).sum() / len(features)
-            errors = logs.exp_().scatter_add_(1, y, -torch.ones_like(y, dtype=logs.dtype))
-        errors /= len(features)
-        slope += linear(errors.t(), x.t())
-        bias_slope += errors.sum(dim=0)
-    scaled[0].grad = (slope - torch.outer(bias_slope, mean)) * unit
-    scaled[1].grad = bias_slope
-    return value
+    cross_entropy = F.binary_cross_entropy_with_logits if targets.ndim == 2 else F.cross_entropy
+    size = max(1, _MAX_SCORES // 4 // len(scaled[1]))  # autograd holds them about three times
+    total = torch.zeros_like(mean[0])
+    for parameter in scaled:
+        parameter.grad = None
+    for x, y in zip(torch.split(features, size), torch.split(targets, size), strict=True):
+        weight = scaled[0] * unit
+        loss = cross_entropy(linear(x, weight, scaled[1] - weight @ mean), y, reduction="sum")
+        value = (loss + len(x) * penalty / 2 * weight.square().sum()) / len(features)
+        torch.autograd.backward(value)
+        total += value.detach()
+    return total
 
 
 def ridge(features: Tensor, targets: Tensor, penalties: Sequence[float], columns: slice) -> LinearHeads:

@@ -94,6 +94,12 @@ def test_many_images_are_on_several_sheets(weights):
     assert (len(drawn.sheets), len(drawn.maps)) == (2, 14)
 
 
+def test_sheets_of_an_earlier_call_do_not_stay(weights, tmp_path):
+    for count, sheets in ((14, 2), (3, 1)):
+        dino_vit.attention("synthetic:14:32", weights, count=count, output=tmp_path / "maps", verbose=False)
+        assert len(list((tmp_path / "maps").glob("sheet-*.png"))) == sheets
+
+
 def test_file_names_are_safe():
     for name in ("../../etc/passwd.png", "a/<b>.png", "....", "x" * 300 + ".png"):
         assert re.fullmatch(r"7-[\w-]{0,100}", file_stem(7, name))

@@ -68,6 +68,7 @@ def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder):
     assert metadata["weights"]["file_sha256"] == model.provenance.sha256
     assert metadata["source"] == {
         "spec": str(folder),
+        "root": str(folder),
         "fingerprint": source.fingerprint,
         "images": 34,
         "unreadable": 1,
@@ -103,6 +104,16 @@ def test_search_finds_the_nearest_other_images(tmp_path, weights, folder):
         assert [cosines[near["row"]] for near in result["nearest"]] == expected
     with Image.open(tmp_path / "found.png") as sheet:
         assert sheet.width > sheet.height > 200
+
+
+def test_an_image_is_not_found_by_itself_however_it_was_embedded(tmp_path, weights, folder):
+    (tmp_path / "list.txt").write_text(f"{folder / '30.png'}\n{folder / 'c' / '05.png'}\n")
+    (tmp_path / "link").symlink_to(folder)
+    for number, spec in enumerate((tmp_path / "list.txt", folder / "**" / "*.png", tmp_path / "link")):
+        file = tmp_path / f"{number}.parquet"
+        embed(tmp_path, weights, spec, f"output={file}")
+        (nearest,) = dino_vit.search(file, [folder / "30.png"], k=1, verbose=False).nearest
+        assert not nearest[0].name.endswith("30.png"), spec
 
 
 def test_search_needs_the_weights_of_the_embeddings(tmp_path, weights, folder, capsys):

@@ -19,7 +19,7 @@ from dino_vit.views.sampler import Sampler
 
 CPU = torch.device("cpu")
 COLUMNS = (slice(8, 16), slice(0, 24), slice(8, 24))
-RATES = (0.003, 0.3, 3.0)
+RATES = (0.024, 2.4, 24.0)  # at a batch of 256
 CS = (1e-6, 1e-2, 1.0, 30.0)
 
 
@@ -43,7 +43,7 @@ def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
     with torch.no_grad():
         probe.weight.copy_(start.weight[0])
         probe.bias.zero_()
-    optimizer = torch.optim.SGD(probe.parameters(), lr=rate, momentum=0.9)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=rate * batch_size / 256, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     plans = Sampler(length=len(features), batch_size=batch_size, seed=3).batch_specs()
     for _, plan in zip(range(steps), plans, strict=False):
@@ -145,7 +145,7 @@ def test_several_labels_are_logistic_regressions_of_their_own():
 
 def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():
     features, targets = torch.randn(64, 5), (torch.rand(64, 3) < 0.4).float()
-    settings = {"columns": [slice(1, 5)], "rates": [0.5], "batch_size": 64, "seed": 0, "classes": 3}
+    settings = {"columns": [slice(1, 5)], "rates": [2.0], "batch_size": 64, "seed": 0, "classes": 3}
     (head,) = train_heads(features, targets, **settings, steps=1, device=CPU)
     start = initial_weight(3, 4, 0).requires_grad_()
     bias = torch.zeros(3, requires_grad=True)

@@ -86,6 +86,14 @@ def test_images_that_moved_are_reported_and_can_be_given(folder, made):
     assert len(write_report(folder, f"source={images}", "images=20").data["map"]["names"]) == 20
 
 
+def test_without_the_module_of_the_views_the_map_is_drawn(folder):
+    change_config(folder, "  module: null", "  module: object:MyModule")
+    page = write_report(folder, "images=20")
+    assert "The views are missing" in page.text
+    assert len(page.data["map"]["names"]) == 20
+    write_report(folder)  # it replaces the page, which has a map
+
+
 def test_without_a_usable_checkpoint_the_rest_is_shown(folder):
     change_config(folder, "patch_size: 8", "patch_size: 16")  # the network is the one of the checkpoint
     assert len(write_report(folder, "images=20").data["map"]["names"]) == 20

@@ -1,6 +1,7 @@
 """What a page shows of the images: the map of a teacher, the views of training, attention."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 from einops import rearrange
 
 from dino_vit.cli import main
-from dino_vit.config.commands import BackboneConfig
+from dino_vit.commands.report import draw
+from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
@@ -81,6 +83,14 @@ def test_the_views_are_those_that_the_network_saw(made):
             *("image", "global 1, 32 × 32 px", "global 2, 32 × 32 px"),
             *("local 1, 16 × 16 px", "local 2, 16 × 16 px"),
         ]
+
+
+def test_the_views_are_of_an_epoch_that_was_trained(made):
+    record = read_run(made)
+    record.history[-1:] = [replace(record.history[-1], epoch=2.0)]  # of a run of two epochs
+    source = open_source(record.config.data.source)
+    views = draw(record, ReportConfig(run=str(made))).views
+    assert views == pictures.view_rows(record.config, source, 1)
 
 
 def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):

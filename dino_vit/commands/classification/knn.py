@@ -64,7 +64,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
         return _predict(config, bank, queries, frozen.device, details, on)
     predictions = classify(bank, queries, config.k, frozen.device)
     figures = {k: of_k.figures() for k, of_k in predictions.items()}
-    if len(val.classes) == 2:
+    if len(val.classes) == len(set(queries.targets.tolist())) == 2:
         for k, of_k in predict(bank, queries, config.k, frozen.device).items():
             auroc = measure("multiclass", queries.indices, of_k, queries.targets[:, None])[0]
             figures[k]["auroc"] = auroc.interval

@@ -16,7 +16,6 @@ from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.predicted import Predicted, few_images, few_text, judge, score
 from dino_vit.config.commands import LinearConfig
-from dino_vit.core import log
 from dino_vit.core.text import plural
 from dino_vit.eval.accuracy import Accuracy, accuracy
 from dino_vit.eval.features import FrozenBackbone
@@ -26,7 +25,6 @@ from dino_vit.eval.linear import (
     PENALTIES,
     LinearHeads,
     count_correct,
-    grid_steps,
     head_scores,
     ridge,
     top_classes,
@@ -36,7 +34,6 @@ from dino_vit.eval.linear import (
 from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
-BATCH = 1024  # images per step of a grid
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: slightly optimistic (see select=)"
 
 
@@ -92,16 +89,18 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
     ]
-    outputs = _outputs(heads[column], val)[:, row]
+    chosen = heads[column]
+    best_head = LinearHeads(chosen.weight[row : row + 1], chosen.bias[row : row + 1], chosen.columns)
     if val.task != "multiclass":
-        figures, metric = score(val, outputs), TITLES[val.task]
+        figures, metric = score(val, _outputs(best_head, val)[:, 0]), TITLES[val.task]
         text += [f"{title}: {metric} {figures[0].interval} %", how_chosen]
         return judge(config, f"linear {metric}", figures, train, val, details, text)
-    predictions = val.predictions(top_classes(heads[column], val.features, head=row))
+    predictions = val.predictions(top_classes(best_head, val.features))
     few = few_images(train, val)
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
     text += [f"{title}: {predictions.summary()}", how_chosen, *few_text(few)]
-    if len(val.classes) == 2:
+    if len(val.classes) == len(set(val.targets.tolist())) == 2:
+        outputs = _outputs(best_head, val)[:, 0]
         margins = outputs[:, 1:] - outputs[:, :1]
         auroc = measure("multiclass", val.indices, margins, val.targets[:, None])[0].interval
         details["best"]["auroc"] = auroc
@@ -119,29 +118,20 @@ def _fit(
         heads = [ridge(train.features, train.targets, PENALTIES, each) for each in columns]
         return "penalty", PENALTIES, heads
     if config.method == "grid":
-        return "rate", config.rates, _train_grid(config, train, columns, device)
+        heads = train_heads(
+            train.features,
+            train.targets,
+            columns=columns,
+            rates=config.rates,
+            classes=len(train.classes),
+            steps=config.steps,
+            seed=config.seed,
+            device=device,
+        )
+        return "rate", config.rates, heads
     # In every process: each fit starts from the previous one, so they cannot be shared.
     cs, features = sorted(config.cs), train.features.to(device, torch.float32)
     return "C", cs, [train_logistic(features, train.targets.to(device), cs=cs, classes=len(train.classes))]
-
-
-def _train_grid(
-    config: LinearConfig, train: LabelledFeatures, columns: Sequence[slice], device: torch.device
-) -> list[LinearHeads]:
-    batch = min(BATCH, len(train))
-    steps = config.steps or grid_steps(len(train), batch)
-    log.info("%d steps of %d images; rates are for 256 images and scale with the batch", steps, batch)
-    return train_heads(
-        train.features,
-        train.targets,
-        columns=columns,
-        rates=[rate * batch / 256 for rate in config.rates],
-        classes=len(train.classes),
-        steps=steps,
-        batch_size=batch,
-        seed=config.seed,
-        device=device,
-    )
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:

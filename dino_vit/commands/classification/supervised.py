@@ -66,11 +66,16 @@ class SupervisedLoader:
         augment = Augment(mean=transform.mean, std=transform.std, sigma_max=view.augment.blur_sigma[1])
         self.augment = augment.to(self.device)
         self.targets = torch.from_numpy(subset.targets)
+        self.unreadable = set[str]()
 
     def batches(self, step: int = 0) -> Generator[tuple[Tensor, Tensor]]:
         """Yield batches from a step on, without end; closing the iterator ends the loader's processes."""
         with closing(self.loader.batches(step)) as batches:
             for batch in batches:
+                for image in batch.unreadable:
+                    if image.name not in self.unreadable:
+                        log.warning("replaced by another image: %s", image)
+                        self.unreadable.add(image.name)
                 views = batch.views[self.size].to(self.device, non_blocking=True)
                 targets = to_device(self.targets[batch.read], self.device)
                 yield self.augment(views, batch.augment[self.size]), targets

@@ -1,5 +1,6 @@
 """Write the embeddings of images to a file, with what is needed to compute them again."""
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from dino_vit.commands import Result
 from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
+from dino_vit.data.labels import LabelledSource
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, write_embeddings
 from dino_vit.eval.features import FrozenBackbone
@@ -54,6 +56,7 @@ def provenance(
 ) -> dict[str, Any]:
     """Return all that is needed to compute the features again."""
     path, weights = Path(config.source), backbone.describe_weights()
+    root = getattr(source.source if isinstance(source, LabelledSource) else source, "root", None)
     named = is_name(weights["source"])
     return {
         "format": 1,
@@ -67,6 +70,7 @@ def provenance(
         },
         "source": {
             "spec": str(path.absolute()) if path.exists() else public(config.source),
+            "root": root and os.path.abspath(root),  # of names that are paths of files
             "fingerprint": source.fingerprint,
             "images": len(source),
             "unreadable": len(source) - len(values),

@@ -51,13 +51,14 @@ def run(config: SearchConfig) -> SearchResult:
     output = None if config.output is None else Path(config.output)
     embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
-    folder = embeddings.metadata["source"]["spec"]
+    embedded = embeddings.metadata["source"]
+    folder = embedded.get("root") or embedded["spec"]
     neighbours = []
     for image, *nearest_rows in zip(config.images, rows.tolist(), cosines.tolist(), strict=True):
         images = []
         for row, cosine in zip(*nearest_rows, strict=True):
             name, index = embeddings.names[row], int(embeddings.indices[row])
-            if os.path.join(folder, name) != os.path.abspath(image):
+            if os.path.realpath(os.path.join(folder, name)) != os.path.realpath(image):
                 images.append(Neighbour(name, embeddings.labels[row], round(cosine, 6), index, row))
         neighbours.append(images[: config.k])
     names, lines = list(map(printable, config.images)), list[str]()

@@ -17,6 +17,8 @@ from dino_vit.data.sources.source import Source
 class UnreadableImage(Exception):
     """An image that cannot be read, and why."""
 
+    exit_code = 2
+
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = printable(name), brief(reason, 1000)
         super().__init__(self.name, self.reason)

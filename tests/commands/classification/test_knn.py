@@ -143,6 +143,21 @@ def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
     assert "by cosine for 5 queries: mAP" in str(result)
 
 
+@pytest.mark.parametrize("command", ["knn", "linear"])
+def test_two_classes_of_which_one_is_judged_have_no_auroc(tmp_path, weights, command):
+    write_classes(tmp_path / "set" / "train", ["cat", "dog"], 5)
+    write_classes(tmp_path / "set" / "val", ["cat"], 4, first=50)
+    said = command_here(command, tmp_path / "set", f"weights={weights}", "precision=no")
+    assert "top-1" in said
+    assert "AUROC" not in said
+
+
+def test_labels_of_a_training_set_that_is_not_given_are_refused(tmp_path, weights):
+    folder = write_classes(tmp_path / "set", ["cat", "dog"], 3)
+    said = command_here("knn", folder, f"weights={weights}", "train_labels=labels.csv", code=2)
+    assert "train_labels are those of train, which is not given" in said
+
+
 def test_two_processes_find_what_one_does(tmp_path, weights):
     more = ("train=synthetic:150:16", "k=[5,10]", "shots=3")
     one, _ = evaluate(weights, "synthetic:51:16", *more)
