@@ -13,6 +13,7 @@ A source may be an object of your own: with a length and `read(i)`, or a `torch.
 returns another takes: a run for weights, embeddings to search.
 """
 
+import hashlib
 import logging
 import os
 import sys
@@ -164,11 +165,12 @@ def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif key == EMBEDDINGS:
             named[key] = value.path or pass_object(value, EMBEDDINGS)
         else:
-            from dino_vit.data.custom import CustomSource, names_sources  # import torch
+            from dino_vit.data.custom import names_sources, wrap  # import torch
 
             if not names_sources(value):
-                source = CustomSource(value)
-                named[key] = pass_object(source, source.title)
+                source = wrap(value)
+                digest = hashlib.sha256(source.fingerprint.encode()).hexdigest()
+                named[key] = pass_object(source, f"{title_of(value)}-{digest[:12]}")
     return named
 
 

@@ -109,10 +109,9 @@ def true_pairs(queries: list[str], originals: list[str], table: str | None) -> T
     """Return which original each query is a copy of: (queries, originals) of bool."""
     if table:
         with open(table, newline="") as file:
-            pairs = {tuple(row) for row in csv.reader(file) if row}
-        missing = [pair for pair in pairs if pair[0] not in queries or pair[-1] not in originals]
-        if missing:
-            raise ValueError(f"{table}: no pair of images is called {','.join(missing[0])}")
+            pairs = [tuple(row) for row in csv.reader(file) if row]
+        if missing := [pair for pair in pairs if pair[0] not in queries or pair[-1] not in originals]:
+            raise ValueError(f"{table}: no two images that can be read are called {','.join(missing[0])}")
         truth = torch.tensor([[(query, name) in pairs for name in originals] for query in queries])
     else:
         starts = [[PurePath(name).name[:4] for name in names] for names in (queries, originals)]

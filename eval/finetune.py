@@ -132,6 +132,9 @@ class Finetuning(EpochTraining):
             "precision": str(self.evaluated.autocast),
         }
         super().__init__(Path(config.output) / "state", loader, self.model, optimizer, facts)
+        # Of the weights as they are now: a run that they are of may go on.
+        kept = self.history[0].get("knn_before") if self.history else None
+        self.before = Accuracy(**kept) if kept else _before(self)
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
         config, steps = self.config, self.loader.steps_per_epoch
@@ -171,7 +174,8 @@ class Finetuning(EpochTraining):
 
     def evaluate(self) -> dict[str, Any]:
         """Return the figures after an epoch; those of each class would fill the checkpoints."""
-        return {name: value for name, value in self.predict().figures().items() if name != "per_class"}
+        figures = {name: value for name, value in self.predict().figures().items() if name != "per_class"}
+        return figures if self.history else {**figures, "knn_before": self.before}
 
 
 def build_model(config: FinetuneConfig, classes: int) -> Backbone:
@@ -208,7 +212,7 @@ def _result(tuning: Finetuning) -> Classification:
             step=len(history) * tuning.loader.steps_per_epoch,
             config={**facts["config"], "classes": facts["classes"]},
         )
-    predictions, before = tuning.predict(), _before(tuning)
+    predictions, before = tuning.predict(), tuning.before
     after = predictions.top(1)
     last = {**history[-1], **predictions.figures()}
     details = {**facts, "settings": facts["config"], "history": history, "last": last, "knn_before": before}

@@ -85,7 +85,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
     text = f"attention of {which}, {counts}"
     if folder:
-        for earlier in {*folder.glob("sheet-*.png")} - {*sheets}:
+        for earlier in {*folder.glob("sheet-[0-9]*.png")} - {*sheets}:
             earlier.unlink()
         text = f"{folder}/sheet-*.png: {text}\n{FILES.format(folder)}"
     return AttentionMaps(sheets=sheets, maps=maps, text=text)

@@ -36,7 +36,7 @@ def export(config: ExportConfig) -> Written:
     model, path, card = _load(config), Path(config.out), None
     for_hub = config.format == "huggingface"
     if for_hub:
-        card = model_card(model, license=config.license, evaluation=_evaluation(model))
+        card = model_card(model, license=config.license, evaluation=_evaluation(model, config))
     export_backbone(model, path, config.format, overwrite=config.overwrite, card=card)
     text = usage(model, path, config.format)
     if for_hub:  # a comment, so that the lines stay Python
@@ -44,10 +44,12 @@ def export(config: ExportConfig) -> Written:
     return Written(path=path, text=text)
 
 
-def _evaluation(model: Backbone) -> str:
-    """Return what the run of a checkpoint measured at its step, or nothing."""
+def _evaluation(model: Backbone, config: ExportConfig) -> str:
+    """Return what the run of a checkpoint measured at its step, if that is of this network."""
     source, step = (model.provenance.source, model.provenance.step) if model.provenance else ("", None)
     if step is None or Path(source).parent.name != "checkpoints":
+        return ""
+    if config.network != "teacher" or config.image_size is not None:
         return ""
     folder = Path(source).parent.parent
     history = [r for r in read_records(folder / "metrics.jsonl", METRICS) if r.step <= step and r.rankme]

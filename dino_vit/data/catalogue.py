@@ -35,7 +35,6 @@ from dino_vit.data.sources.files import (
     file_signatures,
     is_url,
     read_file,
-    retry,
 )
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.source import ShardLayout, suffix_of
@@ -54,16 +53,18 @@ class StaleIndex(Refused):
 
 def names_digest(folder: str, files: Sequence[str]) -> str:
     """Return a digest of the names of classes beside archives, which their indexes hold."""
-    folders = [os.path.join(folder, parent) for parent in sorted(set(map(os.path.dirname, files)))]
-    return hashlib.sha256(json.dumps([class_names(parent) or [] for parent in folders]).encode()).hexdigest()
+    parents = sorted(set(map(os.path.dirname, files)))
+    stated = [class_names(os.path.join(folder, parent)) for parent in parents]
+    names = [[] if of_folder is None else of_folder or None for of_folder in stated]
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
 
 def read_index(path: str, digest: str) -> pa.RecordBatch:
     """Return the index of an archive, which must be the one in the catalogue."""
     path += INDEX
     try:
-        data = retry(lambda: read_file(path), path) if is_url(path) else read_file(path)
-    except FileNotFoundError:
+        data = read_file(path)
+    except (FileNotFoundError, Refused):
         raise StaleIndex(f"{path} does not exist") from None
     if hashlib.sha256(data).hexdigest() != digest:
         raise StaleIndex(f"{path} is not the one in the catalogue beside it")
@@ -193,7 +194,7 @@ def _on_this_host(path: str) -> Path:
     key = hashlib.sha256(f"{path}\0{file_signature(path)}".encode()).hexdigest()
     copy = cache_folder() / f"catalogue-{key[:24]}.arrow"
     if not copy.exists():
-        write_bytes(copy, retry(lambda: read_file(path), path))
+        write_bytes(copy, read_file(path))
     return copy
 
 

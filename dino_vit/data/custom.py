@@ -2,21 +2,21 @@
 
 import hashlib
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset
+from torch.utils.data import Subset as TorchSubset
 
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
 from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.source import is_image, spread
+from dino_vit.data.sources.source import Joined, Source, Subset, is_image, spread
 
 LOOKED_AT = 8  # items, for labels in them
 FINGERPRINTED = 4  # images that tell a source from others with the same names
@@ -27,19 +27,17 @@ class CustomSource:
     """Wrap an object with a length, and `read(i)` or `object[i]`, which return an image.
 
     An image is the bytes of a file, a path, a Pillow image (whose alpha is dropped), an array (H, W, C) or a
-    tensor (C, H, W). An item may also be a tuple of an image and its label, or a row of a Hugging Face
-    `Dataset`. It must be the same at every call. `name(i)`, `label(i)`, `targets`, `classes` and
-    `fingerprint` are used where the object has them; a `Subset` and a `ConcatDataset` have those of their
-    parts.
+    tensor (C, H, W). An item may also be a tuple of an image and its label. It must be the same at every
+    call. `name(i)`, `label(i)`, `targets`, `classes` and `fingerprint` are used where the object has them.
     """
 
     def __init__(self, given: Any) -> None:
         if not hasattr(given, "__len__") or not (hasattr(given, "read") or hasattr(given, "__getitem__")):
             raise ValueError(f"{title_of(given)} is no source of images: give it __len__, and read(i) or [i]")
-        self.given = _with_hub_rows(given)
+        self.given = given
         if not len(self):
             raise ValueError(f"{title_of(given)} has no images")
-        self._labels = _labels_of(self.given)
+        self._labels = _labels_of(given)
         self.classes: Sequence[str] = tuple(self._labels.classes)
         stated = getattr(self.given, "fingerprint", None)
         self.fingerprint = str(stated or self._digest())
@@ -49,10 +47,9 @@ class CustomSource:
         return len(self.given)
 
     def read(self, index: int) -> bytes | Tensor:
-        part, row, _ = _locate(self.given, index)
-        read = _method(part, "read")
+        read = _method(self.given, "read")
         try:
-            item = read(row) if read else part[row]
+            item = read(index) if read else self.given[index]
             return from_given(item[0] if isinstance(item, tuple) else item)
         except (OSError, ValueError):
             raise
@@ -63,17 +60,10 @@ class CustomSource:
         return self._labels.of(index)
 
     def name(self, index: int) -> str:
-        part, row, prefix = _locate(self.given, index)
-        samples = getattr(part, "samples", None)  # of torchvision's folders: path and class
-        if name := _method(part, "name"):
-            return printable(f"{prefix}{name(row)}")
-        return printable(f"{prefix}{samples[row][0] if isinstance(samples, list) else row}")
-
-    @property
-    def title(self) -> str:
-        """What tells this source from others, such as another part of the same data set."""
-        digest = hashlib.sha256(self.fingerprint.encode()).hexdigest()
-        return f"{title_of(self.given)}-{digest[:12]}"
+        samples = getattr(self.given, "samples", None)  # of torchvision's folders: path and class
+        if name := _method(self.given, "name"):
+            return printable(str(name(index)))
+        return printable(str(samples[index][0] if isinstance(samples, list) else index))
 
     def _digest(self) -> str:
         """Return a digest of the names and of a few images."""
@@ -120,24 +110,13 @@ class _HubRows:
         return str(index) if self.names is None else str(self.names[index])
 
 
-def _with_hub_rows(given: Any) -> Any:
-    """Return a data set with the `_HubRows` of each Hugging Face `Dataset` in it."""
-    if isinstance(given, Subset):
-        return Subset(_with_hub_rows(given.dataset), given.indices)
+def wrap(given: Any) -> Source:
+    """Return a data set as a source; a part of one, and several joined, are those of their data sets."""
+    if isinstance(given, TorchSubset):
+        return Subset(wrap(given.dataset), given.indices)
     if isinstance(given, ConcatDataset):
-        return ConcatDataset(map(_with_hub_rows, given.datasets))
-    return _HubRows(given) if hasattr(given, "cast_column") else given
-
-
-def _locate(given: Any, index: int, prefix: str = "") -> tuple[Any, int, str]:
-    """Return the data set that has an item, its index there, and what is written before its name there."""
-    if isinstance(given, Subset):
-        return _locate(given.dataset, int(given.indices[index]), prefix)
-    if isinstance(given, ConcatDataset):
-        number = bisect_right(given.cumulative_sizes, index)
-        before = given.cumulative_sizes[number - 1] if number else 0
-        return _locate(given.datasets[number], index - before, f"{prefix}{number}/")
-    return given, index, prefix
+        return Joined([*map(str, range(len(given.datasets)))], [*map(wrap, given.datasets)])
+    return CustomSource(_HubRows(given) if hasattr(given, "cast_column") else given)
 
 
 def _method(given: Any, name: str) -> Callable[[int], Any] | None:
@@ -151,27 +130,13 @@ def _classes_of(given: Any) -> list[str] | None:
 
 
 def _labels_of(given: Any) -> Labels:
-    """Return the labels of all items, as the classes of their data sets number them if those are the same."""
-    places = [_locate(given, index)[:2] for index in range(len(given))]
-    parts = {id(part): part for part, _ in places}
-    labels = {key: _labels_of_part(part) for key, part in parts.items()}
-    numbers = [labels[id(part)].of(row) for part, row in places]
-    classes, *others = map(_classes_of, parts.values())
-    same = all(labels[key].classes == classes for key in parts)  # not of lists: those name what they join
-    if same and classes is not None and all(other == classes for other in others):
-        return number_labels(numbers, classes)
-    names = [labels[id(part)].classes for part, _ in places]
-    return number_labels([None if n is None else of[n] for n, of in zip(numbers, names, strict=True)])
-
-
-def _labels_of_part(part: Any) -> Labels:
-    targets = _targets_of(part)
-    if len(targets) != len(part):
-        text = f"{title_of(part)} has {len(targets):,} targets, but {plural(len(part), 'image')}"
+    targets = _targets_of(given)
+    if len(targets) != len(given):
+        text = f"{title_of(given)} has {len(targets):,} targets, but {plural(len(given), 'image')}"
         raise ValueError(f"{text}; each needs one, which may be None")
     # As torchvision says that there is no label.
     labels = [None if isinstance(value, int | np.integer) and value == -1 else value for value in targets]
-    return number_labels(labels, _classes_of(part), title_of(part))
+    return number_labels(labels, _classes_of(given), title_of(given))
 
 
 def _targets_of(given: Any) -> list[Any]:
@@ -216,7 +181,7 @@ def names_sources(given: object) -> bool:
     return all(isinstance(path, str | os.PathLike) and not is_image(os.fspath(path)) for path in each)
 
 
-def open_custom(spec: str) -> CustomSource:
-    """Open the object that `python:MODULE:NAME` names."""
-    given = find(spec)
-    return given if isinstance(given, CustomSource) else CustomSource(given)
+def open_custom(spec: str) -> Source:
+    """Open the object that `python:MODULE:NAME` names, or one that a program passed, wrapped already."""
+    given: Any = find(spec)
+    return given if spec.startswith("object:") else wrap(given)

@@ -257,13 +257,11 @@ def _digest(descriptor: int, size: int) -> str:
 @contextmanager
 def _claimed(partial: Path) -> Iterator[int | None]:
     """Open a file for this process alone, or yield None; the system ends the claim of a process that dies."""
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor, ours = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
-        ours = os.path.samestat(os.fstat(descriptor), partial.stat())  # not renamed or deleted meanwhile
-    except OSError:
-        ours = False
-    try:
+        with suppress(BlockingIOError, FileNotFoundError):
+            flock(descriptor, LOCK_EX | LOCK_NB)
+            ours = os.path.samestat(os.fstat(descriptor), partial.stat())  # not renamed or deleted meanwhile
         yield descriptor if ours else None
     finally:
         if ours:

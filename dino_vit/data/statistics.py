@@ -80,10 +80,14 @@ class ImageSummary:
         """Count images by a property, most frequent first."""
         return dict(Counter(map(key, self.images)).most_common())
 
+    def conversions(self, pixels: Pixels) -> Counter[str]:
+        """Count what happens to images when they are converted to `pixels`."""
+        return Counter(step for image in self.images for step in _conversions(image, pixels))
+
     def describe(self, pixels: Pixels) -> str:
         """Describe the images and their conversion to `pixels`, with counts."""
         kinds = [f"{count} {kind}" for kind, count in self.count(ImageInfo.describe).items()]
-        steps = Counter(step for image in self.images for step in _conversions(image, pixels))
+        steps = self.conversions(pixels)
         if self.unreadable:
             steps[f"unreadable, first {self.unreadable[0]}"] = len(self.unreadable)
         text = f"{plural(len(self.images), 'image')} inspected: {', '.join(kinds)}"
@@ -99,7 +103,7 @@ def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:
     if image.channels == 1 and pixels.channels == 3:
         yield "repeated from grey to RGB"
     if image.deep and pixels.bits == 8:
-        yield "scaled down to 8 bits, as data.bits=8"
+        yield "scaled down to 8 bits"
 
 
 def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:

@@ -100,11 +100,11 @@ def embedded_panels(embeddings: Embeddings, captions: Iterable[tuple[int, str]])
     except (ValueError, OSError) as error:
         log.warning("the sheet does not show the embedded images: %s", error)
         return [(EMPTY, caption) for _, caption in captions]
-    panels = []
+    pixels, panels, places = embeddings.transform.pixels, list[Panel](), dict[str, int]()
     for row, caption in captions:
-        index = int(embeddings.indices[row])
-        # The folder may have other images by now.
-        same = 0 <= index < len(source) and source.name(index) == embeddings.names[row]
-        pixels = embeddings.transform.pixels
-        panels.append((thumbnail(source, index, pixels) if same else EMPTY, caption))
+        name, index = embeddings.names[row], int(embeddings.indices[row])
+        if not (index < len(source) and source.name(index) == name):  # others came or went since
+            places = places or {source.name(place): place for place in range(len(source))}
+            index = places.get(name, -1)
+        panels.append((EMPTY if index < 0 else thumbnail(source, index, pixels), caption))
     return panels

@@ -1,6 +1,7 @@
 """A frozen backbone in every process of a launch, and the features of images, which are cached on disk."""
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -35,7 +36,7 @@ from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import FAR, eval_transform_of
 from dino_vit.weights import load_backbone
 
-_VERSION = 5  # of the files, and of how images are prepared
+_VERSION = 6  # of the files, and of how images are prepared
 
 
 def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
@@ -107,17 +108,23 @@ def cached_features(
         log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
     check_finite(tensors["values"], frozen.model)
     if is_main_process():
-        _say_if_small(frozen, source, tensors["indices"].tolist())
+        _say_what_is_unlike(frozen, source, tensors["indices"].tolist())
     return tensors["values"].numpy(), tensors["indices"].numpy()
 
 
-def _say_if_small(frozen: FrozenBackbone, source: Source, indices: Sequence[int]) -> None:
-    """Warn if images are far smaller than what they are resized to."""
+def _say_what_is_unlike(frozen: FrozenBackbone, source: Source, indices: Sequence[int]) -> None:
+    """Warn if images are far smaller than what they are resized to, or of other pixels."""
     sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
     side = min(frozen.transform.size)
     if sample.images and FAR * sample.image_size < side:
         text = "images of about %d pixels are enlarged to %d: they lack details of that size"
         log.warning(text, sample.image_size, side)
+    pixels = frozen.transform.pixels
+    if steps := sample.conversions(pixels):
+        level = logging.WARNING if sample.bits > pixels.bits else logging.INFO
+        converted = ", ".join(f"{count} {step}" for step, count in steps.items())
+        text = "of %d images that were inspected, %s, as the weights need them"
+        log.log(level, text, len(sample.images), converted)
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:

@@ -144,6 +144,8 @@ def neighbour_means(
     _warn_of_few(k, len(bank) - (self_offset is not None))
     cosines, rows = nearest(bank, queries, k=max(k), self_offset=self_offset)
     weights, values = ((cosines - cosines[:, :1]) / TEMPERATURE).exp(), targets.to(rows.device).float()
+    if not len(queries):  # of one process of many
+        return {wanted: values.new_zeros(0, values.shape[1]) for wanted in k}
     shares = {wanted: F.normalize(weights[:, :wanted], p=1) for wanted in k}
     return {
         wanted: F.embedding_bag(rows[:, :wanted], values, mode="sum", per_sample_weights=of_k)

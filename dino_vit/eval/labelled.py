@@ -19,6 +19,7 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.shards import ShardedSource
+from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import PathSource, open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.data.targets import read_targets, recognise
@@ -28,6 +29,7 @@ from dino_vit.eval.frozen import cached_features
 from dino_vit.models.tokens import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
+_BEGINNING = 1024  # bytes of an image that tell it from others of its size
 
 _VAL_SHARE = 5  # one in so many images is for validation where no training set is given
 _HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
@@ -142,7 +144,7 @@ def refuse_same_images(name: str, source: Source, of_train: str, train: Source) 
 
 
 def _origins(source: Source) -> list[Hashable]:
-    """Return the file of each image, its place in one, or else its index in what has the same fingerprint."""
+    """Return the file of each image, its place in one, how it begins, or else its place in its source."""
     if isinstance(source, Subset):
         of_all = _origins(source.source)
         return [of_all[index] for index in source.indices]
@@ -151,6 +153,10 @@ def _origins(source: Source) -> list[Hashable]:
     if isinstance(source, ShardedSource):
         files = [_file_at(path) for path in source.ranges.paths]
         return [(files[shard], place) for shard, place in source.places()]
+    if isinstance(source, IndexedSource) and len(source.index.images):  # unpacked there
+        start, size = (source.index.columns[name] for name in ("start", "size"))
+        pieces = zip(start.tolist(), size.tolist(), strict=True)
+        return [(size, bytes(source.index.images[at : at + min(size, _BEGINNING)])) for at, size in pieces]
     return [(source.fingerprint, index) for index in range(len(source))]
 
 

@@ -95,8 +95,12 @@ def test_a_training_reads_the_weights_of_a_folder(tmp_path, weights, capsys):
     assert [level["clusters"] for level in levels] == [6, 2]
     with Image.open(output.with_suffix(".png")) as sheet:
         assert sheet.width > sheet.height > 200
-    (photos / "new.png").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"has no weight for 1 of 27 images, such as 'new.png'"):
+    (photos / "broken.png").unlink()
+    assert main(given) == 0
+    assert read_sampling_weights(FolderSource(photos), output).sum() == pytest.approx(24)
+    for name in ("broken.png", "new.png"):
+        (photos / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has no weight for 2 of 27 images, such as 'broken.png'"):
         read_sampling_weights(FolderSource(photos), output)
 
 

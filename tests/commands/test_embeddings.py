@@ -14,7 +14,7 @@ from dino_vit.cli import main
 from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicates, unite
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.embeddings import read_embeddings
+from dino_vit.eval.embeddings import embedded_panels, read_embeddings
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
@@ -106,14 +106,28 @@ def test_search_finds_the_nearest_other_images(tmp_path, weights, folder):
         assert sheet.width > sheet.height > 200
 
 
-def test_an_image_is_not_found_by_itself_however_it_was_embedded(tmp_path, weights, folder):
+def test_an_image_is_not_found_by_itself_however_it_was_embedded(tmp_path, weights, folder, monkeypatch):
     (tmp_path / "list.txt").write_text(f"{folder / '30.png'}\n{folder / 'c' / '05.png'}\n")
     (tmp_path / "link").symlink_to(folder)
-    for number, spec in enumerate((tmp_path / "list.txt", folder / "**" / "*.png", tmp_path / "link")):
+    monkeypatch.chdir(tmp_path)
+    specs = tmp_path / "list.txt", "list.txt", folder / "**" / "*.png", tmp_path / "link"
+    for number, spec in enumerate(specs):
         file = tmp_path / f"{number}.parquet"
         embed(tmp_path, weights, spec, f"output={file}")
         (nearest,) = dino_vit.search(file, [folder / "30.png"], k=1, verbose=False).nearest
         assert not nearest[0].name.endswith("30.png"), spec
+
+
+def test_images_are_shown_where_others_came_since(tmp_path, weights, folder):
+    embed(tmp_path, weights, folder, f"output={tmp_path / 'e.parquet'}")
+    embeddings = read_embeddings(tmp_path / "e.parquet")
+    captions = [(row, "") for row in range(4)]
+    before = embedded_panels(embeddings, captions)
+    write_synthetic(folder / "a" / "0 first.png", 99)
+    after = embedded_panels(embeddings, captions)
+    assert all(
+        torch.equal(shown, as_before) for (shown, _), (as_before, _) in zip(after, before, strict=True)
+    )
 
 
 def test_search_needs_the_weights_of_the_embeddings(tmp_path, weights, folder, capsys):

@@ -76,11 +76,13 @@ def test_the_card_has_the_figures_of_the_run(tmp_path):
     assert f"Measured at step 8, on images of the source: k-NN {last['knn']:.1f} ± " in card
     assert f"(before training {before['knn']:.1f}, raw pixels {before['raw_pixels']:.1f}, " in card
     assert f"effective rank {last['rankme']:.1f} (before training {before['rankme']:.1f})" in card
+    for other in ({"network": "student"}, {"image_size": 48}):
+        assert "Measured at" not in exported_card(output, tmp_path / next(iter(other)), **other)
     (output / "metrics.jsonl").unlink()
     assert "Measured at" not in exported_card(output, tmp_path / "d")
 
 
-def exported_card(source, out):
-    written = dino_vit.export(source, out, format="huggingface", verbose=False)
+def exported_card(source, out, **settings):
+    written = dino_vit.export(source, out, format="huggingface", verbose=False, **settings)
     assert written.text.endswith(f"# to share the folder: hf upload OWNER/NAME {out}")
     return (written.path / "README.md").read_text()

@@ -14,7 +14,7 @@ from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import stamp_of
 from dino_vit.views.sampler import WindowOrder
-from tests.support.image_sets import FILES, ORDER, items, write_tar, write_zip
+from tests.support.image_sets import FILES, ORDER, items, write_folder, write_tar, write_zip
 from tests.support.processes import command_in_two
 from tests.support.remote import serving, write_shards
 
@@ -200,6 +200,37 @@ def test_a_remote_source_starts_from_its_catalogue(tmp_path):
         shutil.copy(tmp_path / "served" / "000.tar", tmp_path / "served" / "003.tar")
         with pytest.raises(StaleIndex, match=r"003\.tar is not as it was"):
             open_source(f"{server.url}/{{000..003}}.tar").read(31)
+
+
+def test_a_file_that_is_not_read_for_a_moment_is_asked_for_again(tmp_path):
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
+    served = write_folder(tmp_path / "served", {f"{number}.png": b"image" for number in range(3)})
+    with serving(served) as server:
+        (served / "list.txt").write_text("".join(f"{server.url}/{number}.png\n" for number in range(3)))
+        server.statuses |= {"list.txt": [503], "1.png": [503]}
+        source = open_source(f"{server.url}/list.txt")
+        assert [source.read(index) for index in range(3)] == [b"image"] * 3
+        (served / "2.png").unlink()
+        with pytest.raises(OSError, match="is not there or may not be read"):  # one of many
+            source.read(2)
+
+
+@pytest.mark.parametrize("status", [400, 405, 409])
+def test_a_server_that_refuses_what_is_not_there_in_its_own_way(tmp_path, status):
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
+    write_shards(tmp_path / "served", 1, 4)
+    with serving(tmp_path / "served") as server:
+        server.statuses |= {name: [status] * 9 for name in ("catalogue.arrow", "classes.txt")}
+        assert len(open_source(f"{server.url}/{{000..000}}.tar")) == 4
+
+
+def test_a_class_file_that_says_no_labels_makes_a_catalogue_stale(tmp_path):
+    folder = write_archives(tmp_path / "set", SORTED)
+    catalogue(folder)
+    (folder / "classes.txt").write_text("")
+    with pytest.raises(StaleIndex, match="classes.txt"):
+        open_source(str(folder))
+    assert catalogue(folder).classes == []
 
 
 def test_two_processes_catalogue_what_one_does(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import dino_vit
 from dino_vit.config.objects import find
-from dino_vit.data.custom import CustomSource
+from dino_vit.data.custom import CustomSource, wrap
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
@@ -86,15 +86,15 @@ def labels_of(source):
 
 
 def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
-    chosen = CustomSource(Subset(Indexed(), [5, 0, 2]))
+    chosen = wrap(Subset(Indexed(), [5, 0, 2]))
     assert labels_of(chosen) == ["even", None, "odd"]
     assert chosen.name(0) == "photo 5"
     assert torch.equal(read_image(chosen, 0), SyntheticSource(length=64).read(5))
-    alike = CustomSource(ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])]))
-    assert alike.classes == ("cat", "dog", "none")
+    alike = wrap(ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])]))
+    assert alike.classes == ["cat", "dog", "none"]
     assert labels_of(alike) == ["cat", "dog"] * 32 + ["dog", "dog"]
     assert alike.name(65) == "1/3"
-    mixed = CustomSource(ConcatDataset([Subset(Indexed(), [0, 1]), Subset(Pairs(), [1, 2])]))
+    mixed = wrap(ConcatDataset([Subset(Indexed(), [0, 1]), Subset(Pairs(), [1, 2])]))
     assert labels_of(mixed) == [None, "even", "dog", "cat"]
     assert mixed.fingerprint != alike.fingerprint
 
@@ -146,24 +146,24 @@ def hub_rows(tmp_path):
 
 
 def test_a_dataset_of_hugging_face_is_a_source(tmp_path, hub_rows, caplog):
-    source = CustomSource(hub_rows)
+    source = wrap(hub_rows)
     assert (len(source), source.classes, source.name(3)) == (4, ("cat", "dog"), "d")
     assert labels_of(source) == ["cat", "dog"] * 2
     assert source.read(2) == (tmp_path / "2.png").read_bytes()
-    assert (source.fingerprint, source.stamp) == (CustomSource(hub_rows).fingerprint, "")
-    chosen = CustomSource(hub_rows.shuffle(seed=1).select([0, 1]).with_format("torch"))
+    assert (source.fingerprint, source.stamp) == (wrap(hub_rows).fingerprint, "")
+    chosen = wrap(hub_rows.shuffle(seed=1).select([0, 1]).with_format("torch"))
     order = list("abcd").index(chosen.name(0))
     assert chosen.read(0) == (tmp_path / f"{order}.png").read_bytes()
     assert chosen.fingerprint != source.fingerprint
     assert not caplog.text
-    parts = CustomSource(ConcatDataset([Subset(hub_rows, [3, 0]), hub_rows]))
+    parts = wrap(ConcatDataset([Subset(hub_rows, [3, 0]), hub_rows]))
     assert labels_of(parts) == ["dog", "cat", *["cat", "dog"] * 2]
     assert (parts.name(0), parts.read(1)) == ("0/d", source.read(0))
-    turned = CustomSource(hub_rows.with_transform(lambda rows: {"img": [0 for _ in rows["img"]]}))
+    turned = wrap(hub_rows.with_transform(lambda rows: {"img": [0 for _ in rows["img"]]}))
     assert turned.read(2) == source.read(2)
     assert "transform of the Dataset is not applied" in caplog.text
     with pytest.raises(ValueError, match="the Dataset has no column of images"):
-        CustomSource(hub_rows.remove_columns("img"))
+        wrap(hub_rows.remove_columns("img"))
     settings = {**PLAIN, "budget.steps": 2, "data.batch_size": 4, "verbose": False}
     run = dino_vit.pretrain(hub_rows, tmp_path / "run", **settings)
     assert run.metrics()
@@ -269,8 +269,8 @@ def test_targets_are_indices_of_the_classes(kind):
 
 def test_sources_with_the_same_names_but_other_images_are_two():
     one, two, again = (CustomSource(Plain([0] * 9, shift=shift)) for shift in (0, 1, 0))
-    assert one.title == again.title
-    assert one.title != two.title
+    assert one.fingerprint == again.fingerprint
+    assert one.fingerprint != two.fingerprint
     assert one.name(3) == "3"
 
 

@@ -54,7 +54,7 @@ def test_images_are_seen_as_they_are():
         "1 RGB with alpha (uint8)",
         "2 lose their alpha channel",
         "3 repeated from grey to RGB",
-        "1 scaled down to 8 bits, as data.bits=8",
+        "1 scaled down to 8 bits",
         "2 cannot be converted to data.channels=3 and count as unreadable",
         "1 unreadable, first 6.png: the file is empty",
     ):

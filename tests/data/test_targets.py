@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dino_vit.data.custom import CustomSource
+from dino_vit.data.custom import CustomSource, wrap
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.targets import read_targets
 
@@ -113,7 +113,7 @@ def test_lists_of_a_hugging_face_dataset_are_named(tmp_path):
     rows = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     rows = rows.cast_column("labels", datasets.Sequence(names))
     rows.to_parquet(tmp_path / "rows.parquet")
-    for source in (CustomSource(rows), open_source(str(tmp_path / "rows.parquet"))):
+    for source in (wrap(rows), open_source(str(tmp_path / "rows.parquet"))):
         targets = read_targets(source)
         assert targets.names == ("sea", "sky")
         assert targets.values.tolist() == [[1, 1], [0, 0], [0, 1]]

@@ -256,3 +256,13 @@ def fail_at_the_third_batch():
         return compute(self, images, spec)
 
     FrozenBackbone.compute = fail
+
+
+def test_images_that_lose_bits_are_said(tmp_path, caplog):
+    (tmp_path / "deep").mkdir()
+    for number in range(3):
+        values = np.full((16, 16), 4000 + number, np.uint16)
+        Image.fromarray(values).save(tmp_path / "deep" / f"{number}.png")
+    store_in(tmp_path / "cache", FolderSource(tmp_path / "deep"))
+    converted = "3 repeated from grey to RGB, 3 scaled down to 8 bits"
+    assert f"of 3 images that were inspected, {converted}, as the weights need them" in caplog.text

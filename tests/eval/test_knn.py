@@ -139,3 +139,8 @@ def test_means_are_those_of_scikit_learn(self_offset):
             )
             expected = peer.fit(bank[others], targets[others]).predict(queries[query : query + 1])
             assert found[query].numpy() == pytest.approx(expected[0], abs=1e-4)
+
+
+def test_a_process_without_queries_predicts_nothing():
+    bank, targets = torch.randn(6, 4), torch.rand(6, 3)
+    assert neighbour_means(bank, targets, torch.empty(0, 4), k=[2])[2].shape == (0, 3)

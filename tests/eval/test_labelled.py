@@ -18,7 +18,7 @@ from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out,
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
 from tests.support.backbones import backbone
-from tests.support.image_sets import image_file, write_tar
+from tests.support.image_sets import image_file, write_parquet, write_tar
 from tests.support.images import write_classes
 
 
@@ -87,6 +87,15 @@ def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
         sets_of(str(tmp_path / "flat"))
     with pytest.raises(ValueError, match="not among the 2 of the training set: c"):
         sets_of(folder("three", "abc"), train=two)
+
+
+def test_images_in_two_tables_are_the_same_images(tmp_path):
+    names = [f"{label}/{number}.png" for label in "ab" for number in range(3)]
+    files = {name: image_file(number, name) for number, name in enumerate(names)}
+    write_parquet(tmp_path / "all.parquet", files, classes=["a", "b"])
+    write_parquet(tmp_path / "test.parquet", dict([*files.items()][1:5]), classes=["a", "b"])
+    with pytest.raises(ValueError, match="all 4 images of .* are in train="):
+        sets_of(str(tmp_path / "test.parquet"), train=str(tmp_path / "all.parquet"))
 
 
 def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):

@@ -51,6 +51,7 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
         for one in (train, val)
     )
     by_loop = [ranked_classes((bank @ query).tolist(), train.targets.tolist(), 20)[0] for query in queries]
+    assert found["history"][0]["knn_before"] == found["knn_before"]
     assert found["knn_before"]["correct"] == sum(by_loop == val.targets)
     assert model.provenance.mean == (0.5, 0.5, 0.5)
     assert model.provenance.config["classes"] == list(val.classes)

@@ -62,7 +62,8 @@ def run(config: CurateConfig) -> CurateResult:
     names = list(embeddings.names)
     if embeddings.metadata["source"].get("unreadable"):  # a weight file names all images
         source = open_source(embeddings.metadata["source"]["spec"])
-        names += [source.name(index) for index in set(range(len(source))).difference(embeddings.indices)]
+        embedded = set(names)
+        names += [name for name in map(source.name, range(len(source))) if name not in embedded]
     weights = np.zeros(len(names))
     weights[rows] = of_rows
     table = describe(levels, of_rows)
@@ -184,8 +185,11 @@ def draw_clusters(
     counts = np.bincount(assigned[weights > 0])
     order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
     shown = order[:: math.ceil(len(order) / CLUSTERS_SHOWN)].tolist()
-    members = (rows[(assigned == number) & (weights > 0)] for number in shown)
-    drawn = [random.permutation(of_cluster)[:IMAGES_SHOWN] for of_cluster in members]
+    drawn = []
+    for number in shown:
+        of_cluster = np.where(assigned == number, weights, 0.0)
+        count = min(IMAGES_SHOWN, int(counts[number]))
+        drawn.append(rows[random.choice(len(rows), count, replace=False, p=of_cluster / of_cluster.sum())])
     captions = [(row, embeddings.names[row]) for row in np.concatenate(drawn).tolist()]
     panels = iter(embedded_panels(embeddings, captions))
     sheet = [[next(panels) for _ in of_cluster] for of_cluster in drawn]

@@ -10,8 +10,9 @@ from dino_vit.commands import Result
 from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
-from dino_vit.data.labels import LabelledSource
+from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.sources.source import unwrapped
 from dino_vit.eval.embeddings import Array, Embeddings, write_embeddings
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
@@ -56,8 +57,8 @@ def provenance(
 ) -> dict[str, Any]:
     """Return all that is needed to compute the features again."""
     path, weights = Path(config.source), backbone.describe_weights()
-    root = getattr(source.source if isinstance(source, LabelledSource) else source, "root", None)
-    named = is_name(weights["source"])
+    named, root = is_name(weights["source"]), getattr(unwrapped(source), "root", None)
+    local = isinstance(root, str) and not (is_url(root) or is_url(config.source))
     return {
         "format": 1,
         "dino_vit": __version__,
@@ -70,7 +71,7 @@ def provenance(
         },
         "source": {
             "spec": str(path.absolute()) if path.exists() else public(config.source),
-            "root": root and os.path.abspath(root),  # of names that are paths of files
+            "root": os.path.abspath(str(root)) if local else None,  # of names that are paths of files
             "fingerprint": source.fingerprint,
             "images": len(source),
             "unreadable": len(source) - len(values),

@@ -27,7 +27,8 @@ UNKNOWN = -1  # version of a file, in a catalogue that was written elsewhere
 OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
-REFUSALS = (401, 403, 404, 410)  # HTTP: asking again would not help
+AGAIN = (408, 425, 429)  # HTTP: of the refusals (400 to 499), those after which to ask again
+BRIEFLY_S = 5  # for which a server is asked whether a file is there
 # What file systems call the version of a file. Not fsspec's `ukey`, which over HTTP is the same whatever the
 # file holds.
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModified", "Last-Modified")
@@ -126,9 +127,14 @@ def time_limit(system: Any) -> dict[str, float]:
     return {"timeout": min(REQUEST_TIMEOUT_S, timeout_s)} if system.async_impl else {}
 
 
-def retry(work: Callable[[], R], path: str, stop: Stop | None = None) -> R:
+class WholeFile(OSError):
+    """A server does not know how to send a part of a file."""
+
+
+def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: float | None = None) -> R:
     """Read from a remote file, again and again if it fails, until the time is over or `stop` is set."""
-    end = time.monotonic() + timeout_s
+    seconds = min(timeout_s, seconds or timeout_s)
+    end = time.monotonic() + seconds
     for attempt in count():
         try:
             return work()
@@ -139,11 +145,11 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None) -> R:
                 text = f"{path} is not there or may not be read ({refusal})"
                 raise Refused(f"{text}. Check the address, and the credentials if it needs some") from error
             late = "it does not answer in time" if isinstance(error, TimeoutError) else ""
-            reason = late or brief(str(error).removeprefix(f"{path}: "), 300)
+            reason = late or brief(str(error.__cause__ or error).removeprefix(f"{path}: "), 300)
             left = end - time.monotonic()
             if left <= 0:
                 raise SourceLost(
-                    f"{path} could not be read for {timeout_s:g} seconds ({reason}). "
+                    f"{path} could not be read for {seconds:g} seconds ({reason}). "
                     "When it can be reached again, run the same command again"
                 ) from error
             if attempt == 5 and _last_warning[0] < end - 2 * timeout_s:  # not from each thread
@@ -158,11 +164,12 @@ def _refusal(error: OSError) -> str | None:
     """Return how a server refuses a file for good, or None if asking again may help."""
     cause = error.__cause__
     if status := getattr(cause, "status", 0):
-        return f"HTTP {status}" if status in REFUSALS else None
+        return f"HTTP {status}" if 400 <= status < 500 and status not in AGAIN else None
     # fsspec also calls a file not found whose website does not answer; botocore's errors have a response.
-    unreachable = cause is not None and not hasattr(cause, "response")
+    unreachable = cause is not None and not hasattr(cause, "response") and not isinstance(cause, LookupError)
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden:")  # as gcsfs says
     refused = (isinstance(error, FileNotFoundError) and not unreachable) or forbidden
+    refused = refused or isinstance(error, WholeFile)
     return brief(error, 200) if refused else None
 
 
@@ -195,7 +202,7 @@ def list_remote(root: str) -> dict[str, FileSignature]:
         return inner, system.find(inner, detail=True)
 
     with progress(f"Listing {root}") as advance:
-        inner, infos = remotely(root, ask)
+        inner, infos = retry(lambda: remotely(root, ask), root)
         advance(len(infos))
     return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
 
@@ -208,7 +215,8 @@ def request(url: str, start: int, size: int) -> bytes:
         length = answer.content_length
         if answer.ok and (length is None or length > size):
             answered = "any length" if length is None else f"{length:,} bytes"
-            raise OSError(f"{url}: the server answers with {answered}, where {size:,} bytes were asked for")
+            text = f"{url}: the server answers with {answered}, where {size:,} bytes were asked for"
+            raise WholeFile(text) if answer.status == 200 else OSError(text)
 
     def ask(system: Any, inner: str) -> Any:
         limits: dict[str, Any] = {**time_limit(system)}
@@ -228,13 +236,15 @@ def check_length(data: bytes, size: int, path: str) -> bytes:
 
 
 def exists(path: str) -> bool:
-    """Tell whether there is a file or folder that may be read: some stores forbid what is not there."""
+    """Tell whether there is a file or folder. Object stores answer 403 for a missing one, which counts so."""
     if not is_url(path):
         return os.path.exists(path)
     try:
-        return bool(retry(lambda: remote_info(path), path))
+        return bool(retry(lambda: remote_info(path), path, seconds=BRIEFLY_S))
     except Refused:
         return False
+    except SourceLost as error:
+        raise OSError(str(error)) from error
 
 
 def is_folder(path: str) -> bool:
@@ -249,7 +259,11 @@ def read_file(path: str) -> bytes:
     if not is_url(path):
         with open(path, "rb", buffering=0) as file:
             return file.readall()
-    return remotely(path, lambda system, inner: system.cat_file(inner, **time_limit(system)))
+
+    def ask() -> bytes:
+        return remotely(path, lambda system, inner: system.cat_file(inner, **time_limit(system)))
+
+    return retry(ask, path)
 
 
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:

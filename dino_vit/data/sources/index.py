@@ -37,7 +37,7 @@ TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 5  # of what an index holds
+VERSION = 6  # of what an index holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,4 +250,6 @@ def _lock(path: Path, spec: str) -> Iterator[None]:
         except BlockingIOError:
             log.info("%s: waiting for another process that builds its index", spec)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # as Lustre without its option -o flock; what is built twice is the same
+            log.warning("%s cannot be locked (%s)", path.parent, error.strerror)
         yield

@@ -16,6 +16,7 @@ from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries, without_labels
 from dino_vit.data.sources.files import (
+    Refused,
     exists,
     file_signatures,
     is_folder,
@@ -219,7 +220,10 @@ class PathSource(IndexedSource):
         return _join(self.root, os.fsdecode(self.raw_name(index)))
 
     def read(self, index: int) -> bytes:
-        return read_file(self.path(index))
+        try:
+            return read_file(self.path(index))
+        except Refused as error:  # one image of many
+            raise OSError(str(error)) from error
 
 
 class FolderSource(PathSource):

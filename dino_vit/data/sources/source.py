@@ -82,37 +82,26 @@ def stamp_of(source: Source) -> str | None:
 
     Where the fingerprint alone identifies the images, it is empty. None: nothing tells whether they changed.
     """
+    return getattr(unwrapped(source), "stamp", "")
+
+
+def unwrapped(source: Source) -> Source:
+    """Return the source whose images a subset has, or one with other labels."""
     while isinstance(source, Subset):
         source = source.source
-    return getattr(source, "stamp", "")
+    return source
 
 
-class MixedSource:
-    """The images of several sources, one source after another.
+class Joined:
+    """The images of several sources, one source after another."""
 
-    An epoch ends when the source that is used up first has been seen once, so no image comes twice in it.
-    """
-
-    def __init__(
-        self, names: Sequence[str], parts: Sequence[Source], shares: Sequence[float] | None = None
-    ) -> None:
-        lengths = list(map(len, parts))
-        shares = shares or lengths
-        if len(shares) != len(parts):
-            given, sources = plural(len(shares), "share"), plural(len(parts), "source")
-            raise ValueError(f"data.mix has {given}, data.source {sources}; give one for each")
-        rate = min(length / share for length, share in zip(lengths, shares, strict=True))
+    def __init__(self, names: Sequence[str], parts: Sequence[Source]) -> None:
         self.names, self.parts = list(map(printable, names)), parts
-        self.counts = [max(1, round(rate * share)) for share in shares]  # of an epoch
-        self.starts = np.concatenate([[0], np.cumsum(lengths)])
+        self.starts = np.concatenate([[0], np.cumsum(list(map(len, parts)))])
         self.classes: Sequence[str] = list(dict.fromkeys(name for part in parts for name in part.classes))
 
     def __len__(self) -> int:
         return int(self.starts[-1])
-
-    @property
-    def images_per_epoch(self) -> int:
-        return sum(self.counts)
 
     def read(self, index: int) -> bytes | Tensor:
         part, row = self._locate(index)
@@ -129,13 +118,47 @@ class MixedSource:
 
     @property
     def fingerprint(self) -> str:
+        return self._digest("joined", "")
+
+    def _digest(self, kind: str, facts: object) -> str:
         text = "\0".join(part.fingerprint for part in self.parts)
-        return f"mixed-{len(self)}-{hashlib.sha256(f'{text}{self.counts}'.encode()).hexdigest()[:16]}"
+        return f"{kind}-{len(self)}-{hashlib.sha256(f'{text}{facts}'.encode()).hexdigest()[:16]}"
 
     @property
     def stamp(self) -> str | None:
         stamps = list(map(stamp_of, self.parts))
         return None if None in stamps else "\0".join(map(str, stamps))
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return part, index - int(self.starts[part])
+
+
+class MixedSource(Joined):
+    """Several sources of which an epoch has some shares.
+
+    It ends when the source that is used up first has been seen once, so no image comes twice in it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parts: Sequence[Source], shares: Sequence[float] | None = None
+    ) -> None:
+        super().__init__(names, parts)
+        lengths = list(map(len, parts))
+        shares = shares or lengths
+        if len(shares) != len(parts):
+            given, sources = plural(len(shares), "share"), plural(len(parts), "source")
+            raise ValueError(f"data.mix has {given}, data.source {sources}; give one for each")
+        rate = min(length / share for length, share in zip(lengths, shares, strict=True))
+        self.counts = [max(1, round(rate * share)) for share in shares]  # of an epoch
+
+    @property
+    def images_per_epoch(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest("mixed", self.counts)
 
     def describe_epoch(self) -> str:
         """Say what an epoch is."""
@@ -144,10 +167,6 @@ class MixedSource:
             for count, part, name in zip(self.counts, self.parts, self.names, strict=True)
         )
         return f"an epoch is {self.images_per_epoch:,} images, none of them twice: {', '.join(parts)}"
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        part = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return part, index - int(self.starts[part])
 
 
 def parts_of(source: Source) -> Sequence[Source]:

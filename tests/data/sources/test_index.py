@@ -1,3 +1,4 @@
+import errno
 import multiprocessing
 import os
 import pickle
@@ -132,6 +133,16 @@ def test_where_nothing_can_be_written_it_is_said_what_to_do(tmp_path, cache, mon
     write_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"the index of .*a\.parquet cannot be written: .*DINO_VIT_CACHE"):
         open_source(str(tmp_path / "a.parquet"))
+
+
+def test_where_nothing_can_be_locked_an_index_is_built_all_the_same(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    write_folder(tmp_path)
+    monkeypatch.setattr(dino_vit.data.sources.index.fcntl, "flock", refuse)
+    assert len(FolderSource(tmp_path)) == 5
+    assert "cannot be locked (Function not implemented)" in caplog.text
 
 
 def test_pickles_are_small_and_refuse_another_index(tmp_path):

@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from dino_vit.data.sources.files import is_folder, request
+from dino_vit.data.sources.files import Refused, is_folder, request, retry
 
 
 class Endless(BaseHTTPRequestHandler):
@@ -50,6 +50,11 @@ def test_a_server_that_answers_with_more_than_was_asked_for_is_cut_off(endless, 
     with pytest.raises(OSError, match=f"the server answers with {told}, where 100 bytes were asked for"):
         request(f"{endless}/a.{name}", 0, 100)
     assert Endless.sent < 2**25
+
+
+def test_asking_such_a_server_again_would_not_help(endless):
+    with pytest.raises(Refused, match="the server answers with 1,000,000,000,000 bytes"):
+        retry(lambda: request(f"{endless}/a.tar", 0, 100), f"{endless}/a.tar")
 
 
 def test_a_shard_without_a_type_is_not_taken_for_a_page(endless):

@@ -67,5 +67,5 @@ def test_a_table_that_is_damaged_or_out_of_reach_is_a_sentence(tables, monkeypat
         open_source(str(path))
     with serving(tables) as server:
         server.down = True
-        with pytest.raises((SourceLost, ValueError), match=r"rows\.parquet"):
+        with pytest.raises((SourceLost, OSError), match=r"rows\.parquet"):
             open_source(f"{server.url}/rows.parquet")
