@@ -22,7 +22,8 @@ PATCHES = (2, 4, 8, 16)
 TIMM_PATCH = 32  # pixels of a cell of the last feature map, of nearly all of timm's models
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
-ENOUGH_IMAGES = 100_000  # seen in a run, with repeats, before a larger network learns better
+# A network that costs r times as much as the smallest learns better once it sees r times so many.
+ENOUGH_IMAGES = 300_000
 # What method=dinov2 regularises long runs with.
 REGULARISATION = (
     *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
@@ -106,7 +107,7 @@ def auto_choices(
     if config.recipe != "auto":
         return []
     choices = _Choices(config)
-    _choose_channels(choices, channels)
+    _choose_channels(choices, channels, "as the images have")
     patch, side = _choose_sizes(choices, image_size)
     _choose_reading(choices, image_size, patch, side)
     steps = _choose_length(choices, images, global_batch, steps, evaluations)
@@ -119,8 +120,15 @@ def auto_choices(
     return list(choices.made.values())
 
 
-def _choose_channels(choices: _Choices, channels: int) -> None:
-    channels = choices.choose("data.channels", channels, "as the images have")
+def channel_choices(config: PretrainConfig, channels: int, reason: str) -> list[Choice]:
+    """Return the choices for images of so many channels."""
+    choices = _Choices(config)
+    _choose_channels(choices, channels, reason)
+    return list(choices.made.values())
+
+
+def _choose_channels(choices: _Choices, channels: int, reason: str) -> None:
+    channels = choices.choose("data.channels", channels, reason)
     if channels != 3:
         for name in ("mean", "std"):
             choices.choose(f"data.{name}", None, "to be measured, since ImageNet's is for RGB")

@@ -27,6 +27,8 @@ _Layer = dict[str, object]  # values by dotted key
 def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
     """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
+    if file and "output" in below and (file.parent / "checkpoints").is_dir():  # the run may have been moved
+        below["output"] = str(file.parent)
     if isinstance(overrides, Mapping):
         return _build(cls, below, flat(overrides), str(file), python=True)
     above: _Layer = {}
@@ -196,7 +198,8 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config for parsed arguments."""
     switched = [text.removesuffix("=true") for text in args.options if text.endswith("=true")]
     if switched and (values_alone := {"true", "false", "auto"} & {*args.settings}):
-        raise ValueError(f"a value after --{switched[-1]} needs a =: {switched[-1]}={min(values_alone)}")
+        written = " or ".join(f"{key}={min(values_alone)}" for key in switched)
+        raise ValueError(f"{min(values_alone)} is of no setting; write {written}")
     unset, named, listed = list(cls.positional), list[str](), list[str]()
     for text in args.settings:
         key, equals, _ = text.partition("=")

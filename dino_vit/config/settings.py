@@ -95,11 +95,12 @@ C = TypeVar("C", bound=Settings)
 
 
 def _as_tuples(value: object) -> object:
-    """Return lists and arrays as tuples, and paths as text."""
+    """Return lists and arrays as tuples, and paths as text, without a ~."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple):
         return tuple(map(_as_tuples, value))
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 class SettingInfo(NamedTuple):

@@ -241,7 +241,7 @@ class VisionTransformer(Backbone):
         if self.pos_embed is not None:
             positions = self.interpolate_pos_embs(grid)
             cls, patches = cls + positions[:, :1], patches + positions[:, 1:]
-        patches = patches.to(cls.dtype)  # tokens are in float32, of a network that computes in bf16 too
+        patches = patches.to(cls.dtype)  # the sums of residuals stay in float32 under autocast
         count = images.shape[0]  # len() would fix the batch size of an exported graph
         parts = [cls.expand(count, -1, -1), patches]
         if self.register_tokens is not None:

@@ -206,6 +206,8 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
         reporter.warn(f"step {state.writer.step:,}: no checkpoint was written. {error}")
+        if state.best and state.best["step"] == state.writer.step:
+            state.best = state.best_before  # whose file is still there
     else:
         if path is not None:
             state.saved_step = state.writer.step
@@ -233,7 +235,7 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
         smallest = ladder[0]
         batch = config.data.batch_size * config.optim.accumulate * context.processes
         seen = 60 * minutes / step * batch  # images, with the smallest network
-        affordable = [rung for rung in ladder if seen * smallest.cost / rung.cost >= ENOUGH_IMAGES]
+        affordable = [rung for rung in ladder if seen * (smallest.cost / rung.cost) ** 2 >= ENOUGH_IMAGES]
         chosen = max(affordable, key=lambda rung: rung.cost, default=smallest)
         count = float(f"{seen * smallest.cost / chosen.cost:.2g}")
         reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
@@ -241,12 +243,13 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
         if chosen is not smallest:
             step, evaluation = measured_seconds(replace(config, chosen.settings))
     count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
+    of_evaluations = (count + 1) * evaluation  # one is before the first step
+    least = 1
+    if config.recipe == "auto" and 60 * minutes - of_evaluations >= SHORT * step:
+        # A step of a long run takes longer.
+        least, (step, _) = SHORT - 1, measured_seconds(with_choices(config, choices), SHORT)
     seconds = float(all_reduce_mean(torch.tensor(time.monotonic() - start, device=context.device)))
-    left = 60 * minutes - seconds - (count + 1) * evaluation  # one is before the first step
-    steps = max(1, int(left / step))
-    if config.recipe == "auto" and steps >= SHORT:  # a step of a long run takes longer
-        step, _ = measured_seconds(with_choices(config, choices), SHORT)
-        steps = max(SHORT - 1, int(left / step))
+    steps = max(least, int((60 * minutes - seconds - of_evaluations) / step))
     return Fit(steps, choices, count, step, seconds)
 
 

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from dino_vit import __version__
+from dino_vit.config.loading import replace as with_settings
 from dino_vit.config.loading import to_yaml, write_yaml
 from dino_vit.config.settings import values
 from dino_vit.core import log
@@ -156,7 +157,8 @@ class Reporter:
         folder = self.state.folder
         if self.main:
             with self._full_disk_allowed():
-                write_bytes(folder / "config.yaml", to_yaml(config).encode())
+                as_before = with_settings(config, {"run.resume": "same"})  # another change would go unnoticed
+                write_bytes(folder / "config.yaml", to_yaml(as_before).encode())
             # A run that was killed may have logged steps that come after its last checkpoint.
             self.history = drop_later_records(folder / "metrics.jsonl", self.state.step)
             if self.state.step:
@@ -227,7 +229,7 @@ class Reporter:
             self.warn(f"step {self.state.step:,}: the record could not be written. {error}")
 
     def warn(self, text: str) -> None:
-        """Say what went wrong, where nothing else is shown too."""
+        """Say what went wrong, with verbose=False too."""
         if log.isEnabledFor(logging.INFO):
             self.progress.notice(text)
         else:

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dino_vit.config.auto import EVALUATIONS, Choice, auto_choices, init_choices, phase_choices
+from dino_vit.config.auto import (
+    EVALUATIONS,
+    Choice,
+    auto_choices,
+    channel_choices,
+    init_choices,
+    phase_choices,
+)
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
 from dino_vit.config.settings import get, given_keys, settings_of
@@ -207,8 +214,6 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         rotary = trained["positions"] == "rotary"
         if rotary or "model.positions" in given:
             settings["model.positions"] = "rotary" if rotary else "learned"
-        if config.recipe == "auto":  # which would take those of the images; grey is repeated to make 3
-            settings["data.channels"] = trained["channels"]
         if config.model.arch and (config.model.timm or config.model.shape != tuple(shape.values())):
             _check_agreement(config, {"model.arch": shape}, weights)
     _check_agreement(config, settings, weights)
@@ -218,11 +223,14 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         views = origin.config.get("views", {}) if origin else {}  # of the run that they are from
         settings["model.image_size"] = size = _side(trained["image_size"])
         settings["views.global_size"] = views.get("global_size", size)
-    origin = context.trained.provenance if context.trained else None
-    if origin and origin.mean and origin.std:
-        stated = {"data.mean": origin.mean, "data.std": origin.std, "data.range": origin.range}
+    if context.trained and not context.frozen:  # a frozen teacher needs images as it was trained on
+        origin = context.trained.provenance
+        stated = {"data.mean": origin and origin.mean, "data.std": origin and origin.std}
         settings |= {key: value for key, value in stated.items() if value and key not in given}
-    return [Choice(key, value, "as the trained weights have") for key, value in settings.items()]
+    reason = "as the trained weights have"
+    choices = {choice.key: choice for choice in channel_choices(config, trained["channels"], reason)}
+    choices |= {key: Choice(key, value, reason) for key, value in settings.items()}
+    return list(choices.values())
 
 
 def _side(size: int | Sequence[int]) -> object:
@@ -253,7 +261,7 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     keys = {f"data.{name}" for name in ("bits", "mean", "std") if getattr(config.data, name) is None}
     keys |= {"data.order"} if config.data.order is None and before.data.order else set()
     keys |= {key for key in PHASES if key not in given and get(before, key) != get(config, key)}
-    keys |= {"data.mean", "data.std", "data.range"} - given if config.init else set()
+    keys |= {"data.mean", "data.std"} - given if config.init else set()
     if config.recipe == "auto":
         for key in (AUTO_KEYS | {"model.width", "model.depth", "model.heads"}) - given:
             rivals = settings_of(PretrainConfig)[key].rivals

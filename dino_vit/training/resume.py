@@ -57,6 +57,17 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
         log.info(text, config.data.source, resumed.step)
 
 
+def has_other_judges(config: PretrainConfig, judges: str, resumed: Checkpoint) -> bool:
+    """Tell whether a run is evaluated by other labels or masks than before, which must be asked for."""
+    changed = bool(resumed.metadata.get("judges", judges) != judges)
+    if changed and config.run.resume != "changed":
+        raise ValueError(
+            f"{config.output} holds a run at step {resumed.step} evaluated by other labels or masks. "
+            "Give those, or another output, or run.resume=changed, which chooses the best checkpoint anew"
+        )
+    return changed
+
+
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:
     """Yield what has changed: settings, what they stand for, and the batches of a forward pass."""
     metadata, before = resumed.metadata, started_config(resumed)
@@ -77,7 +88,7 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
     networks |= {"gram": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():
         if metadata.get(key) not in (None, context.weights_read[key]):
-            yield f"the weights of {name} have changed (of a run, give a checkpoint that is kept)"
+            yield f"the weights of {name} have changed; of a run that goes on, give a checkpoint that is kept"
     batch, now = metadata["global_batch"], config.data.batch_size * context.processes
     then = batch // before.optim.accumulate
     how = f"data.batch_size={config.data.batch_size} on {plural(context.processes, 'process', 'processes')}"

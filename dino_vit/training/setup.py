@@ -32,7 +32,7 @@ from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer, current_arguments
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
-from dino_vit.training.resume import check_same_run, find_checkpoint
+from dino_vit.training.resume import check_same_run, find_checkpoint, has_other_judges
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
 from dino_vit.views.loader import UnreadableImages
@@ -91,6 +91,8 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     spec = name or config.data.images
     state.segmentation, said = open_segmentation(spec, state.evaluation, state.teacher.backbone)
     notes += said
+    if context.resumed and has_other_judges(config, state.judges, context.resumed):
+        state.best = None
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 
@@ -312,24 +314,26 @@ def _shard(
 
 def _load_trained(config: PretrainConfig) -> Backbone:
     """Load the weights that `init` starts from."""
-    from dino_vit.weights.loading import load_backbone
+    from dino_vit.weights.loading import check_all_equal, load_backbone
 
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if _hides_patches(config) else {}
-    given = {"views.global_size", "model.image_size"} & given_keys(config)
-    if config.recipe != "auto" or given:  # auto takes the weights' size
-        overrides["image_size"] = config.image_shape
+    given = given_keys(config)
+    overrides |= {"channels": config.data.channels} if "data.channels" in given else {}
+    if config.recipe != "auto" or {"views.global_size", "model.image_size"} & given:
+        overrides["image_size"] = config.image_shape  # auto takes the weights' size
     load = partial(
         load_backbone,
         config.init.weights,
         network=config.init.network,
         format=config.init.format,
         trained_size=config.init.trained_size,
-        channels=config.data.channels,
     )
     backbone = load(**overrides)
-    stated = backbone.provenance and backbone.provenance.size
+    assert backbone.provenance
+    check_all_equal(backbone.provenance.sha256, f"init.weights={config.init.weights}")
+    stated = backbone.provenance.size
     if "image_size" in overrides or stated in (None, backbone.image_size):
         return backbone
     return load(**overrides, image_size=stated)  # that of DINOv2's positions is not that of its images

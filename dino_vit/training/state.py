@@ -1,5 +1,6 @@
 """The state of a run between two steps: everything that a step touches or a checkpoint holds."""
 
+import json
 import math
 import time
 from collections import defaultdict, deque
@@ -19,6 +20,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
+from dino_vit.core.storage import digest
 from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
@@ -128,15 +130,14 @@ class TrainingState:
     segmentation: "OnlineSegmentation | None" = None
     checkpoints: Checkpoints
     unreadable: UnreadableImages
-    weights_read: dict[str, str | None] = field(
-        default_factory=dict
-    )  # digests of networks that stay as they are
+    weights_read: Mapping[str, str | None]  # digests of networks that stay as they are
     interval: Interval = field(init=False)
     writer: BackgroundWriter = field(init=False)
     outputs: dict[str, Tensor] = field(default_factory=dict)  # statistics of a logged step
     step: int = 0
     saved_step: int | None = None
     best: dict[str, Any] | None = None  # figure, value, step
+    best_before: dict[str, Any] | None = None  # the one before, which counts if this one cannot be written
     seconds_before: float = 0.0  # of the starts before this one
     began: float | None = None  # when this start began to train
     evaluation_seconds: float = 0.0  # that the last evaluation took
@@ -197,6 +198,7 @@ class TrainingState:
         # A NaN is never the best. Rank 0 decides, since figures of others may differ by rounding, and a
         # checkpoint of shards needs all.
         if broadcast_int(math.isfinite(value) and (best is None or value > best["value"])):
+            self.best_before = self.best
             self.best = {"figure": figure, "value": value, "step": self.step}
         return figures
 
@@ -208,6 +210,19 @@ class TrainingState:
                 figures = replace(figures, **self.teacher.with_full_weights(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
         return figures
+
+    @cached_property
+    def judges(self) -> str:
+        """A digest of what evaluations judge by: images with their labels, and masks."""
+        evaluation, masks = self.evaluation, self.segmentation
+        of_masks = {**masks.learned, **masks.judged} if masks else {}
+        facts = {
+            "images": evaluation.indices,
+            "labels": evaluation.targets.tolist(),
+            "classes": list(evaluation.source.classes) if evaluation.has_labels else [],
+            "masks": {index: classes.tolist() for index, classes in of_masks.items()},
+        }
+        return digest({}, {"judges": json.dumps(facts)})
 
     @property
     def is_best(self) -> bool:
@@ -306,6 +321,7 @@ class TrainingState:
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,
+            "judges": self.judges,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": int(self.interval.skipped),
             "interval": self.interval.sums(),

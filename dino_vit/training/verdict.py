@@ -224,7 +224,12 @@ def _judge_accuracies(run: _Run) -> Diagnosis | None:
 
 def _judge_ranks(run: _Run) -> Diagnosis:
     """Judge by effective ranks and by what the teacher's outputs say about an image."""
-    (first, *_, latest), last, early = run.ranks, run.evaluations[-1], run.is_evaluated_early
+    ranks, last, early = run.ranks, run.evaluations[-1], run.is_evaluated_early
+    if run.before.rankme is None:  # nothing was measured before training
+        ranks = ranks[1:]
+    first, latest = ranks[0], ranks[-1]
+    if len(ranks) < 2:
+        return TOO_EARLY
     if last.step >= run.settled_step and not early and latest < HALF * max(run.ranks):
         return COLLAPSING
     if not -math.inf < first <= latest:

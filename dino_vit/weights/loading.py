@@ -95,8 +95,8 @@ def _load(
         except OtherArchitecture:
             if "timm_name" not in raw.facts:
                 raise
-    of_timm = _load_timm(raw, overrides)
-    return OURS if raw.metadata else TIMM, of_timm, [f"{of_timm.name} of timm"]
+    of_timm, notes = _load_timm(raw, overrides)
+    return OURS if raw.metadata else TIMM, of_timm, notes
 
 
 def _load_transformer(
@@ -199,7 +199,7 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
     return merge(kept, key_bias=not layout.rotary), notes
 
 
-def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
+def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTimmBackbone, list[str]]:
     """Return a model of timm with its weights; other channels get kernels as timm makes them."""
     arguments = [name for name in signature(TimmBackbone).parameters if name != "name"]
     if unknown := [name for name in overrides if name not in arguments]:
@@ -222,7 +222,7 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackb
     # A model that is built draws its weights, which the caller's random numbers must not notice.
     with torch.random.fork_rng(devices=[]):
         model = LoadedTimmBackbone(**{**stated, "num_classes": 0, **overrides})
-    pretrained, wanted = model.model.pretrained_cfg, model.state_dict()
+    pretrained, wanted, notes = model.model.pretrained_cfg, model.state_dict(), [f"{model.name} of timm"]
     classifiers = ("head.", *(f"model.{name}." for name in _names(pretrained.get("classifier"))))
     tensors = {n: tensor for n, tensor in tensors.items() if n in wanted or not n.startswith(classifiers)}
     if model.channels != stated["channels"]:
@@ -230,8 +230,9 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackb
 
         for name in (f"model.{conv}.weight" for conv in _names(pretrained.get("first_conv"))):
             tensors[name] = adapt_input_conv(model.channels, tensors[name].float())
+        notes.append(f"converted {stated['channels']} channels to {model.channels} as timm does")
     _load_strictly(model, tensors, raw.source)
-    return model
+    return model, notes
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -282,7 +283,7 @@ def open_frozen(config: PretrainConfig, weights: str) -> TrainedTeacher:
     """Load the network that `teacher.weights` names."""
     _check_other_run(config, "teacher.weights", weights)
     frozen = open_teacher(weights)
-    _check_all_equal(frozen.sha256, f"teacher.weights={weights}")
+    check_all_equal(frozen.sha256, f"teacher.weights={weights}")
     return frozen
 
 
@@ -291,11 +292,11 @@ def open_gram_teacher(config: PretrainConfig, weights: str) -> Backbone:
     _check_other_run(config, "gram.weights", weights)
     gram_teacher = load_backbone(weights)
     assert gram_teacher.provenance
-    _check_all_equal(gram_teacher.provenance.sha256, f"gram.weights={weights}")
+    check_all_equal(gram_teacher.provenance.sha256, f"gram.weights={weights}")
     return gram_teacher
 
 
-def _check_all_equal(sha256: str, name: str) -> None:
+def check_all_equal(sha256: str, name: str) -> None:
     """Check that no process reads a later checkpoint of a run that goes on."""
     if not all_equal(int(sha256[:12], 16)):
         raise ValueError(f"the processes read different weights from {name}; give a checkpoint that is kept")

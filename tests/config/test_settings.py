@@ -1,6 +1,7 @@
 import pytest
 
 from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import get, given_keys, result_changes, settings_of, values
 from tests.support.cake import Cake
 
@@ -20,6 +21,12 @@ def test_settings_by_dotted_key() -> None:
     assert set(values(cake)) == settings_of(Cake).keys() - {"icing"}
     assert (values(cake)["eggs"], get(cake, "icing.colour"), get(Cake(), "icing.colour")) == (4, "red", None)
     assert given_keys(cake) == {"eggs", "icing.colour"}
+
+
+def test_the_home_folder_may_be_written_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load(PretrainConfig, None, {"output": "~/runs/a", "data.source": ("~/photos", "a~b")})
+    assert (config.output, config.data.source) == ("/home/someone/runs/a", ("/home/someone/photos", "a~b"))
 
 
 def test_result_changes_leave_out_what_is_resumable() -> None:

@@ -152,7 +152,7 @@ def test_the_choice_follows_the_measured_speed(tmp_path, monkeypatch, speed, wid
     assert run.state.plan.total_steps == pytest.approx(540 * speed / 8, rel=0.02)  # less what measuring took
     reasons = {choice.key: choice.reason for choice in run.choices}
     assert "in 10 minutes on this machine" in reasons["model.width"]
-    assert ENOUGH_IMAGES == 100_000
+    assert ENOUGH_IMAGES == 300_000
 
 
 def test_a_recipe_whose_phases_are_longer_than_the_trial_is_measured(tmp_path):

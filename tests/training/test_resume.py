@@ -14,7 +14,11 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.storage import StorageError
+from dino_vit.data.sources.open import open_source
+from dino_vit.training.loop import finish_save
 from dino_vit.training.metrics import START, Baseline, read_records
+from dino_vit.training.reporter import Reporter
 from tests.support.images import write_synthetic
 from tests.support.runs import (
     Run,
@@ -211,6 +215,44 @@ def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_s
     write_synthetic(photos / "07.png", 7, size=40)  # the folder is as old as before
     with pytest.raises(ValueError, match=r"the images of .*photos have changed"):
         opened(output, {"data.source": photos, **settings})
+
+
+def test_other_labels_are_refused_unless_they_are_asked_for(tmp_path):
+    """What was the best by the old ones, and its checkpoint, would be compared with figures of others."""
+    labels, output = tmp_path / "labels.csv", tmp_path / "run"
+    settings = {"data.labels": labels, "budget.steps": 5, "run.eval_every": 0.5, **SHORT}
+    names = [open_source("synthetic:64:32").name(index) for index in range(64)]
+    for classes in (2, 3):
+        labels.write_text("".join(f"{name},{number % classes}\n" for number, name in enumerate(names)))
+        if classes == 2:
+            trained(output, settings)
+            assert opened(output, settings).state.best["figure"] == "knn"
+    with pytest.raises(ValueError, match="evaluated by other labels or masks"):
+        opened(output, settings)
+    assert opened(output, {**settings, "run.resume": "changed"}).state.best is None
+
+
+def test_the_best_before_counts_if_the_best_cannot_be_written(tmp_path, monkeypatch):
+    ready = opened(tmp_path / "run", SHORT)
+    state, best = ready.state, {"figure": "knn", "value": 30.0, "step": 0}
+    state.step, state.best_before, state.best = 4, best, {**best, "value": 40.0, "step": 4}
+
+    def full(*_):
+        raise StorageError("no space")
+
+    monkeypatch.setattr(state.checkpoints, "save", full)
+    with Reporter(ready) as reporter:
+        state.begin_save()
+        finish_save(state, reporter, wait=True)
+    assert state.best == best
+
+
+def test_the_settings_of_a_run_resume_it_wherever_it_lies(tmp_path):
+    trained(tmp_path / "run", {"budget.steps": 5, **SHORT})
+    trained(tmp_path / "run", {"budget.steps": 10, "run.resume": "changed", **SHORT})
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    config = load(PretrainConfig, moved / "config.yaml", [])
+    assert (config.output, config.run.resume) == (str(moved), "same")
 
 
 def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from PIL import Image
 from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
-from dino_vit import export_backbone, load_backbone
+from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
@@ -114,6 +114,26 @@ def test_images_are_normalised_as_those_that_the_weights_saw(tmp_path):
         assert (ready.mean, ready.std) == ((0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
     given = opened(tmp_path / "given", {**settings, "data.mean": "[0.5, 0.5, 0.5]"}).state.config.data
     assert (given.mean, given.std) == ((0.5, 0.5, 0.5), (0.1, 0.2, 0.3))
+
+
+def test_grey_images_stay_grey_for_weights_of_grey_ones(tmp_path):
+    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2, channels=1)
+    save_backbone(model, tmp_path / "grey.safetensors", mean=(0.3,), std=(0.2,))
+    np.save(tmp_path / "grey.npy", np.random.default_rng(0).integers(0, 256, (64, 32, 32), dtype=np.uint8))
+    settings = {**AUTO, "init.weights": tmp_path / "grey.safetensors", "data.source": tmp_path / "grey.npy"}
+    for recipe in ("auto", "dino"):
+        run = {**settings, "recipe": recipe, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+        for _ in range(2):  # begun and resumed
+            config = trained(tmp_path / recipe, run, {}).config
+            assert (config.data.channels, config.data.mean, config.augment.hue) == (1, (0.3,), 0)
+
+
+def test_a_frozen_teacher_sees_images_as_it_was_trained_on(tmp_path, weights):
+    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2)
+    save_backbone(model, tmp_path / "start.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    settings = {**FROM, "teacher.weights": weights, "init.weights": tmp_path / "start.safetensors"}
+    data = opened(tmp_path / "run", settings).state.config.data
+    assert data.mean == load_backbone(weights).provenance.mean
 
 
 def test_weights_of_other_channels_are_inflated(tmp_path, weights):

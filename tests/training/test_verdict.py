@@ -144,6 +144,17 @@ def test_a_short_run_of_steps_that_are_not_finite_is_not_told_to_go_on():
     assert (said.diagnosis.state, said.advice) == ("non-finite steps", "Try run.precision=bf16.")
 
 
+def test_without_figures_from_before_nothing_is_worse_than_them():
+    history = [
+        replace(HEALTHY, step=step, total_steps=900, knn=step / 10, rankme=step) for step in (300, 600, 900)
+    ]
+    config = load(PretrainConfig, None, [])
+    assert [judge(history[:count], config, None).diagnosis.state for count in (1, 3)] == [
+        "too early to say",
+        "learning",
+    ]
+
+
 def test_all_accuracies_decide():
     """The figures of photos of clothes: of so few images k-NN cannot tell, and the probe can."""
     answers = {"probe_answers": f"{(1 << 95) - 1:x}"}

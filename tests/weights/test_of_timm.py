@@ -129,13 +129,15 @@ def test_transformers_that_are_not_ours_are_built_by_timm(tmp_path, name):
 
 
 @torch.no_grad()
-def test_other_channels_get_the_first_kernels_of_timm(folder):
+def test_other_channels_get_the_first_kernels_of_timm(folder, caplog):
+    caplog.set_level("INFO", "dino_vit")
     _, write = folder
     images = torch.randn(2, 5, 64, 64, generator=torch.Generator().manual_seed(0))
     arguments = {"pretrained": True, "num_classes": 0, "in_chans": 5}
     overlay = {"file": str(write() / "model.safetensors")}
     theirs = timm.create_model("test_resnet", pretrained_cfg_overlay=overlay, **arguments).eval()
     assert_close(dino_vit.load_backbone(write(), channels=5)(images), theirs(images))
+    assert "converted 3 channels to 5 as timm does" in caplog.text
 
 
 @pytest.fixture
