@@ -228,7 +228,7 @@ def test_a_class_file_that_says_no_labels_makes_a_catalogue_stale(tmp_path):
     folder = write_archives(tmp_path / "set", SORTED)
     catalogue(folder)
     (folder / "classes.txt").write_text("")
-    with pytest.raises(StaleIndex, match="classes.txt"):
+    with pytest.raises(StaleIndex, match=r"classes\.txt"):
         open_source(str(folder))
     assert catalogue(folder).classes == []
 

@@ -94,7 +94,7 @@ def test_images_in_two_tables_are_the_same_images(tmp_path):
     files = {name: image_file(number, name) for number, name in enumerate(names)}
     write_parquet(tmp_path / "all.parquet", files, classes=["a", "b"])
     write_parquet(tmp_path / "test.parquet", dict([*files.items()][1:5]), classes=["a", "b"])
-    with pytest.raises(ValueError, match="all 4 images of .* are in train="):
+    with pytest.raises(ValueError, match=r"all 4 images of .* are in train="):
         sets_of(str(tmp_path / "test.parquet"), train=str(tmp_path / "all.parquet"))
 
 
