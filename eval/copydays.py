@@ -112,7 +112,8 @@ def true_pairs(queries: list[str], originals: list[str], table: str | None) -> T
             pairs = [tuple(row) for row in csv.reader(file) if row]
         if missing := [pair for pair in pairs if pair[0] not in queries or pair[-1] not in originals]:
             raise ValueError(f"{table}: no two images that can be read are called {','.join(missing[0])}")
-        truth = torch.tensor([[(query, name) in pairs for name in originals] for query in queries])
+        given = set(pairs)
+        truth = torch.tensor([[(query, name) in given for name in originals] for query in queries])
     else:
         starts = [[PurePath(name).name[:4] for name in names] for names in (queries, originals)]
         truth = torch.tensor([[query == name for name in starts[1]] for query in starts[0]])

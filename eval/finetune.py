@@ -93,6 +93,8 @@ def run(config: FinetuneConfig) -> Classification:
         log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)
+        # Of the weights as they are at the first start: a run that they are of may go on.
+        tuning.before = tuning.before or _before(tuning)
         tuning.run(config.epochs)
     result = _result(tuning)
     accelerator.wait_for_everyone()
@@ -132,9 +134,8 @@ class Finetuning(EpochTraining):
             "precision": str(self.evaluated.autocast),
         }
         super().__init__(Path(config.output) / "state", loader, self.model, optimizer, facts)
-        # Of the weights as they are now: a run that they are of may go on.
         kept = self.history[0].get("knn_before") if self.history else None
-        self.before = Accuracy(**kept) if kept else _before(self)
+        self.before = Accuracy(**kept) if kept else None  # k-NN before the first step
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
         config, steps = self.config, self.loader.steps_per_epoch
@@ -213,6 +214,7 @@ def _result(tuning: Finetuning) -> Classification:
             config={**facts["config"], "classes": facts["classes"]},
         )
     predictions, before = tuning.predict(), tuning.before
+    assert before
     after = predictions.top(1)
     last = {**history[-1], **predictions.figures()}
     details = {**facts, "settings": facts["config"], "history": history, "last": last, "knn_before": before}

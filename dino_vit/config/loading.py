@@ -27,8 +27,8 @@ _Layer = dict[str, object]  # values by dotted key
 def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
     """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
-    if file and "output" in below and (file.parent / "checkpoints").is_dir():  # the run may have been moved
-        below["output"] = str(file.parent)
+    if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
+        below["output"] = str(file.parent)  # the settings of a run, which may have been moved
     if isinstance(overrides, Mapping):
         return _build(cls, below, flat(overrides), str(file), python=True)
     above: _Layer = {}

@@ -112,10 +112,14 @@ class _HubRows:
 
 def wrap(given: Any) -> Source:
     """Return a data set as a source; a part of one, and several joined, are those of their data sets."""
+    if isinstance(given, TorchSubset | ConcatDataset) and not len(given):
+        raise ValueError(f"{title_of(given)} has no images")
     if isinstance(given, TorchSubset):
         return Subset(wrap(given.dataset), given.indices)
     if isinstance(given, ConcatDataset):
-        return Joined([*map(str, range(len(given.datasets)))], [*map(wrap, given.datasets)])
+        datasets: list[Any] = given.datasets
+        parts = {str(number): wrap(part) for number, part in enumerate(datasets) if len(part)}
+        return Joined([*parts], [*parts.values()])
     return CustomSource(_HubRows(given) if hasattr(given, "cast_column") else given)
 
 

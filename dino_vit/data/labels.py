@@ -200,8 +200,9 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
     label = _find_column(header, columns)
     if label is None and len(rows[0]) == 2:
         beside = {row[1 - name] for row in rows[start:] if len(row) == 2}
-        is_name = header and header[1 - name] in ("", *PATH_COLUMNS) and len(beside) == len(rows) - start
-        label = None if is_name else 1 - name
+        title = header[1 - name] if header else "label"
+        is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
+        label = None if is_name or not title else 1 - name
     numbers = list[int]()
     if label is None and columns is LABEL_COLUMNS:
         others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]

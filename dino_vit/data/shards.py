@@ -215,6 +215,7 @@ class Prefetch:
             thread.join(POLL_S)  # it may wait for an answer of a server
 
     def _run(self, stop: threading.Event) -> None:
+        said = ""
         while not stop.is_set():
             try:
                 pause = 0.0 if self.copy_next(stop) else POLL_S
@@ -224,7 +225,10 @@ class Prefetch:
             except SourceLost:  # logged already; a run may do without as long as there are other copies
                 pause = POLL_S
             except OSError as error:
-                log.warning("shards are not copied to data.cache for now: %s", brief(error, 300))
+                if str(error) != said:  # once, as the next attempt comes soon
+                    said = str(error)
+                    text = "shards are not copied: %s; data.cache=FOLDER may be on another disk"
+                    log.warning(text, brief(error, 300))
                 pause = 10
             stop.wait(pause)
 

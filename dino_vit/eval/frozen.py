@@ -78,6 +78,8 @@ def cached_features(
     if not len(chosen):
         raise ValueError("there are no images to compute features of")
     frozen.check_all_equal()
+    if is_main_process():
+        _say_what_is_unlike(frozen, source, chosen)
     stamp = stamp_of(source)
     inputs = {
         "version": _VERSION,
@@ -107,14 +109,15 @@ def cached_features(
         text = "%d of %d images cannot be read and are left out, the first is %s"
         log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
     check_finite(tensors["values"], frozen.model)
-    if is_main_process():
-        _say_what_is_unlike(frozen, source, tensors["indices"].tolist())
     return tensors["values"].numpy(), tensors["indices"].numpy()
 
 
 def _say_what_is_unlike(frozen: FrozenBackbone, source: Source, indices: Sequence[int]) -> None:
     """Warn if images are far smaller than what they are resized to, or of other pixels."""
-    sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
+    try:
+        sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
+    except ValueError:  # none of these can be read; others may
+        return
     side = min(frozen.transform.size)
     if sample.images and FAR * sample.image_size < side:
         text = "images of about %d pixels are enlarged to %d: they lack details of that size"

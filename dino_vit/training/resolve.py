@@ -225,8 +225,10 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         settings["views.global_size"] = views.get("global_size", size)
     if context.trained and not context.frozen:  # a frozen teacher needs images as it was trained on
         origin = context.trained.provenance
-        stated = {"data.mean": origin and origin.mean, "data.std": origin and origin.std}
-        settings |= {key: value for key, value in stated.items() if value and key not in given}
+        if origin and origin.mean and origin.std:
+            same = origin.range == config.data.range  # or they are measured again
+            stated = {"data.mean": origin.mean if same else None, "data.std": origin.std if same else None}
+            settings |= {key: value for key, value in stated.items() if key not in given}
     reason = "as the trained weights have"
     choices = {choice.key: choice for choice in channel_choices(config, trained["channels"], reason)}
     choices |= {key: Choice(key, value, reason) for key, value in settings.items()}

@@ -57,15 +57,15 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
         log.info(text, config.data.source, resumed.step)
 
 
-def has_other_judges(config: PretrainConfig, judges: str, resumed: Checkpoint) -> bool:
-    """Tell whether a run is evaluated by other labels or masks than before, which must be asked for."""
-    changed = bool(resumed.metadata.get("judges", judges) != judges)
-    if changed and config.run.resume != "changed":
+def check_same_labels(config: PretrainConfig, labels: str, resumed: Checkpoint) -> None:
+    """Check that a run is evaluated by the labels and masks by which its best checkpoint was chosen."""
+    run, before = config.run, resumed.metadata
+    is_evaluated = before["best"] and (run.eval_every or run.eval_every_steps)
+    if is_evaluated and before.get("labels", labels) != labels:
         raise ValueError(
-            f"{config.output} holds a run at step {resumed.step} evaluated by other labels or masks. "
-            "Give those, or another output, or run.resume=changed, which chooses the best checkpoint anew"
+            f"{config.output} holds a run at step {resumed.step} evaluated by other labels or masks, "
+            "so later figures cannot be compared. Give those, or run.eval_every=null, or another output"
         )
-    return changed
 
 
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:

@@ -32,7 +32,7 @@ from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer, current_arguments
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
-from dino_vit.training.resume import check_same_run, find_checkpoint, has_other_judges
+from dino_vit.training.resume import check_same_labels, check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
 from dino_vit.views.loader import UnreadableImages
@@ -91,8 +91,8 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     spec = name or config.data.images
     state.segmentation, said = open_segmentation(spec, state.evaluation, state.teacher.backbone)
     notes += said
-    if context.resumed and has_other_judges(config, state.judges, context.resumed):
-        state.best = None
+    if context.resumed:
+        check_same_labels(config, state.labels, context.resumed)
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 
@@ -320,7 +320,8 @@ def _load_trained(config: PretrainConfig) -> Backbone:
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if _hides_patches(config) else {}
     given = given_keys(config)
-    overrides |= {"channels": config.data.channels} if "data.channels" in given else {}
+    if "data.channels" in given or config.teacher.weights:  # which both see the same images
+        overrides["channels"] = config.data.channels
     if config.recipe != "auto" or {"views.global_size", "model.image_size"} & given:
         overrides["image_size"] = config.image_shape  # auto takes the weights' size
     load = partial(

@@ -212,8 +212,8 @@ class TrainingState:
         return figures
 
     @cached_property
-    def judges(self) -> str:
-        """A digest of what evaluations judge by: images with their labels, and masks."""
+    def labels(self) -> str:
+        """A digest of the images and labels, and of the masks, that evaluations use."""
         evaluation, masks = self.evaluation, self.segmentation
         of_masks = {**masks.learned, **masks.judged} if masks else {}
         facts = {
@@ -222,7 +222,7 @@ class TrainingState:
             "classes": list(evaluation.source.classes) if evaluation.has_labels else [],
             "masks": {index: classes.tolist() for index, classes in of_masks.items()},
         }
-        return digest({}, {"judges": json.dumps(facts)})
+        return digest({}, {"labels": json.dumps(facts)})
 
     @property
     def is_best(self) -> bool:
@@ -321,7 +321,7 @@ class TrainingState:
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,
-            "judges": self.judges,
+            "labels": self.labels,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": int(self.interval.skipped),
             "interval": self.interval.sums(),

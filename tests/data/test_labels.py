@@ -77,6 +77,7 @@ def entries(name, text):
         ("a.csv", 'path,label\n"new\nline.jpg",cat\n', [("new\nline.jpg", "cat")]),
         ("a.csv", ",path\n0,x.jpg\n1,y.jpg\n", [("x.jpg", None), ("y.jpg", None)]),  # by pandas
         ("a.csv", "id,path\n7,x.jpg\n", [("x.jpg", None)]),
+        ("a.csv", ",path\n0,x.jpg\n0,y.jpg\n", [("x.jpg", None), ("y.jpg", None)]),
         ("a.csv", "Image,Id\nx.jpg,w\ny.jpg,w\n", [("x.jpg", "w"), ("y.jpg", "w")]),
         ("a.csv", "photo,species\nx.jpg,cat\n", [("x.jpg", "cat")]),
         ("a.tsv", "path\tclass\nx,1.jpg\tcat\n", [("x,1.jpg", "cat")]),

@@ -217,7 +217,7 @@ def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_s
         opened(output, {"data.source": photos, **settings})
 
 
-def test_other_labels_are_refused_unless_they_are_asked_for(tmp_path):
+def test_other_labels_are_refused_unless_nothing_is_evaluated_any_more(tmp_path):
     """What was the best by the old ones, and its checkpoint, would be compared with figures of others."""
     labels, output = tmp_path / "labels.csv", tmp_path / "run"
     settings = {"data.labels": labels, "budget.steps": 5, "run.eval_every": 0.5, **SHORT}
@@ -227,9 +227,10 @@ def test_other_labels_are_refused_unless_they_are_asked_for(tmp_path):
         if classes == 2:
             trained(output, settings)
             assert opened(output, settings).state.best["figure"] == "knn"
-    with pytest.raises(ValueError, match="evaluated by other labels or masks"):
-        opened(output, settings)
-    assert opened(output, {**settings, "run.resume": "changed"}).state.best is None
+    for resume in ("same", "changed"):
+        with pytest.raises(ValueError, match="evaluated by other labels or masks"):
+            opened(output, {**settings, "run.resume": resume})
+    assert opened(output, {**settings, "run.eval_every": "null"}).state.best["figure"] == "knn"
 
 
 def test_the_best_before_counts_if_the_best_cannot_be_written(tmp_path, monkeypatch):

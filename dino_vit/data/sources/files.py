@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import threading
 import time
 import zlib
@@ -28,7 +29,7 @@ OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 AGAIN = (408, 425, 429)  # HTTP: of the refusals (400 to 499), those after which to ask again
-BRIEFLY_S = 5  # for which a server is asked whether a file is there
+OF_ITS_OWN_S = 30  # for which an image is requested that may be on a server of its own
 # What file systems call the version of a file. Not fsspec's `ukey`, which over HTTP is the same whatever the
 # file holds.
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModified", "Last-Modified")
@@ -163,6 +164,10 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: f
 def _refusal(error: OSError) -> str | None:
     """Return how a server refuses a file for good, or None if asking again may help."""
     cause = error.__cause__
+    if getattr(getattr(cause, "os_error", None), "errno", 0) == socket.EAI_NONAME:
+        return "no host has this name"
+    if type(cause).__name__ == "NoCredentialsError":  # botocore's
+        return str(cause)
     if status := getattr(cause, "status", 0):
         return f"HTTP {status}" if 400 <= status < 500 and status not in AGAIN else None
     # fsspec also calls a file not found whose website does not answer; botocore's errors have a response.
@@ -240,11 +245,9 @@ def exists(path: str) -> bool:
     if not is_url(path):
         return os.path.exists(path)
     try:
-        return bool(retry(lambda: remote_info(path), path, seconds=BRIEFLY_S))
+        return bool(retry(lambda: remote_info(path), path))
     except Refused:
         return False
-    except SourceLost as error:
-        raise OSError(str(error)) from error
 
 
 def is_folder(path: str) -> bool:
@@ -255,7 +258,7 @@ def is_folder(path: str) -> bool:
     return bool(remotely(path, lambda system, inner: system.isdir(inner, **time_limit(system))))
 
 
-def read_file(path: str) -> bytes:
+def read_file(path: str, seconds: float | None = None) -> bytes:
     if not is_url(path):
         with open(path, "rb", buffering=0) as file:
             return file.readall()
@@ -263,7 +266,17 @@ def read_file(path: str) -> bytes:
     def ask() -> bytes:
         return remotely(path, lambda system, inner: system.cat_file(inner, **time_limit(system)))
 
-    return retry(ask, path)
+    return retry(ask, path, seconds=seconds)
+
+
+def read_image_file(path: str, seconds: float | None) -> bytes:
+    """Read one image of many, which counts as unreadable if a server refuses it, or has not answered."""
+    try:
+        return read_file(path, seconds)
+    except SourceLost as error:
+        if seconds is None and not isinstance(error, Refused):
+            raise
+        raise OSError(str(error)) from error
 
 
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:

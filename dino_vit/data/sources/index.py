@@ -251,5 +251,5 @@ def _lock(path: Path, spec: str) -> Iterator[None]:
             log.info("%s: waiting for another process that builds its index", spec)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:  # as Lustre without its option -o flock; what is built twice is the same
-            log.warning("%s cannot be locked (%s)", path.parent, error.strerror)
+            log.warning("%s cannot be locked (%s); other processes may build it too", path, error.strerror)
         yield

@@ -16,7 +16,7 @@ from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries, without_labels
 from dino_vit.data.sources.files import (
-    Refused,
+    OF_ITS_OWN_S,
     exists,
     file_signatures,
     is_folder,
@@ -24,6 +24,7 @@ from dino_vit.data.sources.files import (
     list_remote,
     plain,
     read_file,
+    read_image_file,
     remotely,
 )
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
@@ -86,7 +87,9 @@ def _open(spec: str) -> Source:
         from dino_vit.data.sources.arrays import ArraySource
 
         return ArraySource(path, key)
-    missing = "does not exist, or may not be read" if is_url(spec) else "does not exist"
+    missing = (
+        "does not exist, or may not be read (check the credentials)" if is_url(spec) else "does not exist"
+    )
     raise ValueError(f"{spec!r} {missing}: {ALLOWED}.")
 
 
@@ -207,6 +210,7 @@ class PathSource(IndexedSource):
     """Images whose names are paths below a folder, absolute paths or URLs."""
 
     root: str
+    seconds: float | None = None  # for which a remote image is requested before it counts as unreadable
 
     def open_files(
         self, kind: str, spec: str, names: Sequence[str], signatures: NDArray[np.int64] | None = None
@@ -220,10 +224,7 @@ class PathSource(IndexedSource):
         return _join(self.root, os.fsdecode(self.raw_name(index)))
 
     def read(self, index: int) -> bytes:
-        try:
-            return read_file(self.path(index))
-        except Refused as error:  # one image of many
-            raise OSError(str(error)) from error
+        return read_image_file(self.path(index), self.seconds)
 
 
 class FolderSource(PathSource):
@@ -259,6 +260,8 @@ def _images_among(root: str, files: Sequence[str]) -> list[str]:
 
 class ListSource(PathSource):
     """The images in a list of paths, which are relative to the list's folder, absolute, or URLs."""
+
+    seconds = OF_ITS_OWN_S  # each may be on another server
 
     def __init__(self, path: str) -> None:
         self.root, self._path = os.path.dirname(path), path

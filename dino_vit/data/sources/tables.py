@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
-from dino_vit.data.sources.files import open_file, read_file
+from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
@@ -213,7 +213,11 @@ class HubSource(IndexedSource):
         data = list(self._splits.values())[split].data
         image = data.column(self._columns.image)[row].as_py()
         if self._columns.nested:
-            return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
+            return (
+                read_image_file(image["path"], OF_ITS_OWN_S)
+                if image["bytes"] is None
+                else bytes(image["bytes"])
+            )
         return bytes(image)
 
     def _build(self, _: WriteImages) -> IndexContents:
