@@ -27,7 +27,6 @@ from dino_vit.core.text import expand_braces, plural, printable
 from dino_vit.data.shards import LocalCopies, ShardedSource
 from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, class_names, read_member
 from dino_vit.data.sources.files import (
-    ByteRangeReader,
     ChangedFile,
     Refused,
     exists,
@@ -37,6 +36,7 @@ from dino_vit.data.sources.files import (
     read_file,
 )
 from dino_vit.data.sources.index import cache_folder
+from dino_vit.data.sources.ranges import ByteRangeReader
 from dino_vit.data.sources.source import ShardLayout, suffix_of
 
 CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in

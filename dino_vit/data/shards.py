@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
-from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, Refused, SourceLost, retry
+from dino_vit.data.sources.files import ChangedFile, Refused, SourceLost, retry
 from dino_vit.data.sources.index import cache_folder
+from dino_vit.data.sources.ranges import ByteRangeReader
 from dino_vit.data.sources.source import ShardLayout, Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made

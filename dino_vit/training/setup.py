@@ -196,11 +196,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         layout: Any = {"memory_format": torch.channels_last} if convolves else {}
         network.to(device, **layout)
         if choose_compile(config.run.compile, device, plan.total_steps):
-            # FSDP gathers the weights of a block outside its graph.
-            blocks: Any = getattr(network.backbone, "blocks", ())
-            parts = [(block, "forward") for block in blocks] if sharded else [(network, "features")]
-            for module, method in parts:
-                setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
+            _compile(network, sharded)
     groups = parameter_groups(
         student.backbone,
         *student.heads,
@@ -244,6 +240,14 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         weights_read=context.weights_read,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
+
+
+def _compile(network: Network, sharded: bool) -> None:
+    """Compile a network, or its blocks: FSDP gathers the weights of a block outside its graph."""
+    blocks: Any = getattr(network.backbone, "blocks", ())
+    parts = [(block, "forward") for block in blocks] if sharded else [(network, "features")]
+    for module, method in parts:
+        setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
 
 
 def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[Network, Network]:

@@ -17,8 +17,9 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
 from dino_vit.data.shards import LocalCopies, ShardedSource
-from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, exists, open_file, read_file
+from dino_vit.data.sources.files import ChangedFile, exists, open_file, read_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
+from dino_vit.data.sources.ranges import ByteRangeReader
 from dino_vit.data.sources.source import ShardLayout, is_image
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
