@@ -28,13 +28,13 @@ class Run:
         record, config = self._record(), self.config
         images = f" ({record.starts[-1].images:,} images)" if record.starts else ""
         lines = [
-            f"{self.folder}: {config.model.title} on {config.data.source}{images}",
+            f"{self.folder}: {config.model.title} on {config.data.images}{images}",
             f"step {record.step:,} of {record.total_steps or 0:,}: {self.state}; {state(record)[1]}",
             self.outcome,
             f"{plural(len(self.checkpoints), 'checkpoint')} in {self.folder / 'checkpoints'}",
         ]
-        if record.evaluations:
-            newest, *others = record.evaluations
+        if figures := [evaluation for evaluation in record.evaluations if evaluation.figure]:
+            newest, others = figures[0], record.evaluations[1:]
             more = f", and {len(others)} more in {self.folder / 'eval'}" if others else ""
             lines.append(f"{newest.figure} {newest.percent} % on {newest.data}{more}")
         return "\n".join(lines)

@@ -226,7 +226,8 @@ Every command is a function of `dino_vit` with the same settings; a section is a
 `optim={"lr": 1e-3}`.
 
 - `config` is a YAML file or an object of settings, which the others change.
-- Files are written only where `output` is given. `verbose=False` prints nothing but warnings.
+- `pretrain`, `demo` and `report` write files; the others only where `output` is given.
+- `verbose=False` prints nothing but warnings.
 - A mistake raises a `ValueError` with the sentence that the command would print.
 - A source may be an object of your own, such as a `torch.utils.data.Dataset`
   ([sources](../data.md#sources)).

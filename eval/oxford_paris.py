@@ -38,10 +38,9 @@ from dino_vit.core.text import progress
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.features import eval_mode
 from dino_vit.eval.maps.pictures import resize_sides
 from dino_vit.eval.results import default_output, write_results
-from dino_vit.models.backbone import Backbone
+from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 

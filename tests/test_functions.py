@@ -23,6 +23,7 @@ from dino_vit.commands.classification import Classification
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of
+from dino_vit.eval.results import write_results
 from tests.support.processes import torchrun_environs
 from tests.support.runs import CPU, ROOT, SETTINGS
 from tests.support.stub import PATH, stub
@@ -116,6 +117,11 @@ def test_pretrain_returns_its_run(run, tmp_path):
         assert list(tmp_path.iterdir()) == []
     newest, before = (dino_vit.load_backbone(path) for path in (run, run.checkpoints[0]))
     assert (newest.provenance.step, before.provenance.step) == (20, 15)
+    results = run.folder / "eval" / "copydays.json"  # of a program without a single figure
+    write_results(results, {"command": "copydays", "settings": {"source": "copies"}, "map": 0.5})
+    assert " % on " not in str(run)
+    results.unlink()
+    results.parent.rmdir()
     page = dino_vit.report(run, output=tmp_path / "page.html", images=20).path
     assert page.read_text().startswith("<!doctype html>")
     assert dino_vit.Run(run.folder).metrics() == run.metrics()

@@ -188,8 +188,9 @@ def file_stem(index: int, name: str) -> str:
 def draw_video(model: VisionTransformer, target: Path, config: AttentionConfig) -> int:
     """Write a video with the mean attention of the heads beside each frame; return the number of frames."""
     transform, written = eval_transform_of(model), 0
-    with reading_video(config.source) as (rate, frames), writing_video(target, rate) as write:
-        for frame in frames:
+    grey = transform.pixels.channels == 1
+    with reading_video(config.source, grey=grey) as (rate, frames), writing_video(target, rate) as write:
+        for frame in map(transform.pixels.conform, frames):
             picture, padded = prepare(model, frame, transform, config)
             attention = cls_attention(model, padded, config.block)[0].mean(0).cpu()
             check_finite(attention, model)

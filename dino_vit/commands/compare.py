@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from dino_vit.config.commands import (
 )
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
-from dino_vit.core.distributed import is_main_process, wait_for_all
+from dino_vit.core.distributed import is_main_process
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.storage import digest, write_bytes
-from dino_vit.data.sources.index import cache_folder
+from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
@@ -37,7 +37,7 @@ from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
 from dino_vit.reports.comparison import Comparison, draw_maps, render
 from dino_vit.reports.record import read_run
-from dino_vit.weights import load_backbone, save_backbone
+from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
 
 CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
@@ -60,6 +60,7 @@ class ComparisonResult(Result):
 
 def run(config: CompareConfig) -> ComparisonResult:
     """Measure all backbones and compare them by pairs of images; with an output, write a page and JSON."""
+    start_processes()
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
     comparison = Comparison(source=open_compared(config))
@@ -67,10 +68,13 @@ def run(config: CompareConfig) -> ComparisonResult:
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
-        paths[UNTRAINED] = str(_write_untrained(config))
+        paths[UNTRAINED] = UNTRAINED
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
+        trained = config.weights[0] if name == UNTRAINED else weights
+        frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
+        if name == UNTRAINED:
+            frozen = untrained_like(frozen, config.seed)
         _describe(config, frozen, comparison, name)
         file = Path(weights)
         with suppress(ValueError):  # not of a run
@@ -125,7 +129,7 @@ def names_of(weights: Sequence[str]) -> list[str]:
 
 def open_compared(config: CompareConfig) -> Source:
     """Open the images; a published set with masks has folders that are no classes."""
-    published = config.masks is None and recognise(config.source)
+    published = config.masks is None and config.labels is None and recognise(config.source)
     return open_masks(config.source) if published else open_source(config.source, config.labels)
 
 
@@ -137,6 +141,8 @@ def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
         reasons = {"knn": reason, "linear": reason}
     try:
         open_masks(config.source, config.masks)
+        if config.train:
+            open_masks(config.train, training=True)
     except ValueError as error:
         reasons["dense"] = str(error)
     asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]
@@ -146,21 +152,14 @@ def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
     return list(config.measures) or [name for name in CONFIGS if name not in reasons]
 
 
-def _write_untrained(config: CompareConfig) -> Path:
-    """Write a backbone of the architecture of the first weights, its parameters drawn from the seed."""
-    model = load_backbone(config.weights[0], network=config.network)
+def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
+    """Return a backbone that sees the same images as another, its parameters drawn from the seed."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-        untrained = type(model)(**model.architecture)
-    origin = model.provenance
-    assert origin is not None, "load_backbone sets the provenance"
-    stored: dict[str, Any] = {name: getattr(origin, name) for name in ("mean", "std", "bits", "range")}
-    mark = digest(untrained.state_dict(), {"stored": str(stored)})[:12]
-    path = Path(config.cache or cache_folder()) / f"{UNTRAINED}-{mark}.safetensors"
-    if is_main_process():
-        save_backbone(untrained, path, **stored)
-    wait_for_all()
-    return path
+        torch.manual_seed(derive_seed(seed, RngPurpose.NETWORK))
+        model = type(trained.model)(**trained.model.architecture)
+    nothing: dict[str, Any] = {"source": UNTRAINED, "sha256": "", "network": None, "step": None}
+    model.provenance = replace(trained.model.provenance, **nothing, config={})
+    return replace(trained, model=model.eval().to(trained.device))
 
 
 def _describe(config: CompareConfig, frozen: FrozenBackbone, comparison: Comparison, name: str) -> None:

@@ -77,13 +77,17 @@ def run(config: PackConfig) -> PackResult:
     output = Path(config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} already exists; give another folder, or remove it")
+    if output.exists():
+        try:
+            output.rmdir()
+        except OSError as error:
+            text = f"{output} cannot be replaced ({error.strerror})"
+            raise ValueError(f"{text}; give a folder in it that does not exist") from error
     source = open_source(config.source, config.labels)
     incomplete = output.with_name(f".{output.name}.partial")
     shutil.rmtree(incomplete, ignore_errors=True)  # of an earlier attempt
     try:
         packed = pack(source, incomplete, shard_bytes=config.shard_size * 2**20, size=config.size)
-        if output.exists():
-            output.rmdir()
         incomplete.rename(output)
         sync(output.parent)
     finally:

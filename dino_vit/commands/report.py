@@ -14,6 +14,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.labels import join_labels
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import random_indices
@@ -77,6 +78,6 @@ def _noted(pictures: Pictures, note: str) -> Iterator[None]:
     """Note on the page what missing or damaged files raise, instead of raising it."""
     try:
         yield
-    except (ValueError, OSError, UnreadableImage) as error:
+    except (ValueError, OSError, UnreadableImage, SourceLost) as error:
         log.warning("%s: %s", note, error)
         pictures.notes.append(f"{note}: {error}")

@@ -46,7 +46,7 @@ def export(config: ExportConfig) -> Written:
 
 def _evaluation(model: Backbone, config: ExportConfig) -> str:
     """Return what the run of a checkpoint measured at its step, if that is of this network."""
-    source, step = (model.provenance.source, model.provenance.step) if model.provenance else ("", None)
+    source, step = model.provenance.source, model.provenance.step
     if step is None or Path(source).parent.name != "checkpoints":
         return ""
     if config.network != "teacher" or config.image_size is not None:

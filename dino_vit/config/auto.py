@@ -60,15 +60,16 @@ def network_ladder(config: PretrainConfig, image_size: int) -> list[Rung]:
             "model.arch": None,
             "model.width": width,
             "model.depth": depth,
-            "model.heads": width // 32,
+            "model.heads": width // (32 if depth < 12 else 64),  # at depth 12 those of published ViTs
         }
+        views, its_own = config.views, "model.patch_size" in given
         if "views.global_size" in given:
-            side = max(config.views.global_shape)
+            side = max(views.global_shape)
         else:
             patch = min(PATCHES, key=lambda size: abs(log2(size / _patch(side))))
+            patch = config.model.patch_size if its_own else patch
             settings["views.global_size"] = max(side // patch, 2) * patch
-        views = config.views
-        tokens = (side / _patch(side)) ** 2
+        tokens = (side / (config.model.patch_size if its_own else _patch(side))) ** 2
         # A global view passes the teacher and, three times as long, the student; local ones are 3/7 as wide.
         passes = 4 * views.global_count * (1 + tokens / (6 * width)) + 3 * views.local_count * (3 / 7) ** 2
         rungs.append(Rung(settings, tokens * passes * width**2 * depth))

@@ -61,7 +61,7 @@ class Checkpoints:
         if broken:
             count = f"{len(broken)} tensors are" if len(broken) > 1 else "1 tensor is"
             raise NotFinite(f"{count} not finite; the first is {broken[0]}")
-        path = self.folder / f"step-{step:08d}.safetensors"
+        path = self.path(step)
         described = {**metadata, "kind": "checkpoint", "step": step}
         write_tensors(path, tensors, json.dumps(described, sort_keys=True))
         self._prune(step, best=metadata.get("best"))  # only now: the new file is complete and on the disk
@@ -78,6 +78,9 @@ class Checkpoints:
             advice = "move the folder away to start again"
             raise StorageError(f"none of the checkpoints in {self.folder} can be read; {advice}")
         return None
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.safetensors"
 
     def paths(self) -> list[Path]:
         """Return the checkpoint files, unverified, the oldest step first."""

@@ -43,11 +43,11 @@ def end_processes() -> None:
         dist.destroy_process_group()
 
 
-def limit_waits(minutes: float) -> None:
+def limit_waits(limit: timedelta) -> None:
     """Have collectives fail from now on when another process has not answered for so long."""
     if world_size() == 1:
         return
-    limit, (group, _) = timedelta(minutes=minutes), _hosts()
+    group, _ = _hosts()
     if group is not None:
         # NCCL kills its process. The group of hosts, for which all steps wait, raises an error: it is first.
         _set_timeout(limit, group)

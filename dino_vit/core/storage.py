@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, uint8
 
 DIGEST = "sha256"
@@ -73,22 +73,20 @@ def save_plain(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
     sync(path)
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file without reading its tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} is not a safetensors file, or is incomplete: {error}") from error
-
-
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata of a safetensors file; one of ours is checked against its digest."""
-    metadata = read_metadata(path)
     try:
-        tensors = load_file(path)
-    except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError: of a type that torch lacks
-        raise StorageError(f"{path} holds tensors that cannot be read: {error}") from error
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (
+        OSError,
+        SafetensorError,
+        KeyError,
+        RuntimeError,
+    ) as error:  # KeyError: of a type that torch lacks
+        text = "is not a safetensors file, is incomplete, or has tensors of unknown types"
+        raise StorageError(f"{path} {text}: {error}") from error
     expected = metadata.pop(DIGEST, None)
     ours = expected is not None or OWN_KEY in metadata
     if ours and digest(tensors, metadata) != expected:

@@ -11,7 +11,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -47,8 +47,10 @@ VERSION = 1
 class StaleIndex(Refused):
     """The images are not where the catalogue says that they are."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}. Write the catalogue again: dino-vit pack FOLDER index_only=true")
+
+def stale(what: str) -> StaleIndex:
+    """Return the error that says what to do."""
+    return StaleIndex(f"{what}. Write the catalogue again: dino-vit pack FOLDER index_only=true")
 
 
 def names_digest(folder: str, files: Sequence[str]) -> str:
@@ -65,9 +67,9 @@ def read_index(path: str, digest: str) -> pa.RecordBatch:
     try:
         data = read_file(path)
     except (FileNotFoundError, Refused):
-        raise StaleIndex(f"{path} does not exist") from None
+        raise stale(f"{path} does not exist") from None
     if hashlib.sha256(data).hexdigest() != digest:
-        raise StaleIndex(f"{path} is not the one in the catalogue beside it")
+        raise stale(f"{path} is not the one in the catalogue beside it")
     return pa.ipc.open_file(pa.py_buffer(data)).get_batch(0)
 
 
@@ -85,9 +87,9 @@ class Catalogue(Sequence[str]):
             flat: Any = np.from_dlpack(batch["signature"].values)
             self.signatures: NDArray[np.int64] = flat.reshape(-1, 3)
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-            raise StaleIndex(f"{path} is damaged or not a catalogue: {error}") from error
+            raise stale(f"{path} is damaged or not a catalogue: {error}") from error
         if self.metadata["version"] != VERSION:
-            raise StaleIndex(f"{path} is a catalogue of another version of dino-vit")
+            raise stale(f"{path} is a catalogue of another version of dino-vit")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Catalogue, (self.folder, self.path)
@@ -140,9 +142,11 @@ class CataloguedSource(ShardedSource):
         try:
             return read_member(self, shard, {field: rows[field][row].as_py() for field in FIELDS})
         except (ChangedFile, FileNotFoundError) as error:
-            raise StaleIndex(f"{self.catalogue[shard]} is not as it was when it was catalogued") from error
+            raise stale(f"{self.catalogue[shard]} is not as it was when it was catalogued") from error
 
     def label(self, index: int) -> int | None:
+        if not self.classes:  # an index would be read for it
+            return None
         shard, row = self._locate(index)
         rows, depth = _rows(self.catalogue, shard), self.catalogue.metadata["label_depth"]
         if depth is None:
@@ -174,7 +178,7 @@ class CataloguedSource(ShardedSource):
         return shard, index - int(self.starts[shard])
 
 
-def open_catalogued(spec: str) -> CataloguedSource | None:
+def open_catalogued(spec: str, list_files: Callable[[str], tuple[str, list[str]]]) -> CataloguedSource | None:
     """Open archives, given by their folder or a pattern, if a catalogue there is of these and no others."""
     folder, pattern = os.path.split(spec) if suffix_of(spec) in ARCHIVES else (spec.rstrip("/"), "")
     path = os.path.join(folder, CATALOGUE)
@@ -183,7 +187,7 @@ def open_catalogued(spec: str) -> CataloguedSource | None:
     catalogue = Catalogue(folder, _on_this_host(path))
     if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):
         return None
-    from_rank_0(lambda: _check_files(catalogue))
+    from_rank_0(lambda: _check_files(catalogue, lambda: list_files(spec)[1]))
     return CataloguedSource(catalogue)
 
 
@@ -206,20 +210,16 @@ def _matches_all(pattern: str, files: set[str]) -> bool:
     return files == (given - patterns) | matched
 
 
-def _check_files(catalogue: Catalogue) -> None:
-    """Check the names of classes and, in a local folder, that it has these archives and no others."""
+def _check_files(catalogue: Catalogue, list_files: Callable[[], list[str]]) -> None:
+    """Check the names of classes and, in a local folder, that these are the archives, and no others."""
     files = catalogue.files.to_pylist()
     if names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
-        raise StaleIndex(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
+        raise stale(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
     if is_url(catalogue.folder):
         return
-    expected = dict(zip(files, catalogue.signatures[:, 0].tolist(), strict=True))
-    wrong = []
-    for parent in sorted(set(map(os.path.dirname, expected))):
-        for entry in os.scandir(os.path.join(catalogue.folder, parent)):
-            name = os.path.join(parent, entry.name)
-            if suffix_of(name) in ARCHIVES and expected.pop(name, 0) != entry.stat().st_size:
-                wrong.append(name)
-    if wrong := [*wrong, *expected]:
-        counted = plural(len(wrong), "archive")
-        raise StaleIndex(f"{catalogue.folder} is not as it was: {counted} changed, such as {wrong[0]}")
+    present = list_files()
+    sizes = file_signatures([os.path.join(catalogue.folder, file) for file in present])[:, 0].tolist()
+    expected = zip(files, catalogue.signatures[:, 0].tolist(), strict=True)
+    if wrong := sorted({*expected} ^ {*zip(present, sizes, strict=True)}):
+        counted = plural(len({*dict(wrong)}), "archive")
+        raise stale(f"{catalogue.folder} is not as it was: {counted} changed, such as {wrong[0][0]}")

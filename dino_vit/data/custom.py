@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -87,7 +88,6 @@ class _HubRows:
 
         if dataset.format["type"] == "custom":
             log.warning("the transform of the Dataset is not applied: its images are read as they are stored")
-        self.fingerprint = dataset._fingerprint  # of the rows and of all that was done with them
         rows = dataset.with_format(None)
         self.columns = find_columns("the Dataset", rows.features.arrow_schema)
         if isinstance(rows.features[self.columns.image], Image):
@@ -96,6 +96,8 @@ class _HubRows:
         self.targets = list(rows[self.columns.label]) if self.columns.label else None
         self.classes = self.columns.classes
         self.images = rows.select_columns([self.columns.image])
+        # Of the rows and of all that was done with them; files that they name can change.
+        self.fingerprint = None if len(self) and isinstance(self[0], str) else dataset._fingerprint
 
     def __len__(self) -> int:
         return len(self.images)
@@ -130,7 +132,11 @@ def _method(given: Any, name: str) -> Callable[[int], Any] | None:
 
 def _classes_of(given: Any) -> list[str] | None:
     classes = getattr(given, "classes", None)
-    return None if classes is None or callable(classes) else [str(name) for name in classes]
+    if classes is None or callable(classes):
+        return None
+    names = [str(name) for name in classes]
+    counts = Counter(names)  # ImageNet has two cranes
+    return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(names)]
 
 
 def _labels_of(given: Any) -> Labels:

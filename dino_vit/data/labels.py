@@ -241,18 +241,10 @@ class LabelledSource(Subset):
 
     def __init__(self, source: Source, labels: Labels) -> None:
         super().__init__(source, range(len(source)))
-        self._labels = labels
+        self._labels, self.classes, self.splits = labels, labels.classes, splits_of(source)
 
     def label(self, index: int) -> int | None:
         return self._labels.of(index)
-
-    @property
-    def classes(self) -> list[str]:
-        return self._labels.classes
-
-    @property
-    def splits(self) -> Mapping[str, range]:
-        return splits_of(self.source)
 
     @property
     def fingerprint(self) -> str:

@@ -19,6 +19,7 @@ from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, replacing
 from dino_vit.core.text import brief
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
 from dino_vit.views.eval_transform import EvalTransform
@@ -97,7 +98,7 @@ def embedded_panels(embeddings: Embeddings, captions: Iterable[tuple[int, str]])
     """Return embedded images by their rows as small pictures with captions; empty ones if they are gone."""
     try:
         source = open_source(embeddings.metadata["source"]["spec"])
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SourceLost) as error:
         log.warning("the sheet does not show the embedded images: %s", error)
         return [(EMPTY, caption) for _, caption in captions]
     pixels, panels, places = embeddings.transform.pixels, list[Panel](), dict[str, int]()

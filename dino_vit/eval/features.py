@@ -5,7 +5,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.storage import digest
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
-from dino_vit.models.backbone import Backbone
+from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 
@@ -73,7 +72,6 @@ class FrozenBackbone:
     def describe_weights(self) -> dict[str, Any]:
         """Return where the weights come from and what they are computed in, for a results file."""
         provenance = self.model.provenance
-        assert provenance is not None, "load_backbone sets the provenance"
         origin = {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
         return {**origin, "precision": self.precision}
 
@@ -131,21 +129,8 @@ def _concatenate(parts: Sequence[Features]) -> Features:
 def check_finite(values: Tensor, model: Backbone) -> None:
     """Raise if features are NaN or infinite, as every figure of them would be nonsense."""
     if not torch.stack(values.aminmax()).isfinite().all():
-        source = model.provenance.source if model.provenance else "the backbone"
+        source = model.provenance.source or "the backbone"
         raise ValueError(f"{source} gives features that are NaN or infinite; try precision=no")
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode and switch gradients off, then restore the mode of each."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():  # not inference_mode: what a module caches must serve training too
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:

@@ -96,8 +96,7 @@ def cached_features(
     path = (frozen.cache or cache_folder() / "features") / f"{key:015x}.safetensors"
     tensors = _read(path)
     if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors))):
-        _compute(path, frozen, source, chosen, spec, title, json.dumps(inputs))
-        tensors = _read(path)
+        tensors = _compute(path, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
     if stamp is None:
         wait_for_all()  # until each has read them
         path.unlink(missing_ok=True)
@@ -160,8 +159,11 @@ def _compute(
     spec: FeatureSpec,
     title: str,
     description: str,
-) -> None:
-    """Compute features in all processes, each a batch in turn, and write them on rank 0."""
+) -> dict[str, Tensor] | None:
+    """Compute features in all processes, each a batch in turn, and write them on rank 0.
+
+    Return them if there is one process, which does not need the file.
+    """
     processes, batches = world_size(), list(in_batches(indices, frozen.batch_size))
     # Every process has as many batches, so that each round can be gathered; the last may be empty.
     batches += [[]] * (-len(batches) % processes)
@@ -182,6 +184,13 @@ def _compute(
     if not kept:
         first = f", the first is {unreadable[0]}" if unreadable else ""  # another rank may have read all
         raise ValueError(f"none of {len(indices):,} images can be read{first}")
-    if is_main_process():
-        write_tensors(path, {"values": values[: len(kept)], "indices": torch.tensor(kept)}, description)
+    tensors = {"values": values[: len(kept)], "indices": torch.tensor(kept)}
+    try:
+        if is_main_process():
+            write_tensors(path, tensors, description)
+    except StorageError as error:
+        if processes > 1:
+            raise
+        log.warning("the features are not kept for another time: %s; see cache=FOLDER", error)
     wait_for_all()
+    return tensors if processes == 1 else None

@@ -8,6 +8,7 @@ Each is a function of weights of the images (r, n), such as those of a bootstrap
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -80,7 +81,12 @@ METRICS: dict[Task, dict[str, Metric]] = {
     "multilabel": {"AP": average_precision, "F1": f1},
     "regression": {"R²": r2, "MAE": mae, "correlation": correlation},
 }
-TITLES: dict[Task, str] = {"multiclass": "top-1", "multilabel": "mAP", "regression": "R²"}
+Title = Literal["top-1", "mAP", "R²"]
+TITLES: dict[Task, Title] = {
+    "multiclass": "top-1",
+    "multilabel": "mAP",
+    "regression": "R²",
+}
 
 
 def number_text(value: float) -> str:

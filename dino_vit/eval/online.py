@@ -21,7 +21,7 @@ from dino_vit.data.targets import read_targets
 from dino_vit.eval.accuracy import trivial_baselines
 from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import neighbour_means, weighted_knn
-from dino_vit.eval.metrics import TITLES, measure
+from dino_vit.eval.metrics import TITLES, Title, measure
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 from dino_vit.views.eval_transform import EvalTransform
@@ -130,16 +130,17 @@ class _Judged(NamedTuple):
     error: float | None = None
 
 
-class Guesses(NamedTuple):
-    """What needs no network, in per cent, and the number of images that all accuracies are of."""
+@dataclass(frozen=True, kw_only=True)
+class Guesses:
+    """What needs no network, in per cent, and what all accuracies are; figures are missing without labels."""
 
-    metric: str  # of these and of all accuracies: top-1, mAP of several labels, R² of numbers
-    raw_pixels: float
-    colours: float  # a probe of the mean and std of each channel
-    largest_class: float | None
-    chance: float  # of several labels and of numbers: always guessing their mean
-    queries: int
-    leave_one_out: bool  # whether images are classified by each other, not those of one split by another's
+    metric: Title = "top-1"  # what all accuracies are
+    raw_pixels: float | None = None
+    colours: float | None = None  # a probe of the mean and std of each channel
+    largest_class: float | None = None  # always guessed
+    chance: float | None = None  # of several labels and of numbers: always guessing their mean
+    queries: int | None = None  # images that accuracies are of
+    leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 
 
 class OnlineEvaluation:
@@ -230,8 +231,16 @@ class OnlineEvaluation:
         else:
             guess = targets.mean(dim=0).expand_as(targets)
             largest, chance = None, max(0.0, self._judge(guess, targets, torch.tensor(queries)).percent)
-        title, alone = TITLES[self.task], self.bank is None
-        return Guesses(title, *self._raw_pixels(), largest, chance, len(queries), leave_one_out=alone)
+        raw_pixels, colours = self._raw_pixels()
+        return Guesses(
+            metric=TITLES[self.task],
+            raw_pixels=raw_pixels,
+            colours=colours,
+            largest_class=largest,
+            chance=chance,
+            queries=len(queries),
+            leave_one_out=self.bank is None,
+        )
 
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
@@ -252,11 +261,15 @@ class OnlineEvaluation:
         # As many in every process: for each, all of them gather sharded weights.
         passes = math.ceil(len(self.indices) / (world_size() * self.batch_size))
         mine = frozen.extract(self.source, rank_slice(self.indices), spec, passes)
-        if mine.unreadable and not self.warned:
+        indices = all_gather(mine.indices)
+        if len(indices) < len(self.indices) and not self.warned:
             self.warned = True
-            count, first = len(mine.unreadable), mine.unreadable[0]
+            read = {*indices.tolist()}
+            left_out = [index for index in self.indices if index not in read]  # by any process
+            count, first = len(left_out), self.source.name(left_out[0])
+            first = next((str(error) for error in mine.unreadable if error.name == first), first)
             log.warning("online evaluation leaves out unreadable images: %d, first %s", count, first)
-        return Features(all_gather(mine.values), all_gather(mine.indices), mine.unreadable)
+        return Features(all_gather(mine.values), indices, mine.unreadable)
 
     def _first_half(self, indices: Tensor) -> Tensor:
         """Return which images are in the first of two random halves, whatever order they come in."""

@@ -17,10 +17,7 @@ ParameterGroup = dict[str, Any]  # params: list, decay_scale: float, lr_scale: f
 
 
 def parameter_groups(
-    backbone: Backbone,
-    *heads: nn.Module,
-    layer_decay: float | None = None,
-    patch_embed_lr: float = 1.0,
+    backbone: Backbone, *heads: nn.Module, layer_decay: float | None = None, patch_embed_lr: float = 1.0
 ) -> list[ParameterGroup]:
     """Group the trainable parameters by weight decay (none for biases and 1-d tensors) and learning rate.
 

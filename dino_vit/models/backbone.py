@@ -1,7 +1,8 @@
 """What the library needs of a backbone: CLS features of images, and patches where it has them."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,9 +17,9 @@ from dino_vit.models.linear import Linear, init_linear
 class Provenance:
     """Where the weights of a backbone come from, and how their training images were normalised."""
 
-    format: str
-    source: str
-    sha256: str
+    format: str = ""
+    source: str = ""
+    sha256: str = ""
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     bits: Literal[8, 16] | None = None
@@ -34,7 +35,7 @@ class Backbone(nn.Module):
     """A network from images (B, C, H, W) to CLS features (B, D), or to class logits."""
 
     architecture: dict[str, Any]  # the arguments that build it
-    provenance: Provenance | None = None
+    provenance = Provenance()  # none
     grad_checkpointing: bool  # activation checkpointing: less memory, more time
     image_size: Size
     patch_size: Size
@@ -113,3 +114,16 @@ class Backbone(nn.Module):
         self.head = Linear(self.width, classes)
         init_linear(self.head)
         self.architecture["num_classes"] = classes
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module in eval mode and switch gradients off, then restore the mode of each."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():  # not inference_mode: what a module caches must serve training too
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -57,14 +57,7 @@ class Packed:
 class Attention(nn.Module):
     """Multi-head self-attention with one projection to queries, keys and values."""
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        qkv_bias: bool,
-        key_bias: bool,
-    ) -> None:
+    def __init__(self, width: int, heads: int, *, qkv_bias: bool, key_bias: bool) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width={width} is not divisible by heads={heads}")

@@ -4,7 +4,6 @@ Parameters are named as in the 2021 DINO code, so that its checkpoints load by n
 in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncBatchNorm.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,20 +42,15 @@ class DINOHead(nn.Module):
         prototypes: int = 65536,
         hidden_dim: int = 2048,
         bottleneck_dim: int = 256,
-        layers: int = 3,
         batch_norm: bool = False,
         norm_last_layer: bool = True,
     ) -> None:
         super().__init__()
-        widths = [in_dim, *[hidden_dim] * (layers - 1)]
         mlp: list[nn.Module] = []
-        for width, next_width in pairwise(widths):
-            mlp.append(nn.Linear(width, next_width))
-            if batch_norm:
-                mlp.append(nn.BatchNorm1d(next_width))
-            mlp.append(nn.GELU())
-        bottleneck = nn.Linear(widths[-1], bottleneck_dim)
-        self.mlp = nn.Sequential(*mlp, bottleneck) if mlp else bottleneck
+        for width in (in_dim, hidden_dim):
+            norm = [nn.BatchNorm1d(hidden_dim)] if batch_norm else []
+            mlp += [nn.Linear(width, hidden_dim), *norm, nn.GELU()]
+        self.mlp = nn.Sequential(*mlp, nn.Linear(hidden_dim, bottleneck_dim))
         learn_gain = not norm_last_layer
         self.last_layer = Prototypes(dim=bottleneck_dim, prototypes=prototypes, learn_gain=learn_gain)
         for module in self.mlp.modules():

@@ -32,11 +32,7 @@ KNN = "In per cent: the share of images whose class is predicted, the mAP of lab
 MIOU = "Of patches, in per cent: each gets the class that its neighbours in other images vote for."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
-    (
-        "probe",
-        "Ridge probe",
-        "In per cent, trained on the images that vote in k-NN, or on each half.",
-    ),
+    ("probe", "Ridge probe", "In per cent, trained on the images that vote in k-NN, or on each half."),
     ("colour", "Explained by colour", "Share of the features' variance that the images' colours explain."),
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),

@@ -7,7 +7,6 @@ import base64
 import io
 import math
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -23,17 +22,16 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.features import FrozenBackbone, in_batches
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.attention import cls_attention, principal_components, with_attention
 from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
-from dino_vit.models.tokens import CLS
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.eval_transform import resize
 from dino_vit.views.sampler import Sampler, read_sampling_weights
 
-BATCH, NEIGHBOURS = 64, 8
+NEIGHBOURS = 8
 MAX_NAME = 120  # characters
 ROWS, HEADS = 6, 12  # at most, of views and attention
 TILE_SIDE = 144  # pixels of a picture in a row
@@ -117,10 +115,10 @@ def build_map(
     teacher: FrozenBackbone, source: Source, indices: list[int]
 ) -> tuple[list[int], dict[str, Any]]:
     """Return the images that can be read, and what a teacher makes of them as `page.js` reads it."""
-    kept, values, pictures = _draw_images(teacher, source, indices)
+    found = teacher.extract(source, indices)
+    kept, features = found.indices.tolist(), F.normalize(found.values.cpu(), dim=-1)
     if len(kept) < MIN_IMAGES:
         raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
-    features = F.normalize(values, dim=-1)
     cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
     positions = tsne(features) if find_spec("sklearn") else principal_components(features, 2)
     labels = [source.label(index) for index in kept]
@@ -133,38 +131,26 @@ def build_map(
         "positions": _on_unit_square(positions),
         "neighbours": neighbours.tolist(),
         "cosines": cosines.double().round(decimals=4).tolist(),
-        **pictures,
+        **_draw_images(teacher, source, kept),
     }
 
 
-def _draw_images(
-    teacher: FrozenBackbone, source: Source, indices: list[int]
-) -> tuple[list[int], Tensor, dict[str, Any]]:
-    """Return the images that can be read, their features (n, d) and their pictures."""
+def _draw_images(teacher: FrozenBackbone, source: Source, indices: list[int]) -> dict[str, Any]:
+    """Return the pictures of images: as thumbnails, as photos, and the attention to them."""
     side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
     photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
     square = replace(teacher.transform, size=(side, side), shorter_side=side)
-    kept, thumbnails, photos, attention = list[int](), list[Tensor](), list[str](), list[str]()
-    values = [teacher.empty(CLS)]
-    with progress("Computing features and attention", len(indices)) as advance:
-        for batch in in_batches(indices, BATCH):
-            prepared = []
-            for index in batch:
-                with suppress(UnreadableImage):
-                    image = read_image(source, index, teacher.transform.pixels)
-                    prepared.append(teacher.transform.resize(image))
-                    kept.append(index)
-                    thumbnails.append(square.resize(as_picture(image)))
-                    photos.append(data_uri(resize_sides(as_picture(image), None, photo_side), quality=60))
-                    if isinstance(teacher.model, VisionTransformer):
-                        mean = attention_of(teacher, image).mean(dim=0)
-                        attention.append(data_uri(heat(mean), quality=None))  # a pixel for each patch
-            if prepared:
-                normalised = teacher.transform.normaliser(teacher.device)(torch.stack(prepared))
-                values.append(teacher.compute(normalised, CLS))
-            advance(len(batch))
-    atlas = build_atlas(torch.stack(thumbnails)) if kept else None
-    return kept, torch.cat(values).cpu(), {"thumbnails": atlas, "photos": photos, "attention": attention}
+    thumbnails, photos, attention = list[Tensor](), list[str](), list[str]()
+    with progress("Drawing images and attention", len(indices)) as advance:
+        for index in indices:
+            image = read_image(source, index, teacher.transform.pixels)
+            thumbnails.append(square.resize(as_picture(image)))
+            photos.append(data_uri(resize_sides(as_picture(image), None, photo_side), quality=60))
+            if isinstance(teacher.model, VisionTransformer):
+                mean = attention_of(teacher, image).mean(dim=0)
+                attention.append(data_uri(heat(mean), quality=None))  # a pixel for each patch
+            advance(1)
+    return {"thumbnails": build_atlas(torch.stack(thumbnails)), "photos": photos, "attention": attention}
 
 
 def whole_patches(frozen: FrozenBackbone, image: Tensor) -> Tensor:

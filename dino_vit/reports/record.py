@@ -38,16 +38,16 @@ class RunRecord:
 
     def latest(self, figure: str) -> float | None:
         """Return the newest finite value of a figure."""
-        numbers = (finite(getattr(metrics, figure)) for metrics in reversed(self.history))
-        return next((number for number in numbers if number is not None), None)
+        values = (getattr(metrics, figure) for metrics in reversed(self.history))
+        return next((value for value in values if value is not None and math.isfinite(value)), None)
 
     def baseline_levels(self, *figures: str) -> dict[str, float]:
         """Return figures measured before the first step, by the name of what they were measured on."""
         network = "initial weights" if self.config.init else "untrained"
         names = {"raw_pixels": "raw pixels", "largest_class": "largest class", "chance": "chance"}
         names |= {"constant_miou": "always one class"}
-        levels = {names.get(figure, network): finite(getattr(self.baseline, figure)) for figure in figures}
-        return {name: level for name, level in levels.items() if level is not None}
+        measured = self.baseline.figures()
+        return {names.get(figure, network): measured[figure] for figure in figures if figure in measured}
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -80,7 +80,11 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
 def facts(record: RunRecord) -> dict[str, str]:
     """Return what ran, where, on what and how fast."""
     config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
-    named = {"network": config.model.title, "images from": str(config.data.source), "training": training}
+    named = {
+        "network": config.model.title,
+        "images from": ", ".join(config.data.sources),
+        "training": training,
+    }
     if record.history:
         named["training"] += f", {record.history[-1].epoch:.4g} epochs"
         speed = median(metrics.images_per_second for metrics in record.history)
@@ -108,8 +112,3 @@ def state(record: RunRecord) -> tuple[Diagnosis, str]:
 def outcome(record: RunRecord) -> str:
     """Return the figures of a run so far and what to try, in the words of its last line."""
     return judge(record.history, record.config, record.baseline).outcome
-
-
-def finite(value: object) -> float | None:
-    """Return a number as a float, or None for anything that is not a finite number."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,12 +18,13 @@ from dino_vit.config.pretrain import PHASES, PretrainConfig
 from dino_vit.config.settings import get
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, NotFinite
-from dino_vit.core.distributed import all_reduce_mean, any_process, broadcast_int, limit_waits
+from dino_vit.core.distributed import START, all_reduce_mean, any_process, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, wait_for_device
 from dino_vit.core.storage import StorageError
 from dino_vit.core.text import progress
+from dino_vit.data.sources.files import retrying
 from dino_vit.data.sources.source import spread
 from dino_vit.data.statistics import INSPECTED, inspect_images
 from dino_vit.method.objective import output_statistics
@@ -60,13 +62,14 @@ def pretrain(
     On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
     """
     config.check_ready()
-    with Interruption() as interruption:
+    with Interruption() as interruption, retrying(config.data.timeout):
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
             run = set_up(config, accelerator, fit_to_minutes(config))
             with Reporter(run, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
                 finished = train(run.state, reporter, interruption)
                 accelerator.wait_for_everyone()
+                limit_waits(START)  # of what comes next in this process
         if not finished:
             interruption.leave()
 
@@ -74,7 +77,7 @@ def pretrain(
 def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> bool:
     """Take the remaining steps; return whether all were taken, and not stopped before."""
     reporter.start()
-    state.start_clock()
+    state.began = time.monotonic()
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
@@ -85,7 +88,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stops = any_process(interruption.received is not None)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
-                limit_waits(state.config.run.peer_timeout)
+                limit_waits(timedelta(minutes=state.config.run.peer_timeout))
 
             finish_save(state, reporter)
             reporter.progress.advance(state.step)
@@ -257,6 +260,7 @@ def measured_seconds(config: PretrainConfig, steps: int = 1000) -> tuple[float, 
     """Measure how long a step of a run of some length and an evaluation take; leave nothing behind."""
     with TemporaryDirectory() as folder:
         changes: dict[str, object] = {"output": folder, "run.trackers": (), "budget.steps": steps}
+        changes |= {"data.max_unreadable": 1.0}  # the run itself names such images
         changes |= {key: 0 for key in PHASES if get(config, key)}  # which no length of a run fits for sure
         state = set_up(replace(config, changes), start_processes()).state
         with (
@@ -283,7 +287,9 @@ def evaluation_seconds(state: TrainingState) -> float:
     evaluation = state.evaluation
     few = copy.copy(evaluation)
     few.indices = evaluation.indices[:TIMED_IMAGES]
-    start = time.perf_counter()
-    state.teacher.with_full_weights(few)
+    with torch.compiler.set_stance("force_eager"):
+        state.teacher.with_full_weights(few)  # the first one loads libraries and kernels
+        start = time.perf_counter()
+        state.teacher.with_full_weights(few)
     seconds = time.perf_counter() - start
     return seconds * len(evaluation.indices) / len(few.indices)

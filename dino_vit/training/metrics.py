@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
-from dino_vit.eval.online import OnlineFigures
+from dino_vit.eval.online import Guesses, OnlineFigures
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baseline(OnlineFigures):
+class Baseline(OnlineFigures, Guesses):
     """What a run is compared with: its network before the first step, and what needs no network.
 
     Accuracies are in per cent, and missing without labels.
@@ -108,13 +108,6 @@ class Baseline(OnlineFigures):
 
     constant_miou: Number | None = None  # of one class, always guessed
     mask_images: Count | None = None  # images that mIoU is of
-    metric: Literal["top-1", "mAP", "R²"] = "top-1"  # what all accuracies are
-    raw_pixels: Number | None = None
-    colours: Number | None = None  # a probe that sees nothing else
-    largest_class: Number | None = None  # always guessed
-    chance: Number | None = None
-    queries: Count | None = None  # images that accuracies are of
-    leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 
     def figures(self) -> dict[str, float]:
         """Return the finite numbers by name."""

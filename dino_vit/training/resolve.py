@@ -77,8 +77,7 @@ class RunContext:
     def weights_read(self) -> dict[str, str | None]:
         """Return the digests of the networks that stay as they are."""
         networks = {"frozen": self.frozen and self.frozen.backbone, "gram": self.gram_teacher}
-        origins = {name: network and network.provenance for name, network in networks.items()}
-        return {name: origin.sha256 if origin else None for name, origin in origins.items()}
+        return {name: network.provenance.sha256 if network else None for name, network in networks.items()}
 
 
 def with_choices(config: PretrainConfig, choices: Iterable[Choice]) -> PretrainConfig:
@@ -178,7 +177,8 @@ def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]
         raise ValueError(f"{name} has no head that learned masked patches; set loss.patch_weight=0")
     _check_agreement(config, shared, name)
     reason = "as the teacher of teacher.weights has"
-    choices = [Choice(key, value, reason) for key, value in shared.items() if value != get(config, key)]
+    open_keys = shared.keys() - given_keys(config)
+    choices = [Choice(key, value, reason) for key, value in shared.items() if key in open_keys]
     if config.recipe == "auto" and frozen.backbone.has_patches:
         choices += _frozen_sizes(config, frozen.backbone)
     if "model.drop_path" not in given_keys(config):
@@ -219,13 +219,12 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
     _check_agreement(config, settings, weights)
     chosen = {"views.global_size", "model.image_size"} & given
     if config.recipe == "auto" and context.trained and not chosen:  # a run that resumes keeps its own
-        origin = context.trained.provenance
-        views = origin.config.get("views", {}) if origin else {}  # of the run that they are from
+        views = context.trained.provenance.config.get("views", {})  # of the run that they are from
         settings["model.image_size"] = size = _side(trained["image_size"])
         settings["views.global_size"] = views.get("global_size", size)
     if context.trained and not context.frozen:  # a frozen teacher needs images as it was trained on
         origin = context.trained.provenance
-        if origin and origin.mean and origin.std:
+        if origin.mean and origin.std:
             same = origin.range == config.data.range  # or they are measured again
             stated = {"data.mean": origin.mean if same else None, "data.std": origin.std if same else None}
             settings |= {key: value for key, value in stated.items() if key not in given}

@@ -1,7 +1,11 @@
 """Which checkpoint a run resumes from, and what must still be as it was."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
+from shutil import copyfile
+from typing import Any
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import result_changes
@@ -11,7 +15,10 @@ from dino_vit.core.distributed import all_equal
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.text import plural
 from dino_vit.data.sources.source import stamp_of
+from dino_vit.eval.online import OnlineFigures
+from dino_vit.training.metrics import METRICS, append_record, read_records
 from dino_vit.training.resolve import RunContext, started_config
+from dino_vit.training.state import TrainingState
 from dino_vit.views.sampler import sampling_fingerprint
 
 # What the metadata of a checkpoint must have.
@@ -57,15 +64,31 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
         log.info(text, config.data.source, resumed.step)
 
 
-def check_same_labels(config: PretrainConfig, labels: str, resumed: Checkpoint) -> None:
-    """Check that a run is evaluated by the labels and masks by which its best checkpoint was chosen."""
-    run, before = config.run, resumed.metadata
-    is_evaluated = before["best"] and (run.eval_every or run.eval_every_steps)
-    if is_evaluated and before.get("labels", labels) != labels:
+def begin_figures_anew(state: TrainingState) -> None:
+    """Set the figures by other images, labels or masks aside, which later ones cannot be compared with."""
+    config, folder = state.config, state.folder
+    if config.run.resume != "changed":
         raise ValueError(
-            f"{config.output} holds a run at step {resumed.step} evaluated by other labels or masks, "
-            "so later figures cannot be compared. Give those, or run.eval_every=null, or another output"
+            f"{folder} holds a run at step {state.step} that was evaluated by other images, labels or masks, "
+            "so later figures cannot be compared with its own. Give those, or another output, or "
+            "run.eval_every=null to evaluate no more, or run.resume=changed to begin the figures anew"
         )
+    log.warning("evaluated by other images, labels or masks than before, %s begins its figures anew", folder)
+    best, state.best = state.best, None
+    if not state.accelerator.is_main_process:
+        return
+    metrics, baseline = folder / "metrics.jsonl", folder / "baseline.json"
+    with suppress(FileNotFoundError):
+        baseline.rename(folder / "baseline-before.json")
+    records = read_records(metrics, METRICS)
+    if any(record.rankme is not None for record in records):  # not done by an earlier start
+        metrics.rename(folder / "metrics-before.jsonl")
+        nothing: dict[str, Any] = dict.fromkeys(field.name for field in fields(OnlineFigures))
+        for record in records:
+            append_record(metrics, replace(record, **nothing).to_record())
+    if best:
+        with suppress(FileNotFoundError):
+            copyfile(state.checkpoints.path(best["step"]), folder / "best-before.safetensors")
 
 
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:

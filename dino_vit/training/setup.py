@@ -4,7 +4,6 @@ Other weights, and what reads them, are imported only by a run that names some.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
-from dino_vit.data.sources import files
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.eval.online import OnlineEvaluation
@@ -32,7 +30,7 @@ from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer, current_arguments
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
-from dino_vit.training.resume import check_same_labels, check_same_run, find_checkpoint
+from dino_vit.training.resume import begin_figures_anew, check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
 from dino_vit.views.loader import UnreadableImages
@@ -57,8 +55,8 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     config, choices, notes = resolve_config(config, context)
     if context.resumed:
         check_same_run(config, context, context.resumed)
-        before = started_config(context.resumed)
-        choices = [choice for choice in choices if get(before, choice.key) != choice.value]
+        started = started_config(context.resumed)
+        choices = [choice for choice in choices if get(started, choice.key) != choice.value]
     state = _build_state(config, context, accelerator)
     state.seconds_before = context.fit.seconds
     if context.resumed:
@@ -91,8 +89,11 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     spec = name or config.data.images
     state.segmentation, said = open_segmentation(spec, state.evaluation, state.teacher.backbone)
     notes += said
-    if context.resumed:
-        check_same_labels(config, state.labels, context.resumed)
+    before = state.evaluated_by
+    if state.plan.steps_between_evaluations:
+        state.evaluated_by = state.evaluation_digest()
+    if before not in (None, state.evaluated_by):
+        begin_figures_anew(state)
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 
@@ -100,7 +101,6 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    files.timeout_s = config.data.timeout
     with in_all_processes():
         data = config.data
         source = open_source(data.source or data.images, data.labels, data.mix)
@@ -108,16 +108,17 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:
         fit = Fit(resumed.metadata["total_steps"])
-    # When a run resumes, the file that it started from may be gone.
-    trained, frozen, gram_teacher = _load_trained(config) if config.init and not resumed else None, None, None
+    trained, frozen, gram_teacher = None, None, None
     if config.teacher.weights is not None:
-        from dino_vit.weights.loading import open_frozen
+        from dino_vit.weights.loading import load_fixed, open_teacher
 
-        frozen = open_frozen(config, config.teacher.weights)
+        frozen = open_teacher(load_fixed(config, "teacher.weights"))
     if config.gram:
-        from dino_vit.weights.loading import open_gram_teacher
+        from dino_vit.weights.loading import load_fixed
 
-        gram_teacher = open_gram_teacher(config, config.gram.weights)
+        gram_teacher = load_fixed(config, "gram.weights")
+    if config.init and not resumed:  # the file that a resumed run started from may be gone
+        trained = _load_trained(config, frozen and frozen.backbone)
     architecture = trained.architecture if trained else None
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
@@ -262,8 +263,11 @@ def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[N
     for size in [views.global_shape, *([views.local_shape] if views.local_count else [])]:
         student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
     if context.trained:
+        tensors = context.trained.state_dict()
+        if not _hides_patches(config):
+            tensors.pop("mask_token", None)
         for network in (student, teacher):
-            network.backbone.load_state_dict(context.trained.state_dict())
+            network.backbone.load_state_dict(tensors)
     return student, teacher
 
 
@@ -316,29 +320,25 @@ def _shard(
         apply_fsdp(network, network.backbone.blocks, ["with_full_weights"], device, dtype)
 
 
-def _load_trained(config: PretrainConfig) -> Backbone:
-    """Load the weights that `init` starts from."""
-    from dino_vit.weights.loading import check_all_equal, load_backbone
+def _load_trained(config: PretrainConfig, frozen: Backbone | None) -> Backbone:
+    """Load the weights that `init` starts from; a frozen teacher sees the same images."""
+    from dino_vit.weights.loading import load_fixed
 
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if _hides_patches(config) else {}
     given = given_keys(config)
-    if "data.channels" in given or config.teacher.weights:  # which both see the same images
+    if "data.channels" in given:
         overrides["channels"] = config.data.channels
+    elif frozen:
+        overrides["channels"] = frozen.channels
     if config.recipe != "auto" or {"views.global_size", "model.image_size"} & given:
         overrides["image_size"] = config.image_shape  # auto takes the weights' size
-    load = partial(
-        load_backbone,
-        config.init.weights,
-        network=config.init.network,
-        format=config.init.format,
-        trained_size=config.init.trained_size,
-    )
-    backbone = load(**overrides)
-    assert backbone.provenance
-    check_all_equal(backbone.provenance.sha256, f"init.weights={config.init.weights}")
+    names = ("network", "format", "trained_size")
+    options = overrides | {name: getattr(config.init, name) for name in names}
+    backbone = load_fixed(config, "init.weights", **options)
     stated = backbone.provenance.size
     if "image_size" in overrides or stated in (None, backbone.image_size):
         return backbone
-    return load(**overrides, image_size=stated)  # that of DINOv2's positions is not that of its images
+    # That of DINOv2's positions is not that of its images.
+    return load_fixed(config, "init.weights", **options, image_size=stated)

@@ -136,6 +136,7 @@ class TrainingState:
     outputs: dict[str, Tensor] = field(default_factory=dict)  # statistics of a logged step
     step: int = 0
     saved_step: int | None = None
+    evaluated_by: str | None = None  # the digest of what the evaluations use
     best: dict[str, Any] | None = None  # figure, value, step
     best_before: dict[str, Any] | None = None  # the one before, which counts if this one cannot be written
     seconds_before: float = 0.0  # of the starts before this one
@@ -211,13 +212,12 @@ class TrainingState:
         self.evaluation_seconds = time.perf_counter() - start
         return figures
 
-    @cached_property
-    def labels(self) -> str:
-        """A digest of the images and labels, and of the masks, that evaluations use."""
+    def evaluation_digest(self) -> str:
+        """Return a digest of the images and labels, and of the masks, that evaluations use."""
         evaluation, masks = self.evaluation, self.segmentation
         of_masks = {**masks.learned, **masks.judged} if masks else {}
         facts = {
-            "images": evaluation.indices,
+            "images": [evaluation.source.fingerprint, evaluation.indices],
             "labels": evaluation.targets.tolist(),
             "classes": list(evaluation.source.classes) if evaluation.has_labels else [],
             "masks": {index: classes.tolist() for index, classes in of_masks.items()},
@@ -234,11 +234,7 @@ class TrainingState:
         figures = self._timed_evaluation()
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
         of_masks = self.segmentation.guesses if self.segmentation else {}
-        return Baseline(**asdict(figures), **(guesses._asdict() if guesses else {}), **of_masks)
-
-    def start_clock(self) -> None:
-        """Begin to count the seconds of this start."""
-        self.began = time.monotonic()
+        return Baseline(**asdict(figures), **(asdict(guesses) if guesses else {}), **of_masks)
 
     @property
     def seconds(self) -> float:
@@ -321,7 +317,7 @@ class TrainingState:
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,
-            "labels": self.labels,
+            "labels": self.evaluated_by,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": int(self.interval.skipped),
             "interval": self.interval.sums(),
@@ -337,7 +333,7 @@ class TrainingState:
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
-        self.best = checkpoint.metadata["best"]
+        self.best, self.evaluated_by = checkpoint.metadata["best"], checkpoint.metadata.get("labels")
         self.seconds_before = checkpoint.metadata["seconds"]
         was = checkpoint.metadata["config"]["budget"].get("minutes")
         if self.config.budget.minutes not in (None, was) and self.step:

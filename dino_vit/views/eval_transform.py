@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dino_vit.config.sections import Fit
 from dino_vit.core import Size, log
 from dino_vit.data.images.decode import read_given, read_image
-from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, resized_side, unit_scale
+from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.geometry import Interpolation
@@ -74,7 +74,7 @@ class EvalTransform:
 
     def resized_side(self, crop: int) -> int:
         """Return the side that an image is resized to before a side of the crop is cut out."""
-        return self.shorter_side or resized_side(crop)
+        return self.shorter_side or crop + 2 * round(crop / 14)  # 256 for 224, as published
 
     def _placement(self, height: int, width: int) -> tuple[Size, int, int]:
         """Return the size that an image is resized to, and the top left corner of the crop."""
@@ -105,27 +105,26 @@ def eval_transform_of(
     `size` and `fit` replace what is stored; `verbose` logs what is assumed and what is unusual.
     """
     origin = model.provenance
-    mean, std = (origin.mean, origin.std) if origin is not None else (None, None)
+    mean, std = origin.mean, origin.std
     if mean is None or std is None:
         if model.channels != 3:
             raise ValueError(f"the weights contain no mean and std for images with {model.channels} channels")
         if verbose:
             log.info("the weights contain no mean and std; using those of ImageNet")
         mean, std = IMAGENET_NORMALISATION
-    trained = (origin and origin.size) or model.image_size
+    trained = origin.size or model.image_size
     size = size or trained
     model.grid_of(*size)  # raises if the size does not fit the patches
     if verbose:
         say_if_far(size, trained)
-    bits, range_ = (origin.bits or 8, origin.range) if origin is not None else (8, None)
-    stated = (origin and origin.preparation) or {}
+    stated = origin.preparation
     if size != trained or fit == "whole":  # a side before the crop is that of the stated crop
         stated = {key: value for key, value in stated.items() if key != "shorter_side"}
     return EvalTransform(
         size=size,
         mean=tuple(mean),
         std=tuple(std),
-        pixels=Pixels(channels=model.channels, bits=bits, range=range_),
+        pixels=Pixels(channels=model.channels, bits=origin.bits or 8, range=origin.range),
         **{**stated, **({"fit": fit} if fit else {})},
     )
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
-from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.sources.files import Refused, SourceLost
 from dino_vit.data.sources.open import Source
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
@@ -210,6 +210,9 @@ class Loader(Dataset[Batch | Exception]):
                 return index, image, crops
             except UnreadableImage as error:
                 unreadable.append(error)
+        answer = getattr(unreadable[-1].__cause__, "__cause__", None)
+        if isinstance(answer, SourceLost) and not isinstance(answer, Refused):  # no server answers
+            raise answer
         raise ValueError(
             f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
             "Check that the source is complete and can be reached."
@@ -255,19 +258,15 @@ class UnreadableImages:
         self.failed += len(batch.unreadable)
         self.tried += len(batch.samples) + len(batch.unreadable)
         new = dict.fromkeys(line for line in map(str, batch.unreadable) if line not in self.listed)
-        with suppress(OSError):  # if the disk is full, they are listed when they come again
-            if new:
-                self._list(new)
+        if new:  # if the disk is full, they are listed when they come again
+            with suppress(OSError), self.path.open("a+", encoding="utf-8", errors="replace") as file:
+                file.seek(0)
+                listed = set(file.read().splitlines())  # by other processes and earlier starts
+                file.writelines(f"{line}\n" for line in new if line not in listed)
+                self.listed.update(new)
         if self.failed > self.limit * max(self.tried, AT_LEAST):
             raise ValueError(
                 f"{self.failed} of the {self.tried} images read so far cannot be read or used, more than "
                 f"data.max_unreadable={self.limit}; see {self.path}. Repair the images, or raise the "
                 "limit and run the same command again"
             )
-
-    def _list(self, lines: Iterable[str]) -> None:
-        with self.path.open("a+", encoding="utf-8", errors="replace") as file:
-            file.seek(0)
-            listed = set(file.read().splitlines())  # by other processes and earlier starts
-            file.writelines(f"{line}\n" for line in lines if line not in listed)
-        self.listed.update(lines)

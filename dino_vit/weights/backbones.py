@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.config.sections import Tokens
-from dino_vit.models.backbone import Backbone
+from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.models.vit import VisionTransformer
@@ -58,15 +58,11 @@ class LoadedBackbone(Backbone):
         if single or not isinstance(images, Iterable):
             return self.embed([images], tokens=tokens, blocks=blocks, reshape=reshape)[0]
         remaining, spec = iter(images), FeatureSpec(tokens=tokens, blocks=blocks)
-        training, weight = self.training, next(self.parameters())
-        self.eval()
-        try:
-            parts = [torch.empty(0, *spec.shape(self, self.transform.size))]
+        weight, parts = next(self.parameters()), [torch.empty(0, *spec.shape(self, self.transform.size))]
+        with eval_mode(self):
             while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
                 inputs = torch.stack(batch).to(weight.device, weight.dtype)
                 parts.append(spec.of(self, inputs).float().cpu())
-        finally:
-            self.train(training)
         features, (rows, _) = torch.cat(parts), self.grid_of(*self.transform.size)
         return rearrange(features, "n (y x) d -> n d y x", y=rows) if reshape else features
 

@@ -121,13 +121,15 @@ mean ({{ show("mean", mean) }}) and std ({{ show("std", std) }}).
 
 def describe(model: Backbone) -> dict[str, Any]:
     """Return the facts about a backbone, most important first."""
-    origin = asdict(model.provenance) if model.provenance else {}
-    if origin.get("bits") and not origin["range"]:
+    origin = asdict(model.provenance)
+    if origin["bits"] and not origin["range"]:
         origin["range"] = "0 to the largest value of the type"
     a, family = model.architecture, FAMILIES.get(model.width, "ViT")
     return {
-        "file": origin.get("source"),
-        **{key: origin.get(key) for key in ("format", "sha256", "network", "step")},
+        "file": origin["source"] or None,
+        "format": origin["format"] or None,
+        "sha256": origin["sha256"] or None,
+        **{key: origin[key] for key in ("network", "step")},
         "architecture": f"{a['name']} of timm" if "name" in a else f"{family}/{model.patch_size[0]}",
         **{key: a[key] for key in STRUCTURE if a.get(key) is not None},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -136,8 +138,7 @@ def describe(model: Backbone) -> dict[str, Any]:
         "image_size": list(model.image_size),
         "grid": list(model.grid_of(*model.image_size)),  # of patches
         "channels": model.channels,
-        **{key: origin.get(key) for key in ("mean", "std", "bits", "range")},
-        "config": origin.get("config", {}),
+        **{key: origin[key] for key in ("mean", "std", "bits", "range", "config")},
     }
 
 
@@ -175,7 +176,7 @@ def processor_config(model: Backbone) -> dict[str, Any] | None:
 
 def _transform(model: Backbone) -> EvalTransform | None:
     """Return how images are prepared in evaluations, unless the weights do not say it."""
-    known = model.channels == 3 or (model.provenance is not None and model.provenance.mean is not None)
+    known = model.channels == 3 or model.provenance.mean is not None
     return eval_transform_of(model, verbose=False) if known else None
 
 
@@ -261,7 +262,7 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "
         resized = f"shorter side resized to {side} ({transform.interpolation}), centre crop, "
     shape = f"(n, {model.channels}, {height}, {width})"
     images = f"images = ...  # {shape}, float32, {resized}normalised as in the training"
-    if origin and origin.mean:
+    if origin.mean and origin.std:
         images += f": mean ({show('mean', origin.mean)}), std ({show('std', origin.std)})"
     if format == "huggingface" and photo is not None and processor_config(model):
         images = _PHOTO.format(mode=MODES[model.channels], path=str(path), photo=photo)
@@ -284,7 +285,7 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "
 def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:
     """Return the README.md of a Hugging Face folder."""
     facts, transform = describe(model), _transform(model)
-    settings: dict[str, Any] = model.provenance.config if model.provenance else {}
+    settings: dict[str, Any] = model.provenance.config
     run = settings if "method" in settings else None  # of a fine-tuning there is none
     source = run["data"]["source"] if run else []
     facts = {name: facts[name] for name in CARD_FACTS} | {"exported by": f"dino-vit {__version__}"}

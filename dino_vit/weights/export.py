@@ -47,12 +47,7 @@ HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "mo
 
 
 def export_backbone(
-    model: Backbone,
-    path: str | Path,
-    format: str,
-    *,
-    overwrite: bool = False,
-    card: str | None = None,
+    model: Backbone, path: str | Path, format: str, *, overwrite: bool = False, card: str | None = None
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
@@ -149,7 +144,7 @@ def _describe(model: Backbone, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
     facts = describe(model) if format == "onnx" else {}
     facts = {name: value for name, value in facts.items() if name not in ("file", "config")}
-    facts |= {name: getattr(model.provenance, name, None) for name in PROVENANCE_FACTS}
+    facts |= {name: getattr(model.provenance, name) for name in PROVENANCE_FACTS}
     facts |= {name: getattr(model, name) for name in ("heads", "image_size", "channels")}
     names = ("positions", "name", "norm_eps")
     facts |= {name: value for name, value in model.architecture.items() if name in names}

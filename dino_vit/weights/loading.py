@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import get
 from dino_vit.core import height_width, log
 from dino_vit.core.checkpoint import read_checkpoint
 from dino_vit.core.distributed import all_equal
@@ -247,16 +249,22 @@ class TrainedTeacher(NamedTuple):
     centers: Mapping[str, Tensor] = {}  # (1, prototypes), by their names in a checkpoint
     config: Mapping[str, Any] = {}  # the settings of the run
 
-    @property
-    def sha256(self) -> str:
-        assert self.backbone.provenance
-        return self.backbone.provenance.sha256
+
+def load_fixed(config: PretrainConfig, key: str, **options: Any) -> Backbone:
+    """Load the weights that a setting names: the same in all processes, and not those of the run itself."""
+    weights = str(get(config, key))
+    if Path(weights).resolve() == Path(config.output).resolve():
+        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
+    backbone = load_backbone(weights, **options)
+    if not all_equal(int(backbone.provenance.sha256[:12], 16)):  # a run that goes on writes new ones
+        text = f"the processes read different weights from {key}={weights}"
+        raise ValueError(f"{text}; give a checkpoint that is kept")
+    return backbone
 
 
-def open_teacher(source: str) -> TrainedTeacher:
-    """Open what `teacher.weights` names: a run folder, a checkpoint, or weights of any kind."""
-    backbone = load_backbone(source).requires_grad_(False)
-    assert backbone.provenance
+def open_teacher(backbone: Backbone) -> TrainedTeacher:
+    """Open what `teacher.weights` names, with the heads that lie beside the loaded backbone, if any."""
+    backbone.requires_grad_(False)
     path = Path(backbone.provenance.source)
     if backbone.provenance.format != OURS.format or not path.is_file():
         return TrainedTeacher(backbone)
@@ -264,7 +272,7 @@ def open_teacher(source: str) -> TrainedTeacher:
     if "teacher.head.last_layer.weight_v" not in checkpoint.tensors:
         return TrainedTeacher(backbone)  # a backbone alone, or a run that learned the features of another
     config = checkpoint.metadata["config"]
-    sizes = {key: value for key, value in config["head"].items() if key != "shared"}
+    sizes = load(PretrainConfig, None, config).head.model_dump(exclude={"shared"})
     heads, centers = dict[str, DINOHead](), dict[str, Tensor]()
     for name, center in HEADS.items():
         if center in checkpoint.tensors:
@@ -277,35 +285,6 @@ def open_teacher(source: str) -> TrainedTeacher:
             heads[name].load_state_dict(tensors, assign=True)
     network = Network(backbone, **heads).eval().requires_grad_(False)
     return TrainedTeacher(backbone, network, centers, config)
-
-
-def open_frozen(config: PretrainConfig, weights: str) -> TrainedTeacher:
-    """Load the network that `teacher.weights` names."""
-    _check_other_run(config, "teacher.weights", weights)
-    frozen = open_teacher(weights)
-    check_all_equal(frozen.sha256, f"teacher.weights={weights}")
-    return frozen
-
-
-def open_gram_teacher(config: PretrainConfig, weights: str) -> Backbone:
-    """Load the network that `gram` holds the patches to."""
-    _check_other_run(config, "gram.weights", weights)
-    gram_teacher = load_backbone(weights)
-    assert gram_teacher.provenance
-    check_all_equal(gram_teacher.provenance.sha256, f"gram.weights={weights}")
-    return gram_teacher
-
-
-def check_all_equal(sha256: str, name: str) -> None:
-    """Check that no process reads a later checkpoint of a run that goes on."""
-    if not all_equal(int(sha256[:12], 16)):
-        raise ValueError(f"the processes read different weights from {name}; give a checkpoint that is kept")
-
-
-def _check_other_run(config: PretrainConfig, key: str, weights: str) -> None:
-    """Check that a fixed network is not the newest checkpoint of the run, which changes."""
-    if Path(weights).resolve() == Path(config.output).resolve():
-        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
 
 
 def check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
@@ -331,8 +310,8 @@ def check_gram_teacher(config: PretrainConfig, gram_teacher: Backbone, student: 
     for what, theirs, ours in (
         ("patches", gram_teacher.patch_size, student.patch_size),
         ("channels", gram_teacher.channels, student.channels),
-        ("data.mean", provenance and provenance.mean, config.data.mean),
-        ("data.std", provenance and provenance.std, config.data.std),
+        ("data.mean", provenance.mean, config.data.mean),
+        ("data.std", provenance.std, config.data.std),
     ):
         if theirs and ours and not np.allclose(theirs, ours):
             text = f"the network of gram.weights has {what} of {theirs}, the run of {ours}"

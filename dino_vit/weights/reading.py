@@ -21,7 +21,7 @@ from dino_vit.core import Size, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural, public
-from dino_vit.models.backbone import Backbone, Provenance
+from dino_vit.models.backbone import Backbone
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 
 FORMAT_VERSION = 1  # of the metadata in our own files
@@ -288,7 +288,7 @@ def save_backbone(
         raise WeightsError(f"{path} must end in .safetensors")
     pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
     given = {**pixels, "network": network, "step": step, "config": config}
-    known = asdict(model.provenance or Provenance("", "", "")) | _stated(given)
+    known = asdict(model.provenance) | _stated(given)
     metadata = {name: known[name] for name in (*PROVENANCE_FACTS, "config")}
     for name in ("mean", "std"):
         if (values := metadata[name]) is not None and len(values) != model.channels:

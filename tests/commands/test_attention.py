@@ -147,6 +147,16 @@ def test_a_video_becomes_a_video(weights, tmp_path, capsys):
     assert "cannot be read as a video" in capsys.readouterr().err
 
 
+def test_a_grey_network_sees_a_video_in_grey(tmp_path, capsys):
+    pytest.importorskip("av", reason="PyAV is not installed")
+    video(tmp_path / "clip.mp4", 2, 46, 62)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=1)
+    save_backbone(model, tmp_path / "grey.safetensors", mean=(0.5,), std=(0.5,))
+    argv = ["attention", str(tmp_path / "clip.mp4"), f"weights={tmp_path / 'grey.safetensors'}"]
+    assert main([*argv, f"output={tmp_path}"]) == 0
+    assert "2 frames" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of a process is read from Linux's /proc")
 def test_a_large_image_needs_little_memory():
     # 64 × 64 patches: the weights of a block, 2 × 4097² in float32, are 134 MiB; in both blocks twice that.

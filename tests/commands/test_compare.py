@@ -1,15 +1,17 @@
 """The command that compares backbones: its figures are those of the evaluators, its page loads nothing."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
-from dino_vit.commands.compare import names_of
-from dino_vit.config.commands import BackboneConfig
+from dino_vit.commands.compare import choose_evaluators, names_of, open_compared, untrained_like
+from dino_vit.config.commands import BackboneConfig, CompareConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.frozen import frozen_backbone
@@ -94,10 +96,35 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights, monk
         "synthetic:scenes:12:16", weights=weights, output=tmp_path / "one.json", **SETTINGS
     )
     assert found.figures["mIoU, linear head"]["a.safetensors"] == of_masks.linear.mean_iou
-    untrained = dino_vit.load_backbone(json.loads(found.path.read_text())["weights"]["untrained"])
-    trained = dino_vit.load_backbone(weights)
-    assert untrained.architecture == trained.architecture
-    assert not torch.equal(untrained.state_dict()["cls_token"], trained.state_dict()["cls_token"])
+    assert list(found.ranks) == ["a.safetensors", "untrained"]
+    assert found.ranks["untrained"] != found.ranks["a.safetensors"]
+
+
+def test_an_untrained_network_sees_images_as_the_trained_one_does(tmp_path, weights):
+    model = dino_vit.load_backbone(weights)
+    told = {"size": (12, 12), "preparation": {"interpolation": "bilinear"}}
+    model.provenance = replace(model.provenance, **told)
+    save_backbone(model, tmp_path / "other.safetensors")
+    config = {"source": "synthetic", "weights": str(tmp_path / "other.safetensors"), "precision": "no"}
+    trained = frozen_backbone(BackboneConfig(**config))
+    untrained = untrained_like(trained, seed=0)
+    assert untrained.transform == trained.transform
+    assert untrained.transform.size == (12, 12)
+    assert untrained.model.architecture == trained.model.architecture
+    assert untrained.weights_digest != trained.weights_digest
+
+
+def test_masks_that_the_images_to_learn_from_lack_are_not_judged(tmp_path, others):
+    for number in range(16):
+        name, split = f"{'ab'[number % 2]}/{number}.png", ("val", "train")[number // 8]
+        write_synthetic(tmp_path / split / "images" / name, number, size=16)
+        if split == "val":
+            (tmp_path / "val" / "masks" / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (16, 16), 1).save(tmp_path / "val" / "masks" / name)
+    config = CompareConfig(source=str(tmp_path / "val" / "images"), weights=others)
+    assert "dense" in choose_evaluators(config, open_compared(config))
+    config = config.model_copy(update={"train": str(tmp_path / "train" / "images")})
+    assert choose_evaluators(config, open_compared(config)) == ["knn", "linear"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from PIL import Image
 import dino_vit
 from dino_vit.cli import main
 from dino_vit.commands.embeddings.curate import choose, cluster, default_clusters, share_alike
+from dino_vit.commands.embeddings.embed import ImageEmbeddings
 from dino_vit.data.sources.open import FolderSource
-from dino_vit.eval.embeddings import Embeddings, write_embeddings
+from dino_vit.eval.embeddings import Embeddings, read_embeddings, write_embeddings
 from dino_vit.views.sampler import read_sampling_weights
 from tests.support.embeddings import METADATA
 from tests.support.images import write_synthetic
@@ -35,6 +37,13 @@ def write(path, values, **metadata):
     content = Embeddings(values=values, names=names, labels=labels, indices=indices, metadata=metadata)
     write_embeddings(path, content)
     return path
+
+
+def returned(path):
+    """Return embeddings as `embed` does, with tuples in the metadata where the file has lists."""
+    embeddings = read_embeddings(path)
+    metadata = {**embeddings.metadata, "transform": asdict(embeddings.transform)}
+    return ImageEmbeddings(**vars(embeddings) | {"metadata": metadata}, path=None, text="")
 
 
 def test_made_clusters_are_found_at_each_level(values):
@@ -102,6 +111,8 @@ def test_a_training_reads_the_weights_of_a_folder(tmp_path, weights, capsys):
         (photos / name).write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no weight for 2 of 27 images, such as 'broken.png'"):
         read_sampling_weights(FolderSource(photos), output)
+    assert main(given) == 2, "one more than could not be read"
+    assert "there are more images than in" in capsys.readouterr().err
 
 
 def test_rare_images_and_those_near_examples_are_drawn(tmp_path, values, capsys):
@@ -111,9 +122,12 @@ def test_rare_images_and_those_near_examples_are_drawn(tmp_path, values, capsys)
     assert np.bincount(KINDS, weighed.weights) == pytest.approx([121] * 4)
     kept = dino_vit.curate(photos, keep=34, **given)
     assert np.bincount(KINDS, kept.weights).tolist() == [10, 10, 10, 4]
-    like = dino_vit.curate(photos, like=write(tmp_path / "x.parquet", values[[405, 445]]), k=30, **given)
+    examples = write(tmp_path / "x.parquet", values[[405, 445]])
+    like = dino_vit.curate(photos, like=examples, k=30, **given)
     cosines = values @ values[[405, 445]].T / np.linalg.norm(values, axis=1)[:, None]
     assert {*np.flatnonzero(like.weights)} == {*np.argsort(-cosines, axis=0)[:30].ravel()}
+    same = dino_vit.curate(returned(photos), like=examples, k=30, **given)
+    assert np.array_equal(same.weights, like.weights)
     other = write(tmp_path / "x.parquet", values, tokens={"kind": "mean", "blocks": 1})
     for setting, message in (
         ("output=w.txt", "must be FILE.csv"),

@@ -265,6 +265,8 @@ def test_a_threshold_that_nearly_all_images_pass_is_said(tmp_path, weights, fold
     found = dino_vit.duplicates(tmp_path / "e.parquet", threshold=higher, verbose=False)
     assert found.pairs.total == pytest.approx(33 / 10, abs=2)
     assert "more pairs than images" not in found.text
+    few = dino_vit.duplicates(tmp_path / "e.parquet", threshold=-0.99, pairs=3, verbose=False)
+    assert "more pairs than images" in few.text, "though fewer are listed than a set usually has"
 
 
 def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):

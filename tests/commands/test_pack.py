@@ -108,6 +108,14 @@ def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys)
     assert (tmp_path / "full" / "file").read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_replaced_is_said_before_the_work(photos, tmp_path, capsys):
+    """A link, or where a disk is mounted."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "packed").symlink_to(tmp_path / "disk")
+    assert main(["pack", str(photos), str(tmp_path / "packed")]) == 2
+    assert "cannot be replaced (Not a directory); give a folder in it" in capsys.readouterr().err
+
+
 def pack_reduced(folder, output):
     assert main(["pack", str(folder), str(output), "size=16"]) == 0
     return open_source(str(output))

@@ -11,7 +11,8 @@ import dino_vit
 from dino_vit.cli import main
 from dino_vit.data.catalogue import CataloguedSource, StaleIndex
 from dino_vit.data.shards import shards_of
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.files import is_folder
+from dino_vit.data.sources.open import expand, open_source
 from dino_vit.data.sources.source import stamp_of
 from dino_vit.views.sampler import WindowOrder
 from tests.support.image_sets import FILES, ORDER, items, write_folder, write_tar, write_zip
@@ -82,6 +83,36 @@ def test_a_pattern_is_of_its_folder_alone(tmp_path):
     write_archives(folder / "below", {"z.png": b"z"}, 1)
     assert len(catalogue(folder)) == len(SORTED) + 1
     assert len(open_source(str(folder / "*.tar"))) == len(SORTED)
+
+
+def test_some_archives_of_a_folder_have_a_catalogue(tmp_path, capsys):
+    folder = write_archives(tmp_path / "set", SORTED)
+    shutil.copy(folder / "000.tar", folder / "val.tar")
+    assert main(["pack", str(folder / "00*.tar"), "index_only=true"]) == 0
+    source = open_source(str(folder / "00*.tar"))
+    assert isinstance(source, CataloguedSource)
+    assert len(source) == len(SORTED)
+    shutil.copy(folder / "000.tar", folder / "002.tar")
+    with pytest.raises(StaleIndex, match=r"1 archive changed, such as 002\.tar"):
+        open_source(str(folder / "00*.tar"))
+    assert main(["pack", str(tmp_path / "*" / "*.tar"), "index_only=true"]) == 2
+    assert "is of several folders" in capsys.readouterr().err
+
+
+def test_archives_in_a_new_folder_below_are_noticed(tmp_path):
+    folder = write_archives(tmp_path / "set", SORTED)
+    catalogue(folder)
+    write_archives(folder / "below", {"z.png": b"z"}, 1)
+    with pytest.raises(StaleIndex, match=r"1 archive changed, such as below/000\.tar"):
+        open_source(str(folder))
+
+
+def test_without_classes_no_index_is_read_for_labels(tmp_path):
+    folder = write_archives(tmp_path / "set", {"a.png": b"a", "b.png": b"b"}, 2)
+    source = catalogue(folder)
+    assert source.classes == []
+    shutil.rmtree(folder)
+    assert [source.label(index) for index in range(2)] == [None, None]
 
 
 def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):
@@ -213,6 +244,10 @@ def test_a_file_that_is_not_read_for_a_moment_is_asked_for_again(tmp_path):
         (served / "2.png").unlink()
         with pytest.raises(OSError, match="is not there or may not be read"):  # one of many
             source.read(2)
+        server.statuses |= {"": [503]}
+        assert is_folder(f"{server.url}/")
+        server.statuses |= {"": [503]}
+        assert expand(f"{server.url}/*.png") == [f"{server.url}/{number}.png" for number in range(2)]
 
 
 @pytest.mark.parametrize("status", [400, 405, 409])

@@ -150,12 +150,15 @@ def test_a_dataset_of_hugging_face_is_a_source(tmp_path, hub_rows, caplog):
     assert (len(source), source.classes, source.name(3)) == (4, ("cat", "dog"), "d")
     assert labels_of(source) == ["cat", "dog"] * 2
     assert source.read(2) == (tmp_path / "2.png").read_bytes()
-    assert (source.fingerprint, source.stamp) == (wrap(hub_rows).fingerprint, "")
+    assert (source.fingerprint, source.stamp) == (wrap(hub_rows).fingerprint, None), "files may change"
     chosen = wrap(hub_rows.shuffle(seed=1).select([0, 1]).with_format("torch"))
     order = list("abcd").index(chosen.name(0))
     assert chosen.read(0) == (tmp_path / f"{order}.png").read_bytes()
     assert chosen.fingerprint != source.fingerprint
     assert not caplog.text
+    column = [{"bytes": source.read(row), "path": None} for row in range(4)]
+    held = datasets.Dataset.from_dict({"img": column}).cast_column("img", datasets.Image())
+    assert (wrap(held).read(2), wrap(held).stamp) == (source.read(2), "")
     parts = wrap(ConcatDataset([Subset(hub_rows, [3, 0]), hub_rows]))
     assert labels_of(parts) == ["dog", "cat", *["cat", "dog"] * 2]
     assert (parts.name(0), parts.read(1)) == ("0/d", source.read(0))
@@ -265,6 +268,13 @@ def test_targets_are_indices_of_the_classes(kind):
     assert [named.label(index) for index in range(2)] == [2, 0]
     with pytest.raises(ValueError, match="Plain has the label 6, which is none of its 6 classes, nor the"):
         CustomSource(Plain([6], list("abcdef")))
+
+
+def test_two_classes_of_one_name_are_two():
+    class Birds(list):
+        targets, classes = [0, 1, 2], ["crane", "dog", "crane"]
+
+    assert labels_of(CustomSource(Birds("abc"))) == ["crane (0)", "dog", "crane (2)"]
 
 
 def test_sources_with_the_same_names_but_other_images_are_two():

@@ -9,7 +9,8 @@ from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import FrozenBackbone, eval_mode, pixel_features
+from dino_vit.eval.features import FrozenBackbone, pixel_features
+from dino_vit.models.backbone import eval_mode
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform

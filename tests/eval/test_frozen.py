@@ -10,7 +10,7 @@ from PIL import Image
 from pyarrow.parquet import read_table
 
 from dino_vit import VisionTransformer, save_backbone
-from dino_vit.core.storage import read_tensors
+from dino_vit.core.storage import StorageError, read_tensors
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
@@ -174,6 +174,18 @@ def test_damaged_features_are_computed_again(tmp_path, computed):
     computed.clear()
     assert np.array_equal(store_in(tmp_path)[0], expected)
     assert sum(computed) == 50
+
+
+def test_features_that_cannot_be_kept_are_used(tmp_path, monkeypatch, caplog):
+    expected = store_in(tmp_path)
+
+    def full(*_):
+        raise StorageError("no space left on device")
+
+    monkeypatch.setattr("dino_vit.eval.frozen.write_tensors", full)
+    values = store_in(tmp_path / "full")
+    assert all(np.array_equal(a, b) for a, b in zip(values, expected, strict=True))
+    assert "the features are not kept for another time: no space left" in caplog.text
 
 
 def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from safetensors import safe_open
 from torch.distributed.run import get_args_parser
 
 import dino_vit
@@ -18,7 +19,7 @@ from dino_vit.commands import COMMANDS as commands_table
 from dino_vit.config.loading import config_from, load, parse_arguments, write_yaml
 from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import sections, settings_of
-from dino_vit.core.storage import read_metadata, read_tensors
+from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.training.metrics import MetricsRecord
 from dino_vit.training.verdict import STATES
@@ -191,7 +192,8 @@ def test_a_run_folder_holds_what_the_page_says(trained):
 def test_a_checkpoint_holds_what_the_page_says(trained):
     page = PAGES["checkpoints"].split("## A checkpoint")[1].split("## Resuming")[0]
     path = max((trained / "runs/pretrain/checkpoints").iterdir())
-    metadata = read_metadata(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
     assert metadata.keys() == {"dino_vit", "sha256"}
     named = [(quoted(what), quoted(meaning)) for what, meaning in rows(page)]
     entries = {name for what, _ in named for name in what if "." not in name}
@@ -215,7 +217,7 @@ def test_the_python_runs(inside):
     assert spaces[0]["metadata"]["step"] == 20
     model = spaces[1]["model"].state_dict()
     assert {f"teacher.backbone.{name}" for name in model} == spaces[0]["teacher"].keys()
-    described = json.loads(read_metadata(Path("backbone.safetensors"))["dino_vit"])
+    described = json.loads(read_tensors(Path("backbone.safetensors"))[1]["dino_vit"])
     said = PAGES["checkpoints"].split("metadata of `kind`")[1].split("`dino-vit export`")[0]
     assert described.keys() - {"kind"} == set(quoted(said)) - {"backbone"}
 

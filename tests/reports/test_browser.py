@@ -101,6 +101,19 @@ def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page
         assert float(shown[3]) == pytest.approx(values[step], rel=1e-3)
 
 
+def test_values_below_zero_are_in_the_chart(page):
+    """An R² may be."""
+    _, place = chart(page, "k-NN accuracy")
+    heights = page.execute_script(
+        f"const chart = report.charts[{place}], points = chart.series[0][1];"
+        "for (const step of points.keys()) points.set(step, -20 - step);"
+        "chart.data.levels = {}; chart.draw();"
+        "return [...points.values(), 0].map((value) => chart.y(value))"
+    )
+    assert all(0 <= height <= 190 for height in heights)
+    assert heights[-1] == min(heights), "0 is above"
+
+
 def where(page, number):
     """Bring the map into sight; return where an image of it is, from the middle of the canvas."""
     canvas = page.find_element(By.CSS_SELECTOR, ".explorer canvas")

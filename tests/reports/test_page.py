@@ -10,6 +10,7 @@ import pytest
 from dino_vit.cli import main
 from dino_vit.config.loading import load, to_yaml
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.results import evaluation
@@ -84,6 +85,17 @@ def test_images_that_moved_are_reported_and_can_be_given(folder, made):
     assert page.data["map"] is None
     assert page.data["charts"]
     assert len(write_report(folder, f"source={images}", "images=20").data["map"]["names"]) == 20
+
+
+def test_without_the_server_of_the_images_the_rest_is_shown(folder, made, monkeypatch):
+    def gone(*_):
+        raise SourceLost("the server does not answer")
+
+    monkeypatch.setattr("dino_vit.commands.report.open_source", gone)
+    (folder / "report.html").unlink()  # which has pictures
+    page = write_report(folder)
+    assert "the server does not answer" in page.text
+    assert page.data["charts"]
 
 
 def test_without_the_module_of_the_views_the_map_is_drawn(folder):

@@ -94,7 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(Request(self.command, name, start, end - start, ranged))
         fault = self.server.next_fault() if ranged and content else ""
         time.sleep(2 * (fault == "late"))
-        if path.is_dir():
+        status = self.server.statuses[name].pop() if self.server.statuses.get(name) else 0
+        if path.is_dir() and not status:
             self.send_page(path, content)
             return
         if fault == "redirect":
@@ -104,7 +105,6 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.server.faults.append("redirect")
             return
-        status = self.server.statuses[name].pop() if self.server.statuses.get(name) else 0
         if fault == "500" or self.server.down or status or not path.is_file():
             self.send_response(status or (404 if not path.is_file() else 500))
             self.send_header("Content-Length", "0")

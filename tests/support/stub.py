@@ -48,8 +48,12 @@ def stub():
 
 def _taken(signature):
     """Return a signature as text; what is required may also be in the file that `config` names."""
+
+    def is_left_out(default):
+        return default is Parameter.empty or len(repr(default)) > 80
+
     parameters = [
-        parameter.replace(default=...) if parameter.default is Parameter.empty else parameter
+        parameter.replace(default=...) if is_left_out(parameter.default) else parameter
         for parameter in signature.parameters.values()
     ]
     return str(signature.replace(parameters=parameters)).replace(" = Ellipsis", " = ...")

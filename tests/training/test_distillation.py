@@ -2,9 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch.testing import assert_close
 
 import dino_vit
@@ -34,7 +36,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
     """The cross-entropy of a step, written out with the tensors of the teacher's file."""
     found = opened(tmp_path / "run", pupil(wide, **{"model.drop_path": 0}))
     state = found.state
-    teacher = open_teacher(str(wide))
+    teacher = open_teacher(dino_vit.load_backbone(wide))
     assert_close(state.objective.centers["loss"].center, teacher.centers["loss.center"])
     batch = next(state.loader.batches())
     views, images, temperature = state.views_of(batch), len(batch.samples), 0.04
@@ -58,7 +60,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
 
 def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_path, wide):
     state = trained(tmp_path / "run", pupil(wide))
-    frozen = open_teacher(str(wide)).network
+    frozen = open_teacher(dino_vit.load_backbone(wide)).network
     for name, tensor in tensors_of(state.objective.frozen).items():
         assert torch.equal(tensor, frozen.state_dict()[name]), name
     assert state.teacher.backbone.width == 32
@@ -66,6 +68,28 @@ def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_p
     assert all(torch.equal(kept.state_dict()[n], t) for n, t in state.teacher.backbone.state_dict().items())
     start = opened(tmp_path / "again", pupil(wide)).state.teacher.backbone
     assert any(not torch.equal(start.state_dict()[n], t) for n, t in kept.state_dict().items())
+
+
+def test_weights_to_start_from_have_the_channels_of_the_teacher(tmp_path):
+    one = {"data.channels": 1, "data.mean": "[0.5]", "data.std": "[0.2]", "head.prototypes": 128}
+    one |= {"augment.saturation": 0, "augment.hue": 0, "augment.grey": 0}
+    for number in range(64):
+        Image.fromarray(np.full((40, 40), 3 * number, np.uint8)).save(tmp_path / f"{number}.png")
+    grey = trained(tmp_path / "grey", {**WIDE, **one, "data.source": tmp_path}).folder
+    both = pupil(grey, **{"init.weights": grey, "data.source": tmp_path, "model.width": 48, "model.depth": 3})
+    both |= {key: value for key, value in one.items() if key.startswith("augment")}
+    state = opened(tmp_path / "run", {**both, "model.heads": 3}).state
+    assert state.student.backbone.channels == state.config.data.channels == 1
+
+
+def test_recipe_auto_keeps_what_the_teacher_fixes(tmp_path, wide):
+    """Its channels are those of the settings' defaults, which are as fixed as others."""
+    for number in range(16):
+        Image.fromarray(np.full((40, 40), 10 * number, np.uint8)).save(tmp_path / f"{number}.png")
+    settings = {"recipe": "auto", "teacher.weights": wide, "data.source": tmp_path, "data.batch_size": 4}
+    settings |= {"head.prototypes": 128}
+    state = opened(tmp_path / "run", {**settings, "budget.steps": 20}).state
+    assert state.config.data.channels == state.student.backbone.channels == 3
 
 
 def test_a_run_resumes_exactly(tmp_path, wide):

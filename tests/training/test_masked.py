@@ -170,6 +170,8 @@ def test_masked_patches_cannot_come_or_go_halfway(tmp_path):
     said = run(tmp_path / "other", started)
     assert "added a mask token of zeros" in said
     assert steps(tmp_path / "other")[-1] == 20
+    back = {"init.weights": tmp_path / "other", "init.head_epochs": 0.5, "views.global_size": 32}
+    assert opened(tmp_path / "third", back).state.student.backbone.mask_token is None
 
 
 @pytest.mark.parametrize(

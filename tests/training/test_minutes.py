@@ -65,7 +65,7 @@ class Pace:
         steps = {"budget.steps": "null", "budget.minutes": 10, "optim.freeze_last_layer_epochs": 0}
         config = configured(tmp_path / "run", {**steps, "optim.warmup_epochs": 0, **settings})
         self.state = set_up(config, Accelerator(), Fit(500)).state
-        self.state.start_clock()
+        self.state.began = self.now
 
     def play(self, *paces):
         """Take ten steps at each of some paces, in seconds per step; return the length after each."""
@@ -123,6 +123,12 @@ def test_the_network_is_the_largest_that_sees_enough_images():
     assert ladder[-1].settings["views.global_size"] == 224
     for image_size, view in {32: 24, 4: 4, 2: 4}.items():
         assert {one.settings["views.global_size"] for one in network_ladder(config, image_size)} == {view}
+    assert (ladder[-1].settings["model.width"], ladder[-1].settings["model.heads"]) == (384, 6)  # ViT-S
+    config = load(PretrainConfig, None, ["recipe=auto", "budget.minutes=10", "model.patch_size=14"])
+    assert all(one.settings["views.global_size"] % 14 == 0 for one in network_ladder(config, 500))
+    config = load(PretrainConfig, None, ["recipe=auto", "budget.minutes=10", "views.global_size=224"])
+    costs = [one.cost for one in network_ladder(config, 500)]
+    assert costs[-1] / costs[0] > 30, "the patches are those of the view, whatever the network"
     given = load(PretrainConfig, None, ["recipe=auto", "model.arch=vit_tiny"])
     assert network_ladder(given, 500) == []
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from dino_vit import load_backbone
 from dino_vit.cli import main
-from dino_vit.core.storage import read_metadata
+from dino_vit.core.storage import read_tensors
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.views.eval_transform import eval_transform_of
@@ -47,7 +47,7 @@ def five_channels(number, path, plane):
 
 
 def described(output):
-    return json.loads(read_metadata(output / "checkpoints" / "step-00000003.safetensors")["dino_vit"])
+    return json.loads(read_tensors(output / "checkpoints" / "step-00000003.safetensors")[1]["dino_vit"])
 
 
 def judge(output, source, *labels):
@@ -97,7 +97,7 @@ def test_a_resumed_run_keeps_what_it_measured(tmp_path):
     said = run(tmp_path / "run", {**settings, "budget.steps": 4, "run.resume": "changed"})
     assert "measured on" not in said
     (last,) = (tmp_path / "run" / "checkpoints").glob("*4.safetensors")
-    assert json.loads(read_metadata(last)["dino_vit"])["mean"] == before
+    assert json.loads(read_tensors(last)[1]["dino_vit"])["mean"] == before
 
 
 def test_recipe_auto_takes_the_channels_of_the_images_and_measures_them(tmp_path):

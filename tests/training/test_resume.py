@@ -14,6 +14,7 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import read_checkpoint
 from dino_vit.core.storage import StorageError
 from dino_vit.data.sources.open import open_source
 from dino_vit.training.loop import finish_save
@@ -31,7 +32,7 @@ from tests.support.runs import (
     steps,
     within_step,
 )
-from tests.support.training import assert_resumes_exactly, opened, trained
+from tests.support.training import assert_resumes_exactly, interrupted, opened, trained
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +218,7 @@ def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_s
         opened(output, {"data.source": photos, **settings})
 
 
-def test_other_labels_are_refused_unless_nothing_is_evaluated_any_more(tmp_path):
+def test_by_other_labels_figures_begin_anew_if_that_is_asked_for(tmp_path, caplog):
     """What was the best by the old ones, and its checkpoint, would be compared with figures of others."""
     labels, output = tmp_path / "labels.csv", tmp_path / "run"
     settings = {"data.labels": labels, "budget.steps": 5, "run.eval_every": 0.5, **SHORT}
@@ -225,12 +226,57 @@ def test_other_labels_are_refused_unless_nothing_is_evaluated_any_more(tmp_path)
     for classes in (2, 3):
         labels.write_text("".join(f"{name},{number % classes}\n" for number, name in enumerate(names)))
         if classes == 2:
-            trained(output, settings)
+            before = trained(output, settings)
             assert opened(output, settings).state.best["figure"] == "knn"
-    for resume in ("same", "changed"):
-        with pytest.raises(ValueError, match="evaluated by other labels or masks"):
-            opened(output, {**settings, "run.resume": resume})
-    assert opened(output, {**settings, "run.eval_every": "null"}).state.best["figure"] == "knn"
+    with pytest.raises(ValueError, match="evaluated by other images, labels or masks"):
+        opened(output, settings)
+    unevaluated = opened(output, {**settings, "run.eval_every": "null"}).state
+    assert unevaluated.best["figure"] == "knn"
+    assert unevaluated.evaluated_by == before.evaluated_by, "what its figures are by"
+    ready = opened(output, {**settings, "run.resume": "changed"})
+    assert ready.state.best is None
+    assert ready.state.evaluated_by != before.evaluated_by
+    assert "begins its figures anew" in caplog.text
+    assert read_checkpoint(output / "best-before.safetensors").step == before.best["step"]
+    assert not (output / "baseline.json").exists()
+    assert (output / "baseline-before.json").exists()
+    assert [record["knn"] for record in history(output)] == [None] * 5
+    assert any(json.loads(line)["knn"] for line in (output / "metrics-before.jsonl").read_text().splitlines())
+
+
+def test_labels_that_change_before_the_first_evaluation_are_noticed(tmp_path):
+    """The figures before the first step were by the old ones."""
+    labels, output = tmp_path / "labels.csv", tmp_path / "run"
+    settings = {"data.labels": labels, "budget.steps": 20, "run.eval_every": 50, **SHORT}
+    names = [open_source("synthetic:64:32").name(index) for index in range(64)]
+    for classes in (2, 3):
+        labels.write_text("".join(f"{name},{number % classes}\n" for number, name in enumerate(names)))
+        if classes == 2:
+            interrupted(output, settings, 3)
+    with pytest.raises(ValueError, match="evaluated by other images, labels or masks"):
+        opened(output, settings)
+
+
+def test_a_run_goes_on_with_more_images_if_that_is_asked_for(tmp_path):
+    photos, output = tmp_path / "photos", tmp_path / "run"
+    settings = {
+        "data.source": photos,
+        "data.batch_size": 8,
+        "budget.steps": 5,
+        "run.eval_every": 0.5,
+        **SHORT,
+    }
+    for number in range(20):
+        write_synthetic(photos / "ab"[number % 2] / f"{number:02d}.png", number, size=40)
+    trained(output, settings)
+    write_synthetic(photos / "a" / "more.png", 20, size=40)
+    with pytest.raises(ValueError, match=r"the images of .*photos have changed"):
+        opened(output, settings)
+    state = opened(output, {**settings, "run.resume": "changed"}).state
+    assert (state.step, state.best) == (5, None)
+    (photos / "a" / "more.png").unlink()
+    write_synthetic(photos / "a" / "00.png", 21, size=60)  # replaced
+    assert opened(output, {**settings, "run.resume": "changed"}).state.best is None
 
 
 def test_the_best_before_counts_if_the_best_cannot_be_written(tmp_path, monkeypatch):

@@ -13,7 +13,9 @@ import torch
 
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources import files
+from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.views import loader
 from dino_vit.views.augment import Augment
@@ -21,6 +23,7 @@ from dino_vit.views.geometry import crop_views
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
 from tests.support.images import write_synthetic
+from tests.support.remote import serving
 from tests.support.runs import kill_a_loader
 from tests.support.views import draw_boxes, draw_rows, views_of
 
@@ -169,6 +172,18 @@ def test_an_unreachable_source_is_an_error(damaged, workers):
         Path(damaged.root, f"{number:02d}.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"^11 randomly chosen images .* Check that the source is complete"):
         take(1, source=damaged, workers=workers)
+
+
+def test_a_server_of_all_images_that_is_gone_asks_for_a_restart(damaged, tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
+    with serving(Path(damaged.root)) as server:
+        urls = [f"{server.url}/{number:02d}.png" for number in range(30)]
+        (tmp_path / "list.txt").write_text("\n".join(urls))
+        source = open_source(str(tmp_path / "list.txt"))
+        server.down = True
+        monkeypatch.setattr(files, "timeout_s", 0.1)
+        with pytest.raises(SourceLost, match="could not be read for"):
+            take(1, source=source)
 
 
 def test_deep_images_are_cut_as_floats_from_zero_to_one():

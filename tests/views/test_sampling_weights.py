@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dino_vit
-from dino_vit.core.storage import read_metadata
+from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.views.sampler import read_sampling_weights, sampling_fingerprint
@@ -82,6 +82,6 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path, 
     dino_vit.pretrain(output=tmp_path / "run", **{**settings, "data.weights": str(moved)})
     assert "resuming after step 5" in "".join(capsys.readouterr())
     assert_same_end(tmp_path / "run", tmp_path / "whole", 10)
-    metadata = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
+    metadata = read_tensors(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")[1]["dino_vit"]
     weights = read_sampling_weights(open_source("synthetic:64:32"), moved)
     assert json.loads(metadata)["weights"] == sampling_fingerprint(weights)

@@ -135,7 +135,7 @@ def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.devic
         return None
     images = np.flatnonzero(ranks)
     return {
-        "queries": len(chosen),
+        "queries": len(images),
         "map": measured_share("mAP", images, precision[ranks]).interval,
         "recall_at_1": accuracy(int(first[ranks].sum()), len(images)),
     }

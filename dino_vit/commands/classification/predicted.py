@@ -120,7 +120,8 @@ def few_images(train: LabelledFeatures, val: LabelledFeatures) -> dict[str, list
         for each in (train, val)
     )
     few = {
-        "without an image to learn from, so only guessed": learned == 0,
+        # An image is no neighbour of its own.
+        "without an image to learn from, so only guessed": learned <= (train is val),
         "without an image to judge by, so in no figure": judged == 0,
         f"with fewer than {RARE} images to judge by, so far from sure": (judged > 0) & (judged < RARE),
     }

@@ -60,10 +60,12 @@ def run(config: CurateConfig) -> CurateResult:
     random = np.random.default_rng(0)
     of_rows = choose(levels, config.keep, random) if config.keep else share_alike(levels) * len(rows)
     names = list(embeddings.names)
-    if embeddings.metadata["source"].get("unreadable"):  # a weight file names all images
+    if unreadable := embeddings.metadata["source"].get("unreadable"):  # a weight file names all images
         source = open_source(embeddings.metadata["source"]["spec"])
         embedded = set(names)
         names += [name for name in map(source.name, range(len(source))) if name not in embedded]
+        if len(names) > len(embedded) + unreadable:
+            raise ValueError(f"there are more images than in {config.embeddings}; embed them again")
     weights = np.zeros(len(names))
     weights[rows] = of_rows
     table = describe(levels, of_rows)
@@ -90,9 +92,8 @@ def choose_candidates(embeddings: Embeddings, config: CurateConfig, device: torc
     if config.like is None:
         return rows
     examples = read_image_embeddings(config.like)
-    facts = [each.metadata for each in (embeddings, examples)]
-    ours, theirs = ((fact["weights"]["sha256"], fact["tokens"], fact["transform"]) for fact in facts)
-    if ours != theirs:
+    facts = [(each.metadata["weights"]["sha256"], each.metadata["tokens"]) for each in (embeddings, examples)]
+    if facts[0] != facts[1] or embeddings.transform != examples.transform:
         text = f"like={config.like} was embedded with other weights or settings than {config.embeddings}"
         raise ValueError(f"{text}; embed both alike")
     queries = torch.as_tensor(examples.values, device=device)

@@ -105,8 +105,8 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
 
 def advice_on_threshold(pairs: PairList, images: int) -> list[str]:
     """Return a line on a threshold that these features pass with images that are not copies, if it is one."""
-    few = math.ceil(TYPICAL * images)
-    if pairs.total <= images or len(pairs.closest) <= few:
+    few = min(math.ceil(TYPICAL * images), len(pairs.closest) - 1)
+    if pairs.total <= images:
         return []
     higher = math.floor(1e4 * pairs.closest[few].cosine) / 1e4
     return [

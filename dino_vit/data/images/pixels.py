@@ -102,14 +102,6 @@ def unit_scale(images: Tensor) -> Tensor:
     return images / 255 if images.dtype == torch.uint8 else images.to(torch.float32, copy=True)
 
 
-def resized_side(crop: int) -> int:
-    """Return the side to resize an image to before its centre is cropped: about 256 for 224, as published.
-
-    The same number of pixels is cut off at either end.
-    """
-    return crop + 2 * round(crop / 14)
-
-
 def reduced_size(height: int, width: int, side: int) -> tuple[int, int]:
     """Return the size of an image whose shorter side is reduced to `side`; the same if it is not larger."""
     shorter = min(height, width)

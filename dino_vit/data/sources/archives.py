@@ -17,7 +17,7 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
 from dino_vit.data.shards import LocalCopies, ShardedSource
-from dino_vit.data.sources.files import ChangedFile, exists, open_file, read_file
+from dino_vit.data.sources.files import changed, exists, open_file, read_file, short_names
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.ranges import ByteRangeReader
 from dino_vit.data.sources.source import ShardLayout, is_image
@@ -52,7 +52,7 @@ class ArchiveSource(IndexedSource, ShardedSource):
     """Images in archives of one kind. Their names are never used as paths.
 
     Labels are those in the archive, or else the first-level folders of the names in it. If several archives
-    contain the same name, all names are prefixed with the archive's own.
+    contain the same name, all names are prefixed with the archive's own, or its path if another is called so.
     """
 
     def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class ArchiveSource(IndexedSource, ShardedSource):
             read = [*self._files, *filter(exists, beside)]
         index = open_index(suffix[1:], spec, self._build, read, prepare=self._list)
         super().__init__(index)
-        self.ranges = ByteRangeReader(self._files, index.file_signatures)
+        self.ranges = ByteRangeReader(self._files, index.file_signatures[: len(self._files)])
         self.local_copies = LocalCopies(self.ranges)
         self._listed.clear()
 
@@ -100,15 +100,11 @@ class ArchiveSource(IndexedSource, ShardedSource):
         stated = labels.count(None) < len(labels) or [] in classes.values()
         numbered = number_labels(labels) if stated else folder_labels(names)
         if len(set(names)) < len(names) and len(self._files) > 1:
-            prefixes = [os.fsencode(os.path.basename(archive)) for archive in self._files]
-            names = [prefixes[number] + b"/" + name for number, name in zip(file, names, strict=True)]
+            prefixes = [os.fsencode(f"{title}/") for title in short_names(self._files)]
+            names = [prefixes[number] + name for number, name in zip(file, names, strict=True)]
         columns = {field: np.array([getattr(image, field) for image in images]) for field in FIELDS}
-        return IndexContents(
-            names=names,
-            sizes=columns["size"],
-            labels=numbered,
-            columns={"file": file, **columns},
-        )
+        columns |= {"file": file}
+        return IndexContents(names=names, sizes=columns["size"], labels=numbered, columns=columns)
 
 
 def class_names(folder: str) -> list[str] | None:
@@ -133,7 +129,7 @@ def read_member(source: ShardedSource, shard: int, member: Mapping[str, int]) ->
     if not header:
         return decompress(data, member["method"], member["crc"])
     if zlib.crc32(data[:header]) != member["crc"]:
-        raise ChangedFile(source.ranges.paths[shard])
+        raise changed(source.ranges.paths[shard])
     return data[header:]
 
 

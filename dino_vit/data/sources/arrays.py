@@ -36,7 +36,7 @@ class ArraySource:
         self._dtype = dtype or _narrowest(path, self._images)
         self._labels = _labels(path, arrays, len(self))
         self.classes = [printable(name) for name in self._labels.classes]
-        self.fingerprint = _fingerprint(self._images)
+        self.fingerprint, self.stamp = _fingerprint(self._images), str(file_signature(path))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ArraySource, (self._path, self._key, self._dtype)  # NumPy would pickle the pixels
@@ -57,10 +57,6 @@ class ArraySource:
 
     def name(self, index: int) -> str:
         return f"{range(len(self))[index]:09d}"
-
-    @property
-    def stamp(self) -> str:
-        return str(file_signature(self._path))
 
 
 def _fingerprint(images: NDArray[Any]) -> str:

@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
 from itertools import chain, count
 from multiprocessing.synchronize import Event
@@ -38,6 +39,17 @@ timeout_s = 180.0  # `data.timeout`: for which a remote file is requested again 
 _last_warning = [-math.inf]
 
 
+@contextmanager
+def retrying(seconds: float) -> Iterator[None]:
+    """Request remote files again for so long meanwhile."""
+    global timeout_s
+    before, timeout_s = timeout_s, seconds
+    try:
+        yield
+    finally:
+        timeout_s = before
+
+
 class SourceLost(Exception):
     """A remote file could not be read for minutes; the run may be started again."""
 
@@ -53,8 +65,10 @@ class Refused(SourceLost):
 class ChangedFile(OSError):
     """A file is not the one that was indexed."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path} was changed after it was indexed; start again to rebuild its index")
+
+def changed(path: str) -> ChangedFile:
+    """Return the error that says what to do."""
+    return ChangedFile(f"{path} was changed after it was indexed; start again to rebuild its index")
 
 
 def is_url(path: str) -> bool:
@@ -248,12 +262,25 @@ def exists(path: str) -> bool:
         return False
 
 
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the names of files, or where some are equal, their paths below the folder that all share."""
+    names = [os.path.basename(path) for path in paths]
+    if len({*names}) == len(names):
+        return names
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, shared) for path in paths]
+
+
 def is_folder(path: str) -> bool:
     if not is_url(path):
         return os.path.isdir(path)
     if is_http(path) and path.lower().endswith(FILE_SUFFIXES):  # else it may be read whole, for links
         return False
-    return bool(remotely(path, lambda system, inner: system.isdir(inner, **time_limit(system))))
+
+    def ask() -> bool:
+        return bool(remotely(path, lambda system, inner: system.isdir(inner, **time_limit(system))))
+
+    return retry(ask, path)
 
 
 def read_file(path: str, seconds: float | None = None) -> bytes:

@@ -37,7 +37,7 @@ TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 6  # of what an index holds
+VERSION = 7  # of what an index holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class IndexContents:
         metadata |= {
             "fingerprint": fingerprint_of(names, sizes[rows]),
             "classes": labels.classes,
-            "splits": find_splits(below_shared(names)) if self.by_name else {},
+            "splits": find_splits(below_shared(names)),
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
@@ -122,6 +122,7 @@ class IndexedSource:
         self.classes = [printable(name) for name in index.metadata["classes"]]
         splits = index.metadata["splits"].items()
         self.splits = {printable(name): range(*indices) for name, indices in splits}
+        self.fingerprint, self.stamp = str(index.metadata["fingerprint"]), str(index.metadata["stamp"])
 
     def __len__(self) -> int:
         return len(self.index.names)
@@ -136,14 +137,6 @@ class IndexedSource:
     def label(self, index: int) -> int | None:
         label = int(self.index.columns["label"][index])
         return None if label < 0 else label
-
-    @property
-    def fingerprint(self) -> str:
-        return str(self.index.metadata["fingerprint"])
-
-    @property
-    def stamp(self) -> str:
-        return str(self.index.metadata["stamp"])
 
 
 def cache_folder() -> Path:

@@ -46,11 +46,7 @@ class FilesWithMasks(Subset):
         self, images: Subset, masks: Subset, *, classes: Sequence[str], table: Table, allowed: str
     ) -> None:
         super().__init__(images.source, images.indices)
-        self._masks, self._classes, self._table, self._allowed = masks, classes, table, allowed
-
-    @property
-    def classes(self) -> Sequence[str]:
-        return self._classes
+        self._masks, self.classes, self._table, self._allowed = masks, classes, table, allowed
 
     def label(self, index: int) -> int | None:
         return None  # the labels of the images are of other classes

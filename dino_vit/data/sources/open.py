@@ -5,7 +5,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,7 @@ from dino_vit.data.sources.files import (
     read_file,
     read_image_file,
     remotely,
+    retry,
 )
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, is_image, suffix_of
@@ -50,7 +53,11 @@ def open_source(
     Several sets become one, of which each gives its share of `mix`.
     """
     if not isinstance(spec, str):
+        if labels is not None:
+            raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
         return MixedSource(spec, [_open(each) for each in spec], mix)
+    if mix:
+        raise ValueError("mix is about several sources, and there is one; leave it out")
     source = _open(spec)
     return source if labels is None else join_labels(source, labels)
 
@@ -73,7 +80,7 @@ def _open(spec: str) -> Source:
     if suffix_of(spec) in ("", *ARCHIVE_SUFFIXES) or os.path.isdir(spec):
         from dino_vit.data.catalogue import open_catalogued
 
-        if catalogued := open_catalogued(spec):
+        if catalogued := open_catalogued(spec, archive_files):
             return catalogued
     if exists(spec):
         return _open_folder(spec) if is_folder(spec) else _open_files(spec, [spec])
@@ -87,10 +94,8 @@ def _open(spec: str) -> Source:
         from dino_vit.data.sources.arrays import ArraySource
 
         return ArraySource(path, key)
-    missing = (
-        "does not exist, or may not be read (check the credentials)" if is_url(spec) else "does not exist"
-    )
-    raise ValueError(f"{spec!r} {missing}: {ALLOWED}.")
+    hint = ", or may not be read (check the credentials)" if is_url(spec) else ""
+    raise ValueError(f"{spec!r} does not exist{hint}: {ALLOWED}.")
 
 
 def _open_synthetic(spec: str) -> Source:
@@ -167,6 +172,8 @@ def archive_files(spec: str) -> tuple[str, list[str]]:
         files = list(list_remote(spec) if is_url(spec) else _list_local(spec)) if is_folder(spec) else []
     else:
         folder = os.path.dirname(spec)
+        if glob.has_magic(folder) or BRACES.search(folder):
+            raise ValueError(f"{spec} is of several folders; give the folder that holds them")
         files = [path.removeprefix(folder).lstrip("/") for path in expand(spec)]
     files = [file for file in files if suffix_of(file) in ARCHIVE_SUFFIXES]
     if not files:
@@ -179,8 +186,7 @@ def expand(pattern: str) -> list[str]:
     matches, missing = set[str](), list[str]()
     for path in expand_braces(pattern):
         if glob.has_magic(path) and is_url(path):
-            paths = remotely(path, lambda system, inner: map(system.unstrip_protocol, system.glob(inner)))
-            matches.update(paths)
+            matches.update(retry(partial(remotely, path, _glob), path))
         elif glob.has_magic(path):
             matches.update(glob.glob(path, recursive=True))
         elif exists(path):
@@ -191,6 +197,10 @@ def expand(pattern: str) -> list[str]:
         example = brief(missing[0], 200)
         raise ValueError(f"{brief(pattern, 200)}: {plural(len(missing), 'missing file')}, such as {example}.")
     return sorted(matches, key=os.fsencode)
+
+
+def _glob(system: Any, pattern: str) -> list[str]:
+    return [system.unstrip_protocol(path) for path in system.glob(pattern)]
 
 
 class NoImages(ValueError):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dino_vit.data.sources.files import (
     UNKNOWN,
-    ChangedFile,
+    changed,
     check_length,
     is_url,
     remote_info,
@@ -37,7 +37,7 @@ class ByteRangeReader:
         status = os.fstat(opened.number)
         # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
         if status.st_size != self.file_signatures[file, 0]:
-            raise ChangedFile(path)
+            raise changed(path)
         # Without moving a position, so that processes can share the open file.
         within = min(size, max(0, status.st_size - start))  # a damaged archive may state any size
         return check_length(os.pread(opened.number, within, start), size, path)
@@ -54,7 +54,7 @@ class ByteRangeReader:
         size, version, _ = self.file_signatures[file].tolist()
         now = remote_signature(info)
         if now[0] != size or version not in (UNKNOWN, now[1]):
-            raise ChangedFile(self.paths[file])
+            raise changed(self.paths[file])
         self._unchanged.add(file)
 
 

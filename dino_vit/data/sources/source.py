@@ -54,6 +54,7 @@ class Subset:
 
     def __init__(self, source: Source, indices: Sequence[int] | NDArray[np.int64]) -> None:
         self.source, self.indices = source, indices
+        self.classes: Sequence[str] = source.classes
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -66,10 +67,6 @@ class Subset:
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.indices[index]))
-
-    @property
-    def classes(self) -> Sequence[str]:
-        return self.source.classes
 
     @property
     def fingerprint(self) -> str:
@@ -151,10 +148,7 @@ class MixedSource(Joined):
             raise ValueError(f"data.mix has {given}, data.source {sources}; give one for each")
         rate = min(length / share for length, share in zip(lengths, shares, strict=True))
         self.counts = [max(1, round(rate * share)) for share in shares]  # of an epoch
-
-    @property
-    def images_per_epoch(self) -> int:
-        return sum(self.counts)
+        self.images_per_epoch = sum(self.counts)
 
     @property
     def fingerprint(self) -> str:

@@ -46,6 +46,8 @@ class SyntheticSource:
                 f"a synthetic set has 1 to a billion images of 16 to 512 pixels, not {length} of {size}"
             )
         self.length, self.size, self.seed = length, size, seed
+        self.classes = list(PATTERNS)
+        self.fingerprint = f"synthetic-{VERSION}-{length}-{size}-{seed}"
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self._y, self._x = axis[:, None], axis[None, :]
 
@@ -73,14 +75,6 @@ class SyntheticSource:
         index = range(self.length)[index]
         return f"{self.classes[index % len(PATTERNS)]}/{index:08d}"
 
-    @property
-    def classes(self) -> list[str]:
-        return list(PATTERNS)
-
-    @property
-    def fingerprint(self) -> str:
-        return f"synthetic-{VERSION}-{self.length}-{self.size}-{self.seed}"
-
     def _bent(self, u: float, v: float) -> tuple[Plane, Plane]:
         """Return coordinates whose straight lines are waves."""
         x = self._x + 0.16 * np.sin(3 * self._y + np.float32(2 * math.pi * u))
@@ -106,11 +100,9 @@ class SceneSource(SyntheticSource):
         if not 2 <= classes <= MOST_CLASSES:
             raise ValueError(f"scenes have 2 to {MOST_CLASSES} classes, not {classes}")
         names = list(PATTERNS)
-        self._classes = [f"{names[i % 10]} {1 + i // 10}" if i >= 10 else names[i] for i in range(classes)]
-
-    @property
-    def classes(self) -> list[str]:
-        return self._classes
+        self.classes = [f"{names[i % 10]} {1 + i // 10}" if i >= 10 else names[i] for i in range(classes)]
+        of_classes = f"-{classes}" if classes != len(PATTERNS) else ""
+        self.fingerprint = f"scenes-{SCENES_VERSION}-{length}-{size}-{seed}{of_classes}"
 
     def read(self, index: int) -> Tensor:
         classes, covers = self._regions(index)
@@ -138,11 +130,6 @@ class SceneSource(SyntheticSource):
 
     def name(self, index: int) -> str:
         return f"{range(self.length)[index]:08d}"
-
-    @property
-    def fingerprint(self) -> str:
-        of_classes = f"-{len(self.classes)}" if len(self.classes) != len(PATTERNS) else ""
-        return f"scenes-{SCENES_VERSION}-{self.length}-{self.size}-{self.seed}{of_classes}"
 
     def _draw(self, index: int, part: int, count: int) -> Plane:
         index = range(self.length)[index]

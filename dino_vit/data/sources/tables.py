@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
-from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file
+from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file, short_names
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
@@ -41,13 +41,6 @@ class TableColumns:
     classes: tuple[str, ...] | None  # of integer labels
 
 
-def image_bytes(images: pa.Array) -> pa.Array:
-    """Return the bytes of a column of images."""
-    if pa.types.is_struct(images.type):
-        images = pc.struct_field(images, "bytes")
-    return images.cast(pa.large_binary())
-
-
 @dataclass
 class Rows:
     """The names, labels and sizes of the images in the rows of tables."""
@@ -62,14 +55,15 @@ class Rows:
         columns = self.columns
         paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
         labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
+        images = batch.column(columns.image)
         if columns.nested:
-            images = batch.column(columns.image)
             path = images.type.get_field_index("path")  # -1 if there are two
-            if path >= 0 and pa.types.is_string(images.type.field(path).type):
-                paths = pc.struct_field(images, [path])
+            if path >= 0 and _is_text(images.type.field(path).type):
+                paths = pc.coalesce(pc.struct_field(images, [path]), paths.cast(images.type.field(path).type))
+            images = pc.struct_field(images, "bytes")
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
         self.labels += labels.to_pylist()
-        images = image_bytes(batch.column(columns.image))
+        images = images.cast(pa.large_binary())
         self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
         return images
 
@@ -81,8 +75,8 @@ class Rows:
         names = [name for name in self.names if name is not None]
         named = len(set(names)) == len(self.names)
         if not named:
-            numbered = ((table, row) for table, count in tables.items() for row in range(count))
-            names = [os.fsencode(f"{os.path.basename(table)}/{row:09d}") for table, row in numbered]
+            titles = zip(short_names([*tables]), tables.values(), strict=True)
+            names = [os.fsencode(f"{title}/{row:09d}") for title, count in titles for row in range(count)]
         return IndexContents(
             names=names,
             sizes=self.sizes,
@@ -114,9 +108,13 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
         classes = feature.get("names") if pa.types.is_integer(type_) else None
     if not isinstance(classes, list):
         classes = None
-    name = next((name for name in NAME_COLUMNS if types.get(name) == pa.string()), None)
+    name = next((name for name in NAME_COLUMNS if name in types and _is_text(types[name])), None)
     nested = pa.types.is_struct(types[image])
     return TableColumns(image, nested, name, label, tuple(map(str, classes)) if classes else None)
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    return pa.types.is_string(type_) or pa.types.is_large_string(type_)
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
@@ -212,13 +210,11 @@ class HubSource(IndexedSource):
         split, row = (int(self.index.columns[name][index]) for name in ("split", "row"))
         data = list(self._splits.values())[split].data
         image = data.column(self._columns.image)[row].as_py()
-        if self._columns.nested:
-            return (
-                read_image_file(image["path"], OF_ITS_OWN_S)
-                if image["bytes"] is None
-                else bytes(image["bytes"])
-            )
-        return bytes(image)
+        if isinstance(image, dict):
+            path, image = image["path"], image["bytes"]
+            if image is None and path:
+                return read_image_file(path, OF_ITS_OWN_S)
+        return bytes(image or b"")
 
     def _build(self, _: WriteImages) -> IndexContents:
         rows, counts = Rows(self._columns), {split: len(data) for split, data in self._splits.items()}

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core import Size
-from dino_vit.eval.features import eval_mode
-from dino_vit.models.backbone import Backbone
+from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
 
 MASS = 0.6  # of the attention, in the mask of a head

@@ -18,6 +18,7 @@ from dino_vit.core import Size
 from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source
 from dino_vit.views.eval_transform import resize
 
@@ -48,7 +49,7 @@ def thumbnail(source: Source, index: int, pixels: Pixels) -> Tensor:
     """Return an image of a source as a small picture, empty if it cannot be read."""
     try:
         return as_picture(resize_sides(read_image(source, index, pixels), None, _THUMBNAIL_PIXELS))
-    except UnreadableImage:
+    except (UnreadableImage, SourceLost):
         return EMPTY
 
 

@@ -33,21 +33,22 @@ def import_av() -> Any:
 
 
 @contextmanager
-def reading_video(path: str) -> Iterator[tuple[Fraction, Iterator[Tensor]]]:
-    """Yield the frames per second of a video, and its frames, as the phone was held."""
+def reading_video(path: str, *, grey: bool = False) -> Iterator[tuple[Fraction, Iterator[Tensor]]]:
+    """Yield the frames per second of a video, and its frames, as the phone was held; grey ones (1, H, W)."""
     av = import_av()
     try:
         with av.open(path) as reader:
             if not reader.streams.video:
                 raise ValueError(f"{path} has no pictures")
             rate = Fraction(reader.streams.video[0].average_rate or 25)
-            yield rate, map(_upright, reader.decode(video=0))
+            yield rate, (_upright(frame, "gray" if grey else "rgb24") for frame in reader.decode(video=0))
     except av.FFmpegError as error:
         raise ValueError(f"{path} cannot be read as a video: {error.strerror}") from error
 
 
-def _upright(frame: Any) -> Tensor:
-    picture = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
+def _upright(frame: Any, kind: str) -> Tensor:
+    pixels = torch.from_numpy(frame.to_ndarray(format=kind))
+    picture = pixels[None] if pixels.ndim == 2 else rearrange(pixels, "y x c -> c y x")
     return picture.rot90(frame.rotation // 90, (1, 2))
 
 

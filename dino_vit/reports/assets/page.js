@@ -67,7 +67,7 @@ class Chart {
     const widest = Math.max(0, ...names.map((name) => name.getComputedTextLength()));
     const right = width - MARGIN.right - widest, bottom = height - MARGIN.bottom;
     const values = [...this.series.flatMap(([, points]) => [...points.values()]), ...levels.map(([, value]) => value)];
-    const least = this.data.unit === "%" ? 0 : Math.min(...values), greatest = Math.max(...values);
+    const least = Math.min(...values, ...(this.data.unit === "%" ? [0] : [])), greatest = Math.max(...values);
     const room = (greatest - least) * 0.06 || Math.abs(greatest) * 0.05 || 1;
     const low = least >= 0 ? Math.max(0, least - room) : least - room, high = greatest + room;
     const last = Math.max(this.steps.at(-1), 1);

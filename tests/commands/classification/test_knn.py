@@ -117,6 +117,14 @@ def test_one_set_is_classified_by_the_others(tmp_path, weights):
     assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
 
 
+def test_an_image_alone_in_its_class_has_nothing_to_be_ranked_or_learned_by(tmp_path, weights):
+    images = write_classes(tmp_path / "images", "ab", 8)
+    write_classes(images, "c", 1)
+    found, said = evaluate(weights, images, "k=[5]")
+    assert (found["images"], found["ranking"]["queries"]) == (17, 16)
+    assert "1 class without an image to learn from, so only guessed: c" in said
+
+
 def test_the_others_are_classified_by_few_images_of_each_class(tmp_path, weights):
     images = write_classes(tmp_path / "images", "abc", 8)
     found, said = evaluate(weights, images, "k=[5]", "shots=2", "seed=4")

@@ -105,6 +105,17 @@ def test_a_name_in_several_shards_is_told_apart(tmp_path):
     assert [source.read(i) for i in range(2)] == [b"1.tar", b"2.tar"]
 
 
+def test_shards_of_one_name_in_two_folders_are_told_apart(tmp_path):
+    for part in "ab":
+        (tmp_path / part).mkdir()
+        write_tar(tmp_path / part / "0.tar", {"1.png": part.encode()})
+    source = open_source(str(tmp_path))
+    assert [(source.name(i), source.read(i)) for i in range(2)] == [
+        ("a/0.tar/1.png", b"a"),
+        ("b/0.tar/1.png", b"b"),
+    ]
+
+
 def test_more_shards_than_files_may_be_open_from_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_opened", lru_cache(3)(ranges._opened.__wrapped__))
     for shard in range(20):

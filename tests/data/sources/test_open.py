@@ -176,6 +176,17 @@ def test_tables_without_names_keep_their_order(tmp_path):
     ]
 
 
+def test_tables_of_one_name_are_told_apart_and_their_folders_are_splits(tmp_path):
+    for split in ("train", "test"):
+        write_parquet(tmp_path / split / "0.parquet", names=False)
+    source = open_source(str(tmp_path / "*" / "*.parquet"))
+    assert (source.name(0), source.name(len(FILES))) == (
+        "test/0.parquet/000000000",
+        "train/0.parquet/000000000",
+    )
+    assert source.splits == {"test": range(len(FILES)), "train": range(len(FILES), 2 * len(FILES))}
+
+
 def test_tables_of_other_makes(tmp_path):
     data = list(FILES.values())
     table = pa.table({"id": range(5), "image": data, "class": ["b", "a", None, "b", "10"]})
@@ -187,6 +198,20 @@ def test_tables_of_other_makes(tmp_path):
     source = open_source(str(tmp_path / "b.parquet"))
     assert [source.label(index) for index in range(5)] == [2, 1, 1, 0, None]
     assert source.read(4) == b""
+
+
+def test_names_of_tables_are_text_of_any_width_in_either_column(tmp_path):
+    names, data = ["b.png", "a.png"], [b"b", b"a"]
+    wide = pa.table({"image": data, "file_name": pa.array(names, pa.large_string())})
+    pq.write_table(wide, tmp_path / "wide.parquet")
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    images = pa.array([{"bytes": content, "path": None} for content in data], kind)
+    pq.write_table(pa.table({"image": images, "file_name": names}), tmp_path / "beside.parquet")
+    for name in ("wide", "beside"):
+        assert [item[:2] for item in items(open_source(str(tmp_path / f"{name}.parquet")))] == [
+            ("a.png", b"a"),
+            ("b.png", b"b"),
+        ]
 
 
 def test_tables_that_do_not_say_which_column(tmp_path):
@@ -251,6 +276,17 @@ def test_datasets_of_the_hub(tmp_path, monkeypatch, caplog):
     write_parquet(tmp_path / "whole" / "train-0.parquet")
     whole = open_source(f"hf:{tmp_path / 'whole'}")
     assert whole.fingerprint == open_source(str(write_folder(tmp_path / "folder"))).fingerprint
+
+
+def test_a_row_of_the_hub_without_an_image_is_one_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    images = pa.array([None, {"bytes": None, "path": None}, {"bytes": b"c", "path": None}], kind)
+    (tmp_path / "set").mkdir()
+    pq.write_table(pa.table({"image": images}), tmp_path / "set" / "train-0.parquet")
+    source = open_source(f"hf:{tmp_path / 'set'}")
+    assert [source.read(index) for index in range(3)] == [b"", b"", b"c"]
 
 
 def test_a_data_set_of_the_hub_has_configurations(tmp_path, monkeypatch):
