@@ -3,11 +3,11 @@
     python -m benchmarks.small FOLDER --out benchmarks/results/cpu/small.json [--minutes 10] [--seeds 3]
 
 FOLDER holds flowers/train.parquet, flowers/test.parquet and the same of groceries and cifar10; the textures
-are generated, and the grey sets are made of the coloured ones. Each run has a core to itself, and as many run
-at a time as there are cores; with --peer, lightly-train's DINO takes as long on the same core. A run that has
-ended is judged as it is, so the program goes on where it was. Judged on the test images by k-NN (k = 20) and
-a logistic regression; no run has seen a label of any image. What decides between recipes is how far k-NN is
-above raw pixels, on average over the sets: the note of the first table says it.
+are generated, and the grey sets are made of the coloured ones. Each run has a core to itself (--cores: or
+more), and as many run at a time as there are cores; with --peer, lightly-train's DINO takes as long on the
+same core. A run that has ended is judged as it is, so the program goes on where it was. Judged on the test
+images by k-NN (k = 20) and a logistic regression; no run has seen a label of any image. What decides between
+recipes is how far k-NN is above raw pixels, on average over the sets: the note of the first table says it.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--minutes", type=float, default=10, help="of a run (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each set (default %(default)s)")
+    parser.add_argument("--cores", type=int, default=1, help="of a run (default %(default)s)")
     parser.add_argument("--sets", nargs="*", default=SETS[:-1], choices=SETS, metavar="SET")
     parser.add_argument("--peer", action="store_true", help="train lightly-train's DINO as long, beside")
     parser.add_argument("--runs", type=Path, default=Path("runs/small"), help="their folders go here")
@@ -100,12 +101,13 @@ def main() -> None:
         )
         for seed, name in product(range(options.seeds), options.sets)
     ]
-    train(jobs, folders, options.minutes if options.peer else None)
+    train(jobs, folders, options.minutes if options.peer else None, options.cores)
     figures = {
         name: [judge(job.output, name, folders) for job in jobs if job.name == name] for name in options.sets
     }
     told = [f"{job.name}, seed {job.seed}: {said(job.output)}" for job in jobs]
-    title = f"Small sets, {options.minutes:g} minutes of one core, recipe=auto, seeds: {options.seeds}"
+    cores = "one core" if options.cores == 1 else f"{options.cores} cores"
+    title = f"Small sets, {options.minutes:g} minutes of {cores}, recipe=auto, seeds: {options.seeds}"
     neighbours = [row_of(name, "k-NN", figures[name]) for name in options.sets]
     above = mean(row.speed["trained"] - row.speed["raw pixels"] for row in neighbours)
     note = f"Mean of the seeds; above raw pixels by {above:.1f} points on average over the sets. "
@@ -172,16 +174,21 @@ def of_set(name: str, folders: dict[str, Path]) -> list[str]:
     return [f"data.source={source}", "data.workers=0", "recipe=auto"]
 
 
-def train(jobs: Sequence[Job], folders: dict[str, Path], peer: float | None = None) -> None:
-    """Train all that have not ended, each on a core of its own; lightly-train beside for `peer` minutes."""
-    cores: Queue[int] = Queue()
-    for core in sorted(os.sched_getaffinity(0)):
-        cores.put(core)
+def train(
+    jobs: Sequence[Job], folders: dict[str, Path], peer: float | None = None, cores_of_each: int = 1
+) -> None:
+    """Train all that have not ended, each on cores of its own; lightly-train beside for `peer` minutes."""
+    cores: Queue[list[int]] = Queue()
+    there = sorted(os.sched_getaffinity(0))
+    for first in range(0, len(there) - cores_of_each + 1, cores_of_each):
+        cores.put(there[first : first + cores_of_each])
 
     def one(job: Job) -> None:
         name, seed, output, settings = job
         own = [*of_set(name, folders), f"seed={seed}", f"output={output}"]
-        core = cores.get()
+        if cores_of_each > 1:
+            own.remove("data.workers=0")
+        mine = cores.get()
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with output.with_suffix(".log").open("a") as log:
@@ -189,14 +196,14 @@ def train(jobs: Sequence[Job], folders: dict[str, Path], peer: float | None = No
                 if peer and not (peer_of(output) / "weights.pth").exists():
                     budget = [f"--minutes={peer}", f"--seed={seed}"]
                     commands.append(["benchmarks.small_peer", str(output), str(peer_of(output)), *budget])
-                environ = {**os.environ, **ENVIRONMENT}
-                pin: Callable[[], None] = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
+                environ = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(cores_of_each)}
+                pin: Callable[[], None] = lambda: os.sched_setaffinity(0, mine)  # noqa: E731
                 for command in commands:
                     whole = [sys.executable, "-m", *command]
                     subprocess.run(whole, env=environ, stdout=log, stderr=log, check=True, preexec_fn=pin)
             print(f"{output}: {said(output)}", file=sys.stderr, flush=True)
         finally:
-            cores.put(core)
+            cores.put(mine)
 
     with ThreadPoolExecutor(cores.qsize()) as pool:
         list(pool.map(one, jobs))

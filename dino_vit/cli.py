@@ -81,7 +81,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
             subparser.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *cls.examples])
             add_config_arguments(subparser, cls)
     show = commands.add_parser("config", help="print the settings of a command as YAML")
-    show.description = "Print every setting of a command with its meaning, as YAML that loads again."
+    show.description = "Print every setting with its meaning, as YAML that loads again; defaults as comments."
     show.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
     add_config_arguments(show, Settings)
     return parser
@@ -89,7 +89,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> None:
     if args.command == "config":
-        print(to_yaml(config_from(args, COMMANDS[args.of].config_class)), end="")
+        print(to_yaml(config_from(args, COMMANDS[args.of].config_class), given=True), end="")
         return
     command = COMMANDS[args.command]
     cls = command.config_class

@@ -105,7 +105,8 @@ def list_of_commands() -> str:
     return f"""# Commands
 
 Values come from the defaults, then from `--config FILE`, then from `key=value` (or `--key value`) on the
-command line. `dino-vit config COMMAND` prints all settings of a command as YAML, which `--config` reads.
+command line. `dino-vit config COMMAND` prints all settings of a command as YAML, which
+`--config` reads; those left at their defaults are comments.
 
 | `dino-vit ...` | |
 |---|---|

@@ -183,6 +183,8 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
     """Return the network to start from, with a new classifier."""
     overrides: dict[str, Any] = {"image_size": height_width(config.size)} if config.size else {}
     model = load_backbone(config.weights, network=config.network, drop_path=config.drop_path, **overrides)
+    if (token := getattr(model, "mask_token", None)) is not None:  # no patch is masked
+        token.requires_grad_(False)
     model.add_classifier(classes)
     convert_sync_batchnorm(model)
     return model.train()

@@ -15,7 +15,7 @@ from dino_vit.cli import build_parser, main, run_program
 from dino_vit.commands import COMMANDS, Command
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Settings, settings_of
+from dino_vit.config.settings import Settings, given_keys, settings_of
 from eval.finetune import FinetuneConfig
 
 SMALL = [
@@ -150,6 +150,16 @@ def test_config_prints_settings_that_load_back(tmp_path, capsys):
     assert load(PretrainConfig, tmp_path / "a.yaml") == load(PretrainConfig, None, settings)
     assert main(["config", "pretrain", "--config", str(tmp_path / "a.yaml")]) == 0
     assert capsys.readouterr().out == printed
+    assert main(["config", "pretrain", "recipe=auto", "data.source=photos"]) == 0
+    (tmp_path / "a.yaml").write_text(capsys.readouterr().out)
+    config = load(PretrainConfig, tmp_path / "a.yaml")
+    assert given_keys(config) == {"recipe", "data.source"}, "the recipe still chooses the others"
+
+
+def test_an_option_may_be_written_as_its_setting():
+    argv = ["pretrain", "--data.batch_size", "32", "--data.max-pixels=9"]
+    config = config_from(parse_arguments(build_parser(argv), argv), PretrainConfig)
+    assert (config.data.batch_size, config.data.max_pixels) == (32, 9)
 
 
 def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):

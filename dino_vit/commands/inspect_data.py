@@ -23,6 +23,7 @@ from dino_vit.data.labels import splits_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import MixedSource, Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
+from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.maps.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
@@ -33,12 +34,13 @@ ROWS = 8  # images on the sheet
 def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
     source = open_source(config.source, config.labels, config.mix)
-    name = printable(config.source if isinstance(config.source, str) else ", ".join(config.source))
+    sources = [config.source] if isinstance(config.source, str) else config.source
+    name = printable(", ".join(sources))
     indices = spread(len(source), config.count or len(source))
     summary = inspect_images(source, indices, max_pixels=config.max_pixels)
     training = training_config(config.pretrain, source, summary)
     sizes = [(image.height, image.width) for image in summary.images]
-    facts = describe(name, source, summary, advice_on_size(training, sizes, name))
+    facts = describe(name, source, summary, advice_on_size(training, sizes, sources))
     if config.sheet:
         draw_views(Path(config.sheet), source, summary, training)
         whose = config.pretrain or "recipe=auto; budget.minutes may choose smaller ones"
@@ -64,13 +66,14 @@ def training_config(file: str | None, source: Source, summary: ImageSummary) -> 
 def describe(name: str, source: Source, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
     """Return what is in a source as plain values."""
     labels = Counter(source.label(index) for index in range(len(source)))
-    images = summary.images
+    images, is_multiclass = summary.images, recognise(source.classes) == "multiclass"
     sizes = [image.file_bytes for image in images if image.file_bytes]
     return {
         "source": name,
         "images": len(source),
         "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
         "without_label": labels[None],
+        "targets": None if is_multiclass else str(read_targets(source)),
         "epoch": source.describe_epoch() if isinstance(source, MixedSource) else None,
         "splits": {name: len(indices) for name, indices in splits_of(source).items()},
         "advice": advice,
@@ -108,9 +111,11 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as lines for a person."""
     labels, unlabelled = facts["labels"], facts["without_label"]
     text = f"{plural(len(labels), 'label')}: {_counts(labels)}" if labels else "no labels (none are needed)"
+    text = facts["targets"] or text
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
-    if single := [name for name, count in labels.items() if count == 1]:
+    single = [] if facts["targets"] else [name for name, count in labels.items() if count == 1]
+    if single:
         yield f"labels with a single image, perhaps mistyped: {brief(', '.join(single), 200)}"
     if facts["epoch"]:
         yield facts["epoch"]

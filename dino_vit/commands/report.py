@@ -43,7 +43,9 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     """Draw what the images and the checkpoints allow; a note explains what is missing."""
     pictures, labels = Pictures(), record.config.data.labels
     with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
-        source = open_source(config.source or record.config.data.source or "", None, record.config.data.mix)
+        data = record.config.data
+        mix = None if isinstance(config.source, str) else data.mix
+        source = open_source(config.source or data.source or "", None, mix)
         with _noted(pictures, "The map has no labels"):
             source = join_labels(source, labels) if labels else source
         epoch = math.ceil(record.history[-1].epoch) - 1 if record.history else 0

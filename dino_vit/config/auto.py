@@ -5,7 +5,7 @@ batch 512 to 1024, where nothing changes) and what learns from 20,000 images of 
 """
 
 from math import ceil, log2, sqrt
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, needing_all_patches, scaled_lr
 from dino_vit.config.settings import get, given_keys
@@ -90,6 +90,9 @@ class _Choices:
         self.made[key] = Choice(key, value, reason)
         return value
 
+    def value(self, key: str) -> Any:
+        return self.made[key].value if key in self.made else get(self.config, key)
+
 
 def auto_choices(
     config: PretrainConfig,
@@ -108,33 +111,27 @@ def auto_choices(
     if config.recipe != "auto":
         return []
     choices = _Choices(config)
-    _choose_channels(choices, channels, "as the images have")
     patch, side = _choose_sizes(choices, image_size)
     _choose_reading(choices, image_size, patch, side)
     steps = _choose_length(choices, images, global_batch, steps, evaluations)
     _choose_head(choices, images)
-    _choose_start(choices)
     if steps < SHORT:
         _choose_gentle(choices)
     if config.method == "dino" or steps < SHORT:  # for a long run DINOv2 has published its own
         _choose_rates(choices, steps, global_batch)
-    return list(choices.made.values())
+    return [*channel_choices(config, channels, "as the images have"), *choices.made.values()]
 
 
 def channel_choices(config: PretrainConfig, channels: int, reason: str) -> list[Choice]:
     """Return the choices for images of so many channels."""
     choices = _Choices(config)
-    _choose_channels(choices, channels, reason)
-    return list(choices.made.values())
-
-
-def _choose_channels(choices: _Choices, channels: int, reason: str) -> None:
     channels = choices.choose("data.channels", channels, reason)
     if channels != 3:
         for name in ("mean", "std"):
             choices.choose(f"data.{name}", None, "to be measured, since ImageNet's is for RGB")
         for name in ("saturation", "hue", "grey"):
             choices.choose(f"augment.{name}", 0.0, f"{channels} channels are not RGB")
+    return list(choices.made.values())
 
 
 def _choose_sizes(choices: _Choices, image_size: int) -> tuple[int, int]:
@@ -214,22 +211,16 @@ def phase_choices(config: PretrainConfig, length: float) -> list[Choice]:
 
 
 def _choose_head(choices: _Choices, images: int) -> None:
-    """Give few images few prototypes, and a narrow network a narrow head."""
+    """Give few images few prototypes, and a narrow network a narrow head and a start from larger weights."""
     prototypes = min(max(2 ** round(log2(65536 * images / IMAGENET)), 256), 65536)
     choices.choose("head.prototypes", prototypes, f"near {images:,} images / 20, from 256 to 65536")
     narrow = min(1.0, _width(choices.config) / PUBLISHED_WIDTH)
     for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
         size = max(2 ** round(log2(published * narrow)), least)
         choices.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
-
-
-def _choose_start(choices: _Choices) -> None:
-    """Let narrow networks start from larger weights, as their sums have fewer terms."""
-    config = choices.config
-    if config.model.timm or config.init:
-        return
-    std = _round(0.02 * max(1.0, PUBLISHED_WIDTH / _width(config)) ** (2 / 3))
-    choices.choose("model.init_std", std, "0.02 at width 384, more below: x (384 / width) ^ 2/3")
+    if not (choices.config.model.timm or choices.config.init):
+        std = _round(0.02 * narrow ** (-2 / 3))  # the sums of a narrow network have fewer terms
+        choices.choose("model.init_std", std, "0.02 at width 384, more below: x (384 / width) ^ 2/3")
 
 
 def _choose_gentle(choices: _Choices) -> None:
@@ -239,7 +230,8 @@ def _choose_gentle(choices: _Choices) -> None:
     reason = "a short run learns faster from views with more of the image"
     choices.choose("views.global_scale", (0.25, 1.0), reason)
     choices.choose("views.local_scale", (0.1, 0.4), reason)
-    if not (choices.config.model.timm or needing_all_patches(choices.config)):
+    sizes = {height_width(choices.value(f"views.{kind}_size")) for kind in ("global", "local")}
+    if not (choices.config.model.timm or needing_all_patches(choices.config)) and len(sizes) == 2:
         reason = "a short run sees more images where most of their patches are left out"
         choices.choose("model.patch_drop", 0.75, reason)
         reason = "a short run learns more from more images than from more views of each"

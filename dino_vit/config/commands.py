@@ -199,7 +199,7 @@ class ReportConfig(Settings):
 
     run: str = Field(description="folder of the run")
     output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
-    source: str | None = setting(None, "where the images are now; null: where the run read them")
+    source: Sources | None = setting(None, "where the images are now; null: where the run read them")
     images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 
 

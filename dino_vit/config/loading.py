@@ -170,7 +170,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
         taken: dict[str, Any] = {"action": "append", "type": f"{key}={{}}".format}
         if info.is_switch:
             taken = {"action": "append_const", "const": f"{key}=true"}
-        parser.add_argument(f"--{key.replace('_', '-')}", dest="options", help=argparse.SUPPRESS, **taken)
+        forms = dict.fromkeys((f"--{key.replace('_', '-')}", f"--{key}"))
+        parser.add_argument(*forms, dest="options", help=argparse.SUPPRESS, **taken)
     parser.set_defaults(options=[])
     if lines := list_settings(cls):
         parser.epilog = f"settings and their defaults:\n{lines}".replace("%", "%%")
@@ -283,13 +284,17 @@ _Dumper.add_representer(float, _represent_float)
 _Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))
 
 
-def to_yaml(config: Settings, indent: str = "") -> str:
-    """Return every setting as YAML that loads back to an equal config, each with its meaning."""
+def to_yaml(config: Settings, indent: str = "", *, given: bool = False) -> str:
+    """Return every setting as YAML that loads back to an equal config, each with its meaning.
+
+    With `given`, all others are comments, so that `recipe=auto` and methods may still choose them.
+    """
     lines: list[str] = []
     for name, value in config:
         if isinstance(value, Settings):
-            lines += ["", f"# {value.__doc__}", f"{name}:", to_yaml(value, "  ").rstrip()]
+            lines += ["", f"# {value.__doc__}", f"{name}:", to_yaml(value, "  ", given=given).rstrip()]
         else:
             meaning = settings_of(type(config))[name].meaning
-            lines.append(f"{f'{indent}{name}: {write_yaml(value)}':<{COLUMN - 2}}  # {meaning}")
+            start = "# " if given and name not in config.model_fields_set else ""
+            lines.append(f"{f'{indent}{start}{name}: {write_yaml(value)}':<{COLUMN - 2}}  # {meaning}")
     return "\n".join(lines) + "\n"

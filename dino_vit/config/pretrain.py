@@ -146,6 +146,10 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         yield from _check_heads(model)
     for cause in needing_all_patches(config) if model.patch_drop else ():
         yield f"{cause} needs all patches; set model.patch_drop=0"
+    views = config.views
+    if model.patch_drop and views.local_count and views.local_shape == views.global_shape:
+        size = f"views.local_size={get(config, 'views.local_size')}"
+        yield f"model.patch_drop is about global views, which have another size than {size}; set it to 0"
 
 
 def needing_all_patches(config: PretrainConfig) -> list[str]:

@@ -5,7 +5,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -38,9 +38,9 @@ def write_bytes(path: Path, data: bytes) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; at the end it is flushed to disk and renamed to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         sync(partial)
         os.replace(partial, path)
@@ -48,7 +48,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} could not be written and was left as it was: {reason(error)}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def reason(error: OSError | SafetensorError) -> str:

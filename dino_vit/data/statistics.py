@@ -16,6 +16,7 @@ from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
+from dino_vit.data.sources.files import raise_if_lost
 from dino_vit.data.sources.source import Source
 
 INSPECTED = 64
@@ -114,6 +115,7 @@ def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = 
     images = [result for result in results if isinstance(result, ImageInfo)]
     unreadable = [result for result in results if isinstance(result, UnreadableImage)]
     if not images:
+        raise_if_lost(unreadable[0])
         raise ValueError(f"none of {plural(len(indices), 'inspected image')} can be read: {unreadable[0]}")
     return ImageSummary(images=images, unreadable=unreadable)
 
@@ -160,6 +162,7 @@ def channel_statistics(source: Source, indices: Sequence[int], pixels: Pixels) -
     moments = [result for result in results if isinstance(result, Tensor)]
     if not moments:
         failure = next(result for result in results if isinstance(result, UnreadableImage))
+        raise_if_lost(failure)
         raise ValueError(f"none of {len(indices)} images can be used; the first: {failure}")
     stacked = torch.stack(moments)
     mean, square, _ = stacked.mean(dim=0)

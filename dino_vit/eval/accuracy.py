@@ -149,6 +149,9 @@ class Measured:
 
     @cached_property
     def interval(self) -> Interval:
+        if self.parts[0].dtype == torch.bool:  # as of any accuracy, not that of a bootstrap
+            exact = accuracy(int(self.parts[0].sum()), len(self.images))
+            return Interval(exact.percent, exact.low, exact.high)
         return Interval(100 * self.value, *_quantiles(self.resampled()))
 
     def resampled(self) -> Tensor:

@@ -28,6 +28,7 @@ from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, 
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.source import Source, spread, stamp_of
 from dino_vit.data.statistics import inspect_images
@@ -115,7 +116,7 @@ def _say_what_is_unlike(frozen: FrozenBackbone, source: Source, indices: Sequenc
     """Warn if images are far smaller than what they are resized to, or of other pixels."""
     try:
         sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
-    except ValueError:  # none of these can be read; others may
+    except (ValueError, SourceLost):  # none of these can be read; others may
         return
     side = min(frozen.transform.size)
     if sample.images and FAR * sample.image_size < side:

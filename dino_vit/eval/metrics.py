@@ -48,7 +48,8 @@ def auroc(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
 
 def f1(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
     predicted = (scores > 0.5).float()
-    return 2 * (weights @ (predicted * targets)) / (weights @ (predicted + targets))
+    values = 2 * (weights @ (predicted * targets)) / (weights @ (predicted + targets))
+    return values.where(weights @ targets > 0, torch.nan)  # as of precision
 
 
 def r2(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 This happens once, when a run is set up; nothing changes the config afterwards.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ from dino_vit.config.settings import get, given_keys, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather
-from dino_vit.core.text import plural, printable
+from dino_vit.core.text import plural
 from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.source import Source, images_per_epoch, parts_of, spread
 from dino_vit.data.statistics import INSPECTED, MEASURED, channel_statistics, inspect_images
@@ -134,7 +135,7 @@ def resolve_config(
     add(_batch_choices(config, context))
     notes.insert(0, summary.describe(build_pixels(config)))
     sizes = [(image.height, image.width) for image in summary.images]
-    if advice := advice_on_size(config, sizes, printable(config.data.images)):
+    if advice := advice_on_size(config, sizes, config.data.sources):
         notes.append(advice)
     return config, list(made.values()), notes
 
@@ -177,8 +178,12 @@ def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]
         raise ValueError(f"{name} has no head that learned masked patches; set loss.patch_weight=0")
     _check_agreement(config, shared, name)
     reason = "as the teacher of teacher.weights has"
-    open_keys = shared.keys() - given_keys(config)
-    choices = [Choice(key, value, reason) for key, value in shared.items() if key in open_keys]
+    given, is_auto = given_keys(config), config.recipe == "auto"  # which might choose other than the default
+    choices = [
+        Choice(key, value, reason)
+        for key, value in shared.items()
+        if value != get(config, key) or (is_auto and key not in given)
+    ]
     if config.recipe == "auto" and frozen.backbone.has_patches:
         choices += _frozen_sizes(config, frozen.backbone)
     if "model.drop_path" not in given_keys(config):
@@ -211,6 +216,10 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         shape = {name: trained[name] for name in ("width", "depth", "heads")}
         settings |= {f"model.{name}": value for name, value in shape.items()}
         settings |= {"model.patch_size": height, "model.registers": trained["registers"]}
+        local = math.ceil(max(config.views.local_shape) / height) * height
+        its_own = config.recipe == "auto" or "views.local_size" in given
+        if not its_own and local not in config.views.local_shape:
+            settings["views.local_size"] = local
         rotary = trained["positions"] == "rotary"
         if rotary or "model.positions" in given:
             settings["model.positions"] = "rotary" if rotary else "learned"

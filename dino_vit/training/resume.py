@@ -1,7 +1,6 @@
 """Which checkpoint a run resumes from, and what must still be as it was."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import copyfile
@@ -13,10 +12,11 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.runtime import choose_precision
+from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.sources.source import stamp_of
 from dino_vit.eval.online import OnlineFigures
-from dino_vit.training.metrics import METRICS, append_record, read_records
+from dino_vit.training.metrics import METRICS, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
 from dino_vit.views.sampler import sampling_fingerprint
@@ -78,17 +78,18 @@ def begin_figures_anew(state: TrainingState) -> None:
     if not state.accelerator.is_main_process:
         return
     metrics, baseline = folder / "metrics.jsonl", folder / "baseline.json"
-    with suppress(FileNotFoundError):
-        baseline.rename(folder / "baseline-before.json")
-    records = read_records(metrics, METRICS)
-    if any(record.rankme is not None for record in records):  # not done by an earlier start
-        metrics.rename(folder / "metrics-before.jsonl")
-        nothing: dict[str, Any] = dict.fromkeys(field.name for field in fields(OnlineFigures))
-        for record in records:
-            append_record(metrics, replace(record, **nothing).to_record())
+    aside = {metrics: "metrics-before-{}.jsonl", baseline: "baseline-before-{}.json"}
     if best:
-        with suppress(FileNotFoundError):
-            copyfile(state.checkpoints.path(best["step"]), folder / "best-before.safetensors")
+        aside[state.checkpoints.path(best["step"])] = "best-before-{}.safetensors"
+    for path, name in aside.items():
+        if path.exists() and not (kept := folder / name.format(state.step)).exists():
+            with replacing(kept) as partial:
+                copyfile(path, partial)
+    nothing: dict[str, Any] = dict.fromkeys(field.name for field in fields(OnlineFigures))
+    records = [record for record in read_records(metrics, METRICS) if record.step <= state.step]
+    lines = (to_json(replace(record, **nothing).to_record()) for record in records)
+    write_bytes(metrics, b"".join(line + b"\n" for line in lines))
+    baseline.unlink(missing_ok=True)
 
 
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:
@@ -115,8 +116,10 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
     batch, now = metadata["global_batch"], config.data.batch_size * context.processes
     then = batch // before.optim.accumulate
     how = f"data.batch_size={config.data.batch_size} on {plural(context.processes, 'process', 'processes')}"
+    kept, rest = divmod(then, context.processes)
+    advice = "" if rest else f"; data.batch_size={kept} keeps it"
     if batch % now:
-        yield f"its global batch was {batch}, which is not a multiple of {now} ({how})"
+        yield f"its global batch was {batch}, which is not a multiple of {now} ({how}){advice}"
     # These look at all images of a forward pass.
     used = {
         "BatchNorm": any(name.startswith("student.") and "running_mean" in name for name in resumed.tensors),
@@ -125,4 +128,4 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
     }
     if then != now and any(used.values()):
         names = " and ".join(name for name, is_used in used.items() if is_used)
-        yield f"{names} had {plural(then, 'image')} per forward pass and would now have {now} ({how})"
+        yield f"{names} had {plural(then, 'image')} per forward pass and would now have {now} ({how}){advice}"

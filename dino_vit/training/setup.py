@@ -3,7 +3,7 @@
 Other weights, and what reads them, are imported only by a run that names some.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
-from dino_vit.config.settings import get, given_keys
+from dino_vit.config.settings import get, given_keys, result_changes
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp, in_all_processes
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -57,6 +57,9 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
         check_same_run(config, context, context.resumed)
         started = started_config(context.resumed)
         choices = [choice for choice in choices if get(started, choice.key) != choice.value]
+        given = result_changes(config, started).keys() - {choice.key for choice in choices}
+        reason = f"changed at step {context.resumed.step:,}"
+        choices += [Choice(key, get(config, key), reason) for key in sorted(given)]
     state = _build_state(config, context, accelerator)
     state.seconds_before = context.fit.seconds
     if context.resumed:
@@ -78,23 +81,28 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
         notes.append(describe_sampling(context.sampling))
     if isinstance(context.source, MixedSource):
         notes.append(context.source.describe_epoch())
-    evaluated, name = evaluated_part(context.source)
-    if name:
-        notes.append(f"the run is evaluated on {name}, the first source with labels, or the first of all")
-    if splits := choose_splits(evaluated):
-        use = describe_use(evaluated, *splits, name or config.data.images)
-        notes.append(f"{use}; the run learns from all of them, without labels")
-    from dino_vit.eval.maps.online import open_segmentation
-
-    spec = name or config.data.images
-    state.segmentation, said = open_segmentation(spec, state.evaluation, state.teacher.backbone)
-    notes += said
     before = state.evaluated_by
     if state.plan.steps_between_evaluations:
+        notes += _open_evaluations(config, state)
         state.evaluated_by = state.evaluation_digest()
-    if before not in (None, state.evaluated_by):
+    if before not in (None, state.evaluated_by) and state.step < state.plan.total_steps:
         begin_figures_anew(state)
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
+
+
+def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[str]:
+    """Open the evaluation by masks, if there are some, and yield notes on what the run is evaluated by."""
+    from dino_vit.eval.maps.online import open_segmentation
+
+    evaluated, name = evaluated_part(state.source)
+    images = name or config.data.images
+    if name:
+        yield f"the run is evaluated on {name}, the first source with labels, or the first of all"
+    if state.evaluation.has_labels and (splits := choose_splits(evaluated)):
+        use = describe_use(evaluated, *splits, images)
+        yield f"{use}; the run learns from all of them, without labels"
+    state.segmentation, said = open_segmentation(images, state.evaluation, state.teacher.backbone)
+    yield from said
 
 
 def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) -> RunContext:
@@ -109,14 +117,11 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     if resumed and config.budget.minutes:
         fit = Fit(resumed.metadata["total_steps"])
     trained, frozen, gram_teacher = None, None, None
-    if config.teacher.weights is not None:
+    if config.teacher.weights is not None or config.gram:
         from dino_vit.weights.loading import load_fixed, open_teacher
 
-        frozen = open_teacher(load_fixed(config, "teacher.weights"))
-    if config.gram:
-        from dino_vit.weights.loading import load_fixed
-
-        gram_teacher = load_fixed(config, "gram.weights")
+        frozen = open_teacher(load_fixed(config, "teacher.weights")) if config.teacher.weights else None
+        gram_teacher = load_fixed(config, "gram.weights") if config.gram else None
     if config.init and not resumed:  # the file that a resumed run started from may be gone
         trained = _load_trained(config, frozen and frozen.backbone)
     architecture = trained.architecture if trained else None

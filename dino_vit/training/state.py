@@ -317,7 +317,7 @@ class TrainingState:
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,
-            "labels": self.evaluated_by,
+            "evaluated_by": self.evaluated_by,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": int(self.interval.skipped),
             "interval": self.interval.sums(),
@@ -333,7 +333,7 @@ class TrainingState:
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
-        self.best, self.evaluated_by = checkpoint.metadata["best"], checkpoint.metadata.get("labels")
+        self.best, self.evaluated_by = checkpoint.metadata["best"], checkpoint.metadata.get("evaluated_by")
         self.seconds_before = checkpoint.metadata["seconds"]
         was = checkpoint.metadata["config"]["budget"].get("minutes")
         if self.config.budget.minutes not in (None, was) and self.step:

@@ -62,16 +62,25 @@ ALL = (
     *COLLAPSES,
 )
 STATES = {diagnosis.state: diagnosis for diagnosis in ALL}
+
+
+def _longer_warmup(config: PretrainConfig) -> float | None:
+    epochs = 2 * config.optim.warmup_epochs
+    return epochs if 0 < epochs < (config.budget.epochs or math.inf) else None
+
+
 # What a remedy sets, unless that is so already.
 CHANGES: dict[str, Callable[[PretrainConfig], object]] = {
-    "recipe": lambda config: "auto" if config.recipe != "auto" else None,
+    "recipe": lambda config: None if config.recipe == "auto" or config.init else "auto",
     "run.precision": lambda config: "bf16" if config.run.precision == "fp16" else None,
     "head.batch_norm": lambda config: None if config.head.batch_norm else True,
     "loss.centering": lambda config: "sinkhorn" if config.loss.centering == "ema" else None,
     "loss.koleo_weight": lambda config: 0.1 if config.loss.koleo_weight < 0.1 else None,
-    "loss.teacher_temp": lambda config: 0.04 if config.loss.teacher_temp > 0.04 else None,
+    "loss.teacher_temp": lambda config: (
+        0.04 if config.loss.teacher_temp > 0.04 and not config.loss.warmup_teacher_temp_epochs else None
+    ),
     "loss.patch_weight": lambda config: config.loss.patch_weight / 2,
-    "optim.warmup_epochs": lambda config: 2 * config.optim.warmup_epochs or None,
+    "optim.warmup_epochs": _longer_warmup,
     "optim.lr": lambda config: config.optim.lr / 2,
 }
 
@@ -216,7 +225,8 @@ def _judge_accuracies(run: _Run) -> Diagnosis | None:
     if False in risen:
         return MIXED
     since_best = [each for each in readings_of(last, run.best, before) if each.title == FIGURES[run.decisive]]
-    if any(reading.rise < 0 and reading.p < UNLIKELY for reading in since_best):
+    # The best of many evaluations is high by chance, too.
+    if any(reading.rise < 0 and len(run.evaluations) * reading.p < UNLIKELY for reading in since_best):
         return PAST_BEST
     by_neighbours = max(_or_lowest(last.knn), _or_lowest(last.best_knn))  # as that of raw pixels is
     return BELOW_PIXELS if by_neighbours < _or_lowest(before.raw_pixels) else LEARNING
@@ -250,7 +260,8 @@ def _too_short(run: _Run, _: Diagnosis) -> str:
     last = run.last
     enough = min(float(FEW_STEPS), last.step / last.epoch if last.epoch else math.inf) / last.step
     least = f"{FEW_STEPS} steps or one epoch are the least to judge by"
-    return f"Try {run.length(enough)}: {least}." if run.finished else ""
+    is_evaluated = run.config.run.eval_every or run.config.run.eval_every_steps
+    return f"Try {run.length(enough)}: {least}." if run.finished and is_evaluated else ""
 
 
 def _past_best(run: _Run, _: Diagnosis) -> str:

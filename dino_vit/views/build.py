@@ -1,6 +1,7 @@
 """Build the input from a configuration: views, augmentation, loader, and advice on what these cost."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from math import ceil, prod, sqrt
 from pathlib import Path
@@ -13,9 +14,10 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.objects import find
+from dino_vit.config.objects import find, is_object
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
+from dino_vit.core.text import printable
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
 from dino_vit.data.sources.source import MixedSource, ShardLayout, Source, images_per_epoch, parts_of
@@ -254,7 +256,7 @@ def make_views(
     return [[view for views in by_size for view in views[sample]] for sample in range(len(samples))]
 
 
-def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], source: str) -> str | None:
+def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], sources: Sequence[str]) -> str | None:
     """Return what to do if images of these heights and widths are far larger than the views."""
     # The smallest box of a view, if it is square, then still has a pixel for each of the view's own.
     needed = max(max(view.size) / sqrt(view.scale[0]) for view in build_views(config))
@@ -266,6 +268,8 @@ def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], source: str) -
     if faster < LARGE:
         return None
     height, width = (median(lengths) for lengths in zip(*sizes, strict=True))
+    several = len(sources) > 1 or is_object(sources[0])
+    source = "SOURCE" if several else shlex.quote(printable(sources[0]))
     text = (
         f"images of {height:g} × {width:g} pixels (median) are larger than their views need: "
         f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"

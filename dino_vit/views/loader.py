@@ -29,7 +29,7 @@ from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
-from dino_vit.data.sources.files import Refused, SourceLost
+from dino_vit.data.sources.files import SourceLost, raise_if_lost
 from dino_vit.data.sources.open import Source
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
@@ -100,13 +100,9 @@ class Loader(Dataset[Batch | Exception]):
     pin: bool = False
 
     def __post_init__(self) -> None:
-        lengths = len(self.source), self.sampler.length
-        assert self.sampler.mixed or lengths[0] == lengths[1], lengths
         self.by_size: dict[Size, list[int]] = {}
         for index, view in enumerate(self.views):
             self.by_size.setdefault(view.size, []).append(index)
-        methods = {(view.size, view.interpolation) for view in self.views}
-        assert len(methods) == len(self.by_size), "views of one size must have the same interpolation"
 
     def batches(self, position: int = 0) -> Generator[Batch]:
         """Yield the batches from a step on, without end; closing the iterator ends the workers."""
@@ -210,9 +206,7 @@ class Loader(Dataset[Batch | Exception]):
                 return index, image, crops
             except UnreadableImage as error:
                 unreadable.append(error)
-        answer = getattr(unreadable[-1].__cause__, "__cause__", None)
-        if isinstance(answer, SourceLost) and not isinstance(answer, Refused):  # no server answers
-            raise answer
+        raise_if_lost(unreadable[-1])
         raise ValueError(
             f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
             "Check that the source is complete and can be reached."
@@ -259,10 +253,11 @@ class UnreadableImages:
         self.tried += len(batch.samples) + len(batch.unreadable)
         new = dict.fromkeys(line for line in map(str, batch.unreadable) if line not in self.listed)
         if new:  # if the disk is full, they are listed when they come again
-            with suppress(OSError), self.path.open("a+", encoding="utf-8", errors="replace") as file:
-                file.seek(0)
-                listed = set(file.read().splitlines())  # by other processes and earlier starts
-                file.writelines(f"{line}\n" for line in new if line not in listed)
+            with suppress(OSError):
+                with self.path.open("a+", encoding="utf-8", errors="replace") as file:
+                    file.seek(0)
+                    listed = set(file.read().splitlines())  # by other processes and earlier starts
+                    file.writelines(f"{line}\n" for line in new if line not in listed)
                 self.listed.update(new)
         if self.failed > self.limit * max(self.tried, AT_LEAST):
             raise ValueError(

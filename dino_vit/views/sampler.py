@@ -230,12 +230,6 @@ class Sampler:
     window: int = 16
     mixed: MixedOrder | None = None  # of several sources, instead of these
 
-    def __post_init__(self) -> None:
-        assert 0 < self.batch_size <= self.length, (self.batch_size, self.length)
-        assert self.batch_size % (self.world_size * self.accumulate) == 0, self
-        assert self.weights is None or len(self.weights) == self.length, self
-        assert self.layout is None or len(self.layout) == self.length, self
-
     @property
     def steps_per_epoch(self) -> int:
         return (self.length + self.keep_last * (self.batch_size - 1)) // self.batch_size

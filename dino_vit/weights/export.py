@@ -114,9 +114,10 @@ def _check_architecture(model: Backbone, format: str) -> None:
         faults.append("positions=rotary")
     if a["positions"] == "rotary" and a["key_bias"]:
         faults.append("key_bias=True")
+    is_square = len({*model.patch_size}) == len({*model.image_size}) == 1
+    if format in ("huggingface", "reference") and not is_square:
+        faults.append("non-square images or patches")
     if format == "huggingface":
-        if len({*model.patch_size}) > 1 or len({*model.image_size}) > 1:
-            faults.append("non-square images or patches")
         if layout.rotary and a["layer_scale"] is None:
             faults.append("positions=rotary without layer_scale")
         dinov2 = layout in (layouts.HF_DINOV2, layouts.HF_DINOV2_REGISTERS)

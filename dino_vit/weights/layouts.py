@@ -40,15 +40,14 @@ class Layout:
         """Return our name for one of theirs; a name that is not listed stays as it is."""
         name = re.sub(self.removed, "", name, count=1)
         if match := re.fullmatch(rf"({'|'.join(map(re.escape, self.blocks))})(\d+)\.(.+)", name):
-            ours = _translate(match[3], self.in_blocks.items())
-            return f"blocks.{match[2]}.{ours}" if ours else name
+            return f"blocks.{match[2]}.{_translate(match[3], self.in_blocks.items()) or match[3]}"
         return _translate(name, self.names.items()) or name
 
     def to_theirs(self, name: str) -> str:
         """Return the name that this layout writes for one of ours."""
         if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
             theirs = _translate(match[2], ((ours, theirs) for theirs, ours in self.in_blocks.items()))
-            return f"{self.blocks[0]}{match[1]}.{theirs}" if theirs else name
+            return f"{self.blocks[0]}{match[1]}.{theirs or match[2]}"
         return _translate(name, ((ours, theirs) for theirs, ours in self.names.items())) or name
 
 
@@ -82,6 +81,7 @@ DINOV2 = Layout(
 )
 DINOV2_REGISTERS = replace(DINOV2, position_mode="timm", marks=(*REFERENCE.marks, "register_tokens"))
 _PERIODS = {r"rope_embed\.periods": "periods", r"blocks\.\d+\.attn\.qkv\.bias_mask": "mask"}
+_PERIODS |= {r"local_cls_norm\..*": "norm of local crops"}
 DINOV3 = replace(
     DINOV2,
     format="dinov3",
@@ -153,12 +153,7 @@ _HF_ATTENTION = {
 }
 _HF_MLP = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
 _HF_GATED = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.fc2"}
-_HF_SCALED = {
-    "norm1": "norm1",
-    "norm2": "norm2",
-    "layer_scale1.lambda1": "ls1.gamma",
-    "layer_scale2.lambda1": "ls2.gamma",
-}
+_HF_SCALED = {f"layer_scale{number}.lambda1": f"ls{number}.gamma" for number in (1, 2)}
 HF_VIT = Layout(
     "huggingface",
     "hf",
@@ -177,7 +172,6 @@ HF_VIT = Layout(
         "layernorm_after": "norm2",
         "intermediate.dense": "mlp.fc1",
         "output.dense": "mlp.fc2",
-        **_HF_MLP,
     },
     dropped={r"pooler\..*": "pooler", **MASK_TOKEN, **CLASSIFIER},
     norm_eps=1e-12,

@@ -6,6 +6,7 @@ checkpoint and the centres of their outputs, and a Gram teacher.
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -233,6 +234,12 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTim
         for name in (f"model.{conv}.weight" for conv in _names(pretrained.get("first_conv"))):
             tensors[name] = adapt_input_conv(model.channels, tensors[name].float())
         notes.append(f"converted {stated['channels']} channels to {model.channels} as timm does")
+    other = [name for name in tensors if name in wanted and tensors[name].shape != wanted[name].shape]
+    convert = getattr(sys.modules[type(model.model).__module__], "checkpoint_filter_fn", None)
+    if other and convert and model.image_size != height_width(stated["image_size"]):
+        theirs = {name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")}
+        tensors |= {f"model.{name}": tensor for name, tensor in convert(theirs, model.model).items()}
+        notes.append(f"resampled {', '.join(other)} to another size as timm does")
     _load_strictly(model, tensors, raw.source)
     return model, notes
 

@@ -148,6 +148,12 @@ def _read_hub_facts(weights: Path) -> dict[str, Any]:
         # Of DINOv3 alone; null there means that nothing is rescaled.
         "rotary_rescale": (config["pos_embed_rescale"] or 0) if "pos_embed_rescale" in config else None,
     }
+    if timm.get("crop_pct") and len({*size}) == 1:
+        facts["preparation"] = {"shorter_side": int(size[0] / timm["crop_pct"])}
+        if timm.get("crop_mode") == "squash":
+            facts["preparation"] = {"fit": "whole"}
+        if timm.get("interpolation") in INTERPOLATIONS.values():
+            facts["preparation"]["interpolation"] = timm["interpolation"]
     return _stated(facts) | _processor_facts(config)
 
 
@@ -159,7 +165,7 @@ def _processor_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     preparation: dict[str, Any] = {}
     if crop and crop[0] == crop[1] and resized:
         preparation["shorter_side"] = max(min(resized), *crop)
-    elif resized and not crop and "shortest_edge" not in config["size"]:
+    elif resized and not crop and (isinstance(config["size"], int) or "shortest_edge" not in config["size"]):
         preparation["fit"] = "whole"
     if (resample := config.get("resample")) in INTERPOLATIONS:
         preparation["interpolation"] = INTERPOLATIONS[resample]

@@ -60,17 +60,6 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     return layout
 
 
-def _has_key_bias(raw: RawWeights) -> bool:
-    """Tell whether rotary weights have a bias of the keys, which DINOv3's released ones mask."""
-    for name, tensor in raw.tensors.items():
-        bias = tensor if name.endswith(".k_proj.bias") else None
-        if name.endswith(".qkv.bias") and f"{name}_mask" not in raw.tensors:
-            bias = tensor.chunk(3)[1]
-        if bias is not None and bias.any():
-            return True
-    return False
-
-
 def _refuse_unsupported(raw: RawWeights, layout: Layout) -> None:
     """Refuse weights that our backbone would compute differently, although their tensors fit."""
     periods = raw.tensors.get("rope_embed.periods")
@@ -116,6 +105,9 @@ def infer_architecture(
         grid = patch_grid(size, patch)
     else:
         grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout, trained_size)
+    masked = any(name.endswith("bias_mask") for name in raw.tensors)  # as in DINOv3's released files
+    biases = [tensor.chunk(3)[1] for name, tensor in tensors.items() if name.endswith("attn.qkv.bias")]
+    key_bias = layout.rotary and not masked and any(bias.any() for bias in biases)
     return {
         "positions": "rotary" if layout.rotary else "learned",
         "rotary_rescale": rescale if layout.rotary else None,
@@ -131,7 +123,7 @@ def infer_architecture(
         "position_mode": layout.position_mode,
         "registers": tensors["register_tokens"].shape[1] if "register_tokens" in tensors else 0,
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
-        "key_bias": True if layout.rotary and _has_key_bias(raw) else None,
+        "key_bias": key_bias or None,
         "layer_scale": 1.0 if "blocks.0.ls1.gamma" in tensors else None,
         "norm_eps": raw.facts.get("norm_eps", layout.norm_eps),
     }

@@ -62,6 +62,14 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
     assert not any(name.startswith("on") or name == "style" for _, name, _ in page.attributes)
 
 
+def test_the_interval_of_an_accuracy_is_that_of_the_evaluator(tmp_path, others):
+    given = {"cache": tmp_path, **SETTINGS}
+    found = dino_vit.compare("synthetic:60:16", weights=others, measures=["knn"], **given)
+    knn = dino_vit.knn("synthetic:60:16", weights=others[0], k=20, **given)
+    first = next(iter(found.figures["k-NN top-1"].values()))
+    assert (first.low, first.high) == (knn.top1.low, knn.top1.high)
+
+
 def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, others):
     found = dino_vit.compare(
         "synthetic:60:16", weights=others, measures=["knn"], output=tmp_path / "out", **SETTINGS

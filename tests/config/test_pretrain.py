@@ -66,6 +66,10 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["head.shared=false"], "is a head for masked patches, but loss.patch_weight=0 masks none"),
         (["views.global_size=[16, 224]", "loss.patch_weight=1"], "has 1 x 14 patches, too few for masks"),
         (["loss.patch_weight=1", "model.patch_drop=0.5"], "needs all patches; set model.patch_drop=0"),
+        (
+            ["views.local_size=224", "model.patch_drop=0.5"],
+            "about global views, which have another size than views.local_size=224",
+        ),
         (["loss.warmup_teacher_temp_epochs=30"], "raise loss.teacher_temp (0.07)"),
         (["loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=100"], "not shorter than the run (100"),
         (["optim.warmup_epochs=100"], "set optim.warmup_epochs=10.0, or a larger budget.epochs"),

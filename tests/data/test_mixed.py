@@ -62,7 +62,7 @@ def test_a_run_of_two_sources_resumes_bit_for_bit(tmp_path):
     for label in ("cat", "dog"):
         write_pngs(tmp_path / "photos" / label, 16)
     settings = {"data.source": f"[{tmp_path}/shards, {tmp_path}/photos]", "data.mix": "[0.6, 0.4]"}
-    settings |= {"data.order": "window", "data.window": 2, "budget.steps": 30}
+    settings |= {"data.order": "window", "data.window": 2, "budget.steps": 30, "run.eval_every": 50}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = Run(whole, settings)
     assert run.wait() == 0, run.said

@@ -91,3 +91,11 @@ def test_numbers_that_are_all_the_same_have_no_r2():
     measured = measure("regression", np.arange(5), torch.rand(5, 2), numbers)[0]
     first, second = estimates(measured)
     assert first is None is not second
+
+
+def test_a_label_that_no_image_has_is_in_no_figure():
+    scores, targets = torch.tensor([[0.9, 0.9], [0.1, 0.1]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    for metric in (average_precision, f1):
+        figures = metric(torch.ones(1, 2), scores, targets)[0]
+        assert figures[0] == 1
+        assert figures[1].isnan()

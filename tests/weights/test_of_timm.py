@@ -41,6 +41,17 @@ def test_our_file_holds_the_name_and_what_rebuilds_it(tmp_path):
     assert larger.grid_of(96, 96) == (3, 3)
 
 
+@torch.no_grad()
+def test_positions_are_resampled_to_another_size_as_timm_does(tmp_path):
+    model = saved(tmp_path, "test_vit")
+    loaded = dino_vit.load_backbone(tmp_path / "a.safetensors", image_size=96)
+    peer = timm.create_model("test_vit", img_size=96, num_classes=0).eval()
+    theirs = timm.models.vision_transformer.checkpoint_filter_fn(model.model.state_dict(), peer)
+    peer.load_state_dict(theirs)
+    images = torch.randn(2, 3, 96, 96)
+    assert_close(loaded(images), peer(images))
+
+
 def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
     saved(tmp_path)
     with pytest.raises(

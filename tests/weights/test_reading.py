@@ -235,6 +235,7 @@ def test_a_processor_that_the_hub_does_not_give_is_said(tmp_path, monkeypatch, c
         ({"crop_size": 16, "size": 18}, (16, 16)),
         ({"crop_size": 16, "do_center_crop": False, "size": {"height": 24, "width": 24}}, (24, 24)),
         ({"size": {"shortest_edge": 18}}, (32, 32)),
+        ({"size": 24}, (24, 24)),
     ],
 )
 def test_images_have_the_size_of_the_processor_and_positions_their_own(tmp_path, processor, size):

@@ -101,6 +101,20 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     return _by_imagecodecs("png", data, file, has_alpha and not alpha, max_pixels)
 
 
+def _read_ppm(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
+    """Read PPM by Pillow, except 16 bits, which it would reduce to 8 in colour, and call 32 in grey."""
+    file = PpmImagePlugin.PpmImageFile(BytesIO(data))
+    tile: Any = file.tile[0]
+    decoder, _, offset, arguments = tile
+    white = 65535 if arguments == "I;16B" else int(arguments[1]) if decoder == "ppm" else 255
+    if white <= 255:
+        return by_pillow(file, alpha, max_pixels)
+    (width, height), bands = file.size, len(file.getbands())
+    _check_size(width, height, bands, max_pixels)
+    values = np.frombuffer(data, ">u2", height * width * bands, offset).reshape(height, width, bands)
+    return _to_tensor(((values.astype(np.uint32) * 65535 + white // 2) // white).astype(np.uint16))
+
+
 def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     """Read JPEG 2000 by Pillow, except more than 8 bits, which it would reduce to 8 or scale to 16."""
     file = Jpeg2KImagePlugin.Jpeg2KImageFile(BytesIO(data))
@@ -274,5 +288,5 @@ READERS: dict[str, Reader | type[ImageFile]] = {  # or Pillow's
     "GIF": GifImagePlugin.GifImageFile,
     "BMP": BmpImagePlugin.BmpImageFile,
     "AVIF": AvifImagePlugin.AvifImageFile,
-    "PPM": PpmImagePlugin.PpmImageFile,
+    "PPM": _read_ppm,
 }

@@ -304,6 +304,13 @@ def read_image_file(path: str, seconds: float | None) -> bytes:
         raise OSError(str(error)) from error
 
 
+def raise_if_lost(unreadable: Exception) -> None:
+    """Raise what ended the reading of an image if no server answered, which another start may mend."""
+    answer = getattr(unreadable.__cause__, "__cause__", None)
+    if isinstance(answer, SourceLost) and not isinstance(answer, Refused):
+        raise answer
+
+
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
     """Open a file for random access; of a remote one at least `buffer` bytes are requested at a time."""
     if not is_url(path):

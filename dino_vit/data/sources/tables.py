@@ -211,7 +211,7 @@ class HubSource(IndexedSource):
         data = list(self._splits.values())[split].data
         image = data.column(self._columns.image)[row].as_py()
         if isinstance(image, dict):
-            path, image = image["path"], image["bytes"]
+            path, image = image.get("path"), image["bytes"]
             if image is None and path:
                 return read_image_file(path, OF_ITS_OWN_S)
         return bytes(image or b"")

@@ -206,6 +206,19 @@ def test_formats_that_pillow_reads_are_read(mode):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("white", [65535, 4095])
+def test_ppm_of_16_bits_keeps_its_values(channels, white):
+    array = np.minimum(picture(20, 30, channels, dtype=np.uint16), white)
+    head = f"P{5 if channels == 1 else 6} 30 20 {white}\n".encode()
+    image = decode(head + array.astype(">u2").tobytes(), "x")
+    assert image.dtype == torch.uint16
+    expected = np.rint(array / white * 65535)
+    assert torch.equal(image.int(), tensor(expected.astype(np.int32)))
+    with pytest.raises(UnreadableImage):
+        decode(head + bytes(9), "x")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
 def test_jpeg_2000_of_12_bits_keeps_its_values(channels):
     array = picture(20, 30, channels, dtype=np.uint16) >> 4
     image = decode(imagecodecs.jpeg2k_encode(array.squeeze(), level=0, bitspersample=12), "x")
