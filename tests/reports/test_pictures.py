@@ -71,6 +71,7 @@ def test_the_views_are_those_that_the_network_saw(made):
     loader = Loader(source=source, views=build_views(config), sampler=sampler)
     batch = next(loader.batches(epoch * sampler.steps_per_epoch))
     augment = Augment(mean=(0.0,) * 3, std=(1.0,) * 3)
+    assert len(rows) == pictures.ROWS
     for sample, row in enumerate(rows):
         assert row.name == source.name(int(batch.samples[sample]))
         uris = []
@@ -100,7 +101,9 @@ def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     command = ["attention", str(tmp_path / "images"), f"weights={made}", f"output={tmp_path / 'maps'}"]
     assert main(command) == 0
-    for row in pictures.attention_rows(teacher, source, [0, 1, 2, 3]):
+    rows = pictures.attention_rows(teacher, source, [0, 1, 2, 3])
+    assert len(rows) == 4
+    for row in rows:
         maps = torch.from_numpy(np.load(tmp_path / "maps" / f"{row.name[:-4]}-{row.name[:-4]}.attention.npy"))
         assert maps.shape == (2, 8, 8)
         assert [tile.caption for tile in row.tiles] == ["image", "mean of heads", "head 0", "head 1"]
