@@ -80,12 +80,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (
-        OSError,
-        SafetensorError,
-        KeyError,
-        RuntimeError,
-    ) as error:  # KeyError: of a type that torch lacks
+    # KeyError: of a type that torch lacks.
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         text = "is not a safetensors file, is incomplete, or has tensors of unknown types"
         raise StorageError(f"{path} {text}: {error}") from error
     expected = metadata.pop(DIGEST, None)

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def open_catalogued(spec: str, list_files: Callable[[str], tuple[str, list[str]]
     catalogue = Catalogue(folder, _on_this_host(path))
     if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):
         return None
-    from_rank_0(lambda: _check_files(catalogue, lambda: list_files(spec)[1]))
+    from_rank_0(lambda: _check_files(catalogue, partial(list_files, spec)))
     return CataloguedSource(catalogue)
 
 
@@ -210,14 +210,14 @@ def _matches_all(pattern: str, files: set[str]) -> bool:
     return files == (given - patterns) | matched
 
 
-def _check_files(catalogue: Catalogue, list_files: Callable[[], list[str]]) -> None:
+def _check_files(catalogue: Catalogue, list_files: Callable[[], tuple[str, list[str]]]) -> None:
     """Check the names of classes and, in a local folder, that these are the archives, and no others."""
     files = catalogue.files.to_pylist()
     if names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
         raise stale(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
     if is_url(catalogue.folder):
         return
-    present = list_files()
+    _, present = list_files()
     sizes = file_signatures([os.path.join(catalogue.folder, file) for file in present])[:, 0].tolist()
     expected = zip(files, catalogue.signatures[:, 0].tolist(), strict=True)
     if wrong := sorted({*expected} ^ {*zip(present, sizes, strict=True)}):

@@ -64,16 +64,17 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
         log.info(text, config.data.source, resumed.step)
 
 
-def begin_figures_anew(state: TrainingState) -> None:
-    """Set the figures by other images, labels or masks aside, which later ones cannot be compared with."""
+def set_figures_aside(state: TrainingState) -> None:
+    """Set the figures so far aside: with other images, labels or masks later ones cannot be compared."""
     config, folder = state.config, state.folder
     if config.run.resume != "changed":
         raise ValueError(
-            f"{folder} holds a run at step {state.step} that was evaluated by other images, labels or masks, "
-            "so later figures cannot be compared with its own. Give those, or another output, or "
-            "run.eval_every=null to evaluate no more, or run.resume=changed to begin the figures anew"
+            f"{folder} holds a run at step {state.step} evaluated with other images, labels or masks, so "
+            "later figures cannot be compared with its own. Give those, or another output, or "
+            "run.eval_every=null to stop evaluating, or run.resume=changed to set the figures so far aside"
         )
-    log.warning("evaluated by other images, labels or masks than before, %s begins its figures anew", folder)
+    text = "%s was evaluated with other images, labels or masks: its figures so far are set aside"
+    log.warning(text, folder)
     best, state.best = state.best, None
     if not state.accelerator.is_main_process:
         return

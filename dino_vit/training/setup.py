@@ -30,7 +30,7 @@ from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer, current_arguments
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
-from dino_vit.training.resume import begin_figures_anew, check_same_run, find_checkpoint
+from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
 from dino_vit.views.loader import UnreadableImages
@@ -86,7 +86,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
         notes += _open_evaluations(config, state)
         state.evaluated_by = state.evaluation_digest()
     if before not in (None, state.evaluated_by) and state.step < state.plan.total_steps:
-        begin_figures_anew(state)
+        set_figures_aside(state)
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 

@@ -14,13 +14,10 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.checkpoint import read_checkpoint
 from dino_vit.core.storage import StorageError
-from dino_vit.data.sources.open import open_source
 from dino_vit.training.loop import finish_save
 from dino_vit.training.metrics import START, Baseline, read_records
 from dino_vit.training.reporter import Reporter
-from tests.support.images import write_synthetic
 from tests.support.runs import (
     Run,
     assert_same_end,
@@ -32,7 +29,7 @@ from tests.support.runs import (
     steps,
     within_step,
 )
-from tests.support.training import assert_resumes_exactly, interrupted, opened, trained
+from tests.support.training import assert_resumes_exactly, opened, trained
 
 
 @pytest.fixture(scope="module")
@@ -197,91 +194,6 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole
     assert_same_end(output, whole, 20)
 
 
-def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_same(tmp_path, caplog):
-    caplog.set_level("INFO", "dino_vit")
-    photos, output = tmp_path / "photos", tmp_path / "run"
-    settings = {"budget.steps": 5, **SHORT}
-    for number in range(64):
-        write_synthetic(photos / f"{number:02}.png", number, size=32)
-    trained(output, {"data.source": photos, **settings})
-    opened(output, {"data.source": photos, **settings})
-    assert "copied or changed" not in caplog.text
-    photos.rename(tmp_path / "moved")
-    shutil.copytree(tmp_path / "moved", photos, copy_function=shutil.copyfile)
-    opened(output, {"data.source": photos, **settings})
-    assert (
-        "photos were moved, copied or changed since step 5, but have the same names and sizes" in caplog.text
-    )
-    opened(output, {"data.source": tmp_path / "moved", **settings})
-    write_synthetic(photos / "07.png", 7, size=40)  # the folder is as old as before
-    with pytest.raises(ValueError, match=r"the images of .*photos have changed"):
-        opened(output, {"data.source": photos, **settings})
-
-
-def test_by_other_labels_figures_begin_anew_if_that_is_asked_for(tmp_path, caplog):
-    """What was the best by the old ones, and its checkpoint, would be compared with figures of others."""
-    labels, output = tmp_path / "labels.csv", tmp_path / "run"
-    settings = {"data.labels": labels, "budget.steps": 20, "run.eval_every": 0.5, **SHORT}
-    names = [open_source("synthetic:64:32").name(index) for index in range(64)]
-    for classes in (2, 3):
-        labels.write_text("".join(f"{name},{number % classes}\n" for number, name in enumerate(names)))
-        if classes == 2:
-            interrupted(output, settings, 5)
-            before = opened(output, settings).state
-            assert before.best["figure"] == "knn"
-    with pytest.raises(ValueError, match="evaluated by other images, labels or masks"):
-        opened(output, settings)
-    unevaluated = opened(output, {**settings, "run.eval_every": "null"}).state
-    assert unevaluated.best["figure"] == "knn"
-    assert unevaluated.evaluated_by == before.evaluated_by, "what its figures are by"
-    ready = opened(output, {**settings, "run.resume": "changed"})
-    assert ready.state.best is None
-    assert ready.state.evaluated_by != before.evaluated_by
-    assert "begins its figures anew" in caplog.text
-    assert read_checkpoint(output / f"best-before-{before.step}.safetensors").step == before.best["step"]
-    assert not (output / "baseline.json").exists()
-    assert (output / f"baseline-before-{before.step}.json").exists()
-    assert {record["knn"] for record in history(output)} == {None}
-    lines = (output / f"metrics-before-{before.step}.jsonl").read_text().splitlines()
-    assert any(json.loads(line)["knn"] for line in lines)
-
-
-def test_labels_that_change_before_the_first_evaluation_are_noticed(tmp_path):
-    """The figures before the first step were by the old ones."""
-    labels, output = tmp_path / "labels.csv", tmp_path / "run"
-    settings = {"data.labels": labels, "budget.steps": 20, "run.eval_every": 50, **SHORT}
-    names = [open_source("synthetic:64:32").name(index) for index in range(64)]
-    for classes in (2, 3):
-        labels.write_text("".join(f"{name},{number % classes}\n" for number, name in enumerate(names)))
-        if classes == 2:
-            interrupted(output, settings, 3)
-    with pytest.raises(ValueError, match="evaluated by other images, labels or masks"):
-        opened(output, settings)
-
-
-def test_a_run_goes_on_with_more_images_if_that_is_asked_for(tmp_path):
-    photos, output = tmp_path / "photos", tmp_path / "run"
-    settings = {
-        "data.source": photos,
-        "data.batch_size": 8,
-        "budget.steps": 20,
-        "run.eval_every": 0.5,
-        **SHORT,
-    }
-    for number in range(20):
-        write_synthetic(photos / "ab"[number % 2] / f"{number:02d}.png", number, size=40)
-    interrupted(output, settings, 5)
-    write_synthetic(photos / "a" / "more.png", 20, size=40)
-    with pytest.raises(ValueError, match=r"the images of .*photos have changed"):
-        opened(output, settings)
-    state = opened(output, {**settings, "run.resume": "changed"}).state
-    assert state.best is None
-    assert state.step in (5, 6)
-    (photos / "a" / "more.png").unlink()
-    write_synthetic(photos / "a" / "00.png", 21, size=60)  # replaced
-    assert opened(output, {**settings, "run.resume": "changed"}).state.best is None
-
-
 def test_the_best_before_counts_if_the_best_cannot_be_written(tmp_path, monkeypatch):
     ready = opened(tmp_path / "run", SHORT)
     state, best = ready.state, {"figure": "knn", "value": 30.0, "step": 0}
@@ -303,36 +215,6 @@ def test_the_settings_of_a_run_resume_it_wherever_it_lies(tmp_path):
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     config = load(PretrainConfig, moved / "config.yaml", [])
     assert (config.output, config.run.resume) == (str(moved), "same")
-
-
-def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
-    output = tmp_path / "run"
-    trained(output, {"budget.steps": 5, **SHORT})
-    with pytest.raises(ValueError, match="holds a run at step 5 with other settings") as error:
-        opened(output, {"optim.lr": 0.02, **SHORT})
-    assert "optim.lr was 0.03 and is 0.02" in str(error.value)
-    assert "budget.steps was 5 and is 20" in str(error.value)
-    for changes, message in (
-        ({"run.resume": "never", "budget.steps": 5}, "run.resume=never does not overwrite it"),
-        ({"model.width": 64, "run.resume": "changed"}, "belongs to a different network or optimiser"),
-        ({"data.source": "synthetic:72:32"}, "synthetic:72:32 are not those of synthetic:64:32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            opened(output, {**changes, **SHORT})
-    assert steps(output) == [5]
-    trained(output, {"optim.lr": 0.02, "run.resume": "changed", **SHORT})
-    assert steps(output) == [5, 10, 15, 20]
-
-
-def test_the_batch_of_the_statistics_is_kept(tmp_path):
-    """The global batch may be made up in another way, unless something looks at all images of a pass."""
-    settings = {"head.batch_norm": "true", "loss.centering": "sinkhorn", "loss.koleo_weight": 0.1}
-    settings |= {"budget.steps": 5, **SHORT}
-    trained(tmp_path / "run", settings)
-    with pytest.raises(ValueError, match="with other settings") as error:
-        opened(tmp_path / "run", {**settings, "data.batch_size": 4})
-    text = "BatchNorm and Sinkhorn-Knopp and KoLeo had 8 images per forward pass and would now have 4 (data."
-    assert text in str(error.value)
 
 
 ROTARY = {"model.positions": "rotary", "views.local_size": 24}

@@ -41,7 +41,7 @@ _last_warning = [-math.inf]
 
 @contextmanager
 def retrying(seconds: float) -> Iterator[None]:
-    """Request remote files again for so long meanwhile."""
+    """Within the block, request remote files again for so many seconds."""
     global timeout_s
     before, timeout_s = timeout_s, seconds
     try:
