@@ -293,6 +293,10 @@ class Run(Settings):
     peer_timeout: Positive = setting(10.0, "minutes to wait for another rank", resumable=True)
     resume: Literal["same", "changed", "never"] = setting("same", "resume with what settings", resumable=True)
 
+    @property
+    def is_evaluated(self) -> bool:
+        return bool(self.eval_every or self.eval_every_steps)
+
 
 class Init(Settings):
     """Start from trained weights, with lower learning rates unless they are given."""

@@ -176,8 +176,7 @@ def judge(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Ba
     baseline = baseline or Baseline()
     figures = evaluation_text(history, baseline)
     if not figures:
-        is_evaluated = config.run.eval_every or config.run.eval_every_steps
-        figures = "there is no evaluation yet" if is_evaluated else "run.eval_every=null"
+        figures = "there is no evaluation yet" if config.run.is_evaluated else "run.eval_every=null"
     if not history:
         return Verdict(TOO_EARLY, figures, "")
     run = _Run(history, config, baseline)
@@ -206,7 +205,7 @@ def _diagnose(run: _Run) -> Diagnosis:
     if collapsed and not follows_late:
         return collapsed
     if not run.evaluations:
-        return TOO_EARLY if run.config.run.eval_every or run.config.run.eval_every_steps else NOT_EVALUATED
+        return TOO_EARLY if run.config.run.is_evaluated else NOT_EVALUATED
     by_rank = _judge_ranks(run)
     if by_accuracy is not None and (by_rank is not COLLAPSING or by_accuracy is PAST_BEST):
         return by_accuracy
@@ -260,8 +259,7 @@ def _too_short(run: _Run, _: Diagnosis) -> str:
     last = run.last
     enough = min(float(FEW_STEPS), last.step / last.epoch if last.epoch else math.inf) / last.step
     least = f"{FEW_STEPS} steps or one epoch are the least to judge by"
-    is_evaluated = run.config.run.eval_every or run.config.run.eval_every_steps
-    return f"Try {run.length(enough)}: {least}." if run.finished and is_evaluated else ""
+    return f"Try {run.length(enough)}: {least}." if run.finished and run.config.run.is_evaluated else ""
 
 
 def _past_best(run: _Run, _: Diagnosis) -> str:
