@@ -11,7 +11,7 @@ demo: $(RUNTIME)
 	$(BIN)/dino-vit demo
 
 test: $(DEV)
-	$(BIN)/pytest -q -n auto -m "not slow and not gpu"
+	$(BIN)/pytest -q -n auto --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(DEV)
 	$(BIN)/pytest -q -m slow

@@ -9,6 +9,8 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 import pytest
 import torch
 
+from dino_vit import VisionTransformer, save_backbone
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests and their processes import this checkout, and compute on the CPU unless run with `-m gpu`."""
@@ -31,3 +33,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def _reproducible() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file with a small backbone for images of 16 pixels."""
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2, registers=1)
+    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return tmp_path / "a.safetensors"

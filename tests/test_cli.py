@@ -1,11 +1,9 @@
 import os
-import platform
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from dino_vit.cli import build_parser, main, run_program
 from dino_vit.commands import COMMANDS, Command
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Settings, given_keys, settings_of
+from dino_vit.config.settings import given_keys, settings_of
 from eval.finetune import FinetuneConfig
 
 SMALL = [
@@ -55,6 +53,9 @@ def test_help_and_mistakes_of_every_command_need_no_torch():
         "        main([*command, '--help'])\n"
         "    with contextlib.redirect_stderr(io.StringIO()):\n"
         "        assert main([*command, 'no_such_setting=1']) == 2\n"
+        "with contextlib.redirect_stderr(io.StringIO()):\n"
+        "    for contradiction in ([], ['loss.teacher_temp=0.3']):\n"
+        "        assert main(['pretrain', *contradiction]) == 2\n"
         "print(sorted({'torch', 'numpy', 'PIL'} & set(sys.modules)))"
     )
     assert python(code) == "[]"
@@ -64,10 +65,6 @@ def test_the_help_has_a_line_for_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        " knn classify images by their nearest neighbours on frozen features, or predict labels and numbers "
-        in shown
-    )
     assert all(f" {name} {command.help}" in shown for name, command in COMMANDS.items())
 
 
@@ -100,9 +97,7 @@ def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
         (["pretrain", "a", "b", "c"], "'c' on the command line is not key=value; write settings as"),
         (["knn", "photos", "weihgts=a"], "weihgts is not a setting; did you mean weights?"),
         (["knn", "photos"], "dino-vit knn: weights is needed: run folder or weights file"),
-        (["pretrain", "model.arch=vit_smal"], "model.arch = vit_smal: did you mean vit_small?"),
         (["pretrain", "model=vit_small"], "model is not a setting; did you mean model.arch?"),
-        (["inspect-weights", "a", "--image-size", "[8, 8, 8]"], "image_size = [8, 8, 8]: "),
     ],
 )
 def test_mistakes_are_a_message_and_exit_code_2(argv, message, capsys):
@@ -123,14 +118,21 @@ def test_a_mistyped_command_leads_to_its_name(typed, meant, capsys):
     assert f"there is no command {typed}; did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_memory_that_runs_out_is_a_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory\nmore"), 2, "out of memory: use a smaller batch, "),
+        (RuntimeError("DataLoader worker (pid 7) died. "), 75, "DataLoader worker (pid 7) died. If memory "),
+    ],
+)
+def test_memory_that_runs_out_is_a_sentence(error, code, message, monkeypatch, capsys):
     def run(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        raise error
 
     monkeypatch.setattr(Command, "run", run)
-    assert main(["report", "run"]) == 2
+    assert main(["report", "run"]) == code
     shown = capsys.readouterr().err
-    assert shown.startswith("dino-vit report: out of memory: use a smaller batch, smaller images or ")
+    assert shown.startswith(f"dino-vit report: {message}")
     assert shown.count("\n") == 1
 
 
@@ -162,34 +164,6 @@ def test_an_option_may_be_written_as_its_setting():
     assert (config.data.batch_size, config.data.max_pixels) == (32, 9)
 
 
-def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
-    code = "import sys; from dino_vit.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    for settings, messages in (
-        ([], ["no images are given"]),
-        (
-            ["optim.learning_rate=0.05", "model.patch_size=0"],
-            [
-                "2 settings are wrong",
-                "the section optim has optim.name, ",
-                "must be greater than or equal to 1",
-            ],
-        ),
-        (
-            ["loss.teacher_temp=0.3", "model.patch_size=15"],
-            [
-                "3 settings are wrong",
-                "loss.teacher_temp=0.3 is not below the student's 0.1",
-                "use 210 or 225",
-            ],
-        ),
-    ):
-        command = [sys.executable, "-c", code, "pretrain", f"output={tmp_path / 'run'}", *settings]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "2 False"
-        assert [message for message in messages if message not in done.stderr] == []
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -198,8 +172,6 @@ def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
             ["data.source=synthetic", "run.trackers=[tensorbord]"],
             "run.trackers: tensorbord is not installed. Install it, choose from",
         ),
-        (["data.source=synthetic:20"], "20 images do not fill a global batch of 64"),
-        (["init.weights=/no/such.pth", *SMALL], "/no/such.pth does not exist"),
         (["output=/dev/null/run", "budget.epochs=20", *SMALL], "/dev/null"),
     ],
 )
@@ -211,40 +183,11 @@ def test_what_pretrain_cannot_do_is_a_message_and_exit_code_2(tmp_path, capsys, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_a_process_of_the_command_line_keeps_freed_memory():
-    script = """
-import resource, statistics
-from dino_vit.cli import tune_process
-{call}
-import torch
-pages = []
-for _ in range(50):  # a piece that fits is found after a few
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**24)
-    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(statistics.median(pages))
-"""
-
-    def pages(call: str) -> float:
-        command = [sys.executable, "-c", script.format(call=call)]
-        small_pages = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=small_pages)
-        return float(done.stdout)
-
-    assert pages("tune_process()") < 100 < 1000 < pages("")
-
-
-class Resumed(Settings):
-    resumes: ClassVar = True
-
-
-def test_a_program_that_resumes_ends_by_a_signal_as_commands_do(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["program"])
+def test_a_program_that_resumes_ends_by_a_signal_as_commands_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["program", "synthetic", "w.pth", f"output={tmp_path}"])
 
     def run(_):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert run_program(Resumed, run) == 75
+    assert run_program(FinetuneConfig, run) == 75
     assert capsys.readouterr().err == "program: stopped; run the same command again\n"
-    assert FinetuneConfig.resumes

@@ -11,7 +11,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from PIL import Image
 
 import dino_vit
 from dino_vit.commands import COMMANDS
-from dino_vit.commands.classification import Classification
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of
@@ -63,17 +61,6 @@ def test_every_command_is_a_function_that_says_what_it_takes(name):
         assert isinstance(ast.parse(call, mode="eval").body, ast.Call)
         assert call.startswith(f"{function.__name__}(")
     assert all(f"{key}=" in function.__doc__ for key in settings_of(cls))
-
-
-def test_signatures_have_types_and_defaults():
-    knn = signature(dino_vit.knn)
-    assert str(knn.parameters["network"]) == "network: Literal['teacher', 'student'] = 'teacher'"
-    assert str(knn.parameters["k"]) == "k: int | collections.abc.Sequence[int] = (20, 10, 100, 200)"
-    assert str(knn.parameters["weights"]) == "weights: str | os.PathLike[str]"
-    assert knn.return_annotation == Classification | Any
-    pretrain = signature(dino_vit.pretrain)
-    assert pretrain.parameters["optim"].annotation.__annotations__["lr"] is float
-    assert pretrain.return_annotation is dino_vit.Run
 
 
 def test_editors_and_type_checkers_know_the_same_signatures():
@@ -212,8 +199,6 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert same.path is same.pairs.sheet is None
     dino_vit.attention(photos, run, count=1, verbose=False)
     assert not list(Path().iterdir()), "nothing is written unless output says so"
-    assert same.pairs.total >= len(same.pairs.closest)
-    assert all(pair.cosine >= 0.99999 for pair in same.pairs.closest)
 
 
 def test_files_are_returned_by_their_paths(run, photos, tmp_path):
@@ -246,7 +231,6 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
     ("call", "error", "message"),
     [
         (lambda: dino_vit.pretrain(epochs=3), ValueError, "did you mean budget={'epochs': 3}"),
-        (lambda: dino_vit.pretrain(budget_minutes=1), ValueError, "did you mean budget={'minutes': 1}"),
         (
             lambda: dino_vit.pretrain(model="vit_small"),
             ValueError,
@@ -255,9 +239,7 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
         (lambda: dino_vit.pretrain(budget={"minute": 1}), ValueError, "did you mean budget={'minutes': 1}"),
         (lambda: dino_vit.pretrain(callbacks=[]), ValueError, "give functions as on_metrics= and on_"),
         (lambda: dino_vit.knn("photos", "a", "b"), TypeError, "too many positional arguments"),
-        (lambda: dino_vit.pretrain(**{"optim.lr": "fast"}), ValueError, "optim.lr = fast: must be"),
         (lambda: dino_vit.knn("photos"), ValueError, "weights is needed: run folder or weights file"),
-        (lambda: dino_vit.knn("nowhere", weights="x.pth"), ValueError, "x.pth does not exist"),
         (lambda: dino_vit.knn(config=PretrainConfig()), TypeError, "must be a file or a KnnConfig"),
     ],
 )

@@ -48,6 +48,7 @@ def test_each_takes_what_it_is_called_with(name, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --unknown\n")
 
 
+@pytest.mark.slow
 def test_a_row_of_each_kind(gpu):
     row, _ = step.measure(step.Case(2, "bf16", SMALL), repeats=1)
     assert row.speed.keys() == row.memory.keys() == {"dino_vit", "reference"}
@@ -56,6 +57,7 @@ def test_a_row_of_each_kind(gpu):
     assert scaling.measure_step("small", SMALL, repeats=1).speed["dino_vit"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", objective.NAMES[:2])
 def test_steps_of_both_methods(gpu, name):
     of_dinov2 = objective.DINOV2 if name == objective.NAMES[0] else {}
@@ -77,26 +79,11 @@ def test_the_whole_program(gpu):
     assert "waits for data" in said
 
 
+@pytest.mark.slow
 def test_the_tests_of_make_test_gpu_run(tmp_path):
     """On a CPU, without the compiler's minutes: what is left to fail on a GPU is the GPU."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "tests/gpu",
-        "--basetemp",
-        tmp_path / "runs",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
     environ = {**os.environ, "TEST_GPU_ON": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += ["--basetemp", str(tmp_path / "runs")]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

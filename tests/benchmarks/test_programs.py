@@ -1,33 +1,16 @@
 from __future__ import annotations
 
-import os
-import pickle
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import (
-    checkpoint,
-    cifar10,
-    compiled,
-    end_to_end,
-    host,
-    knn,
-    loop,
-    objective,
-    operations,
-    soak,
-    sources,
-)
+from benchmarks import cifar10, end_to_end, host, knn, loop, objective, operations, soak
 from benchmarks.input import Photos
-from benchmarks.step import FIXED, Case, Ours, Reference, cases, measure, usual_cases
+from benchmarks.step import FIXED, Case, Ours, cases, usual_cases
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.runtime import Precision
 from dino_vit.data.sources.open import open_source
 from tests.support.runs import TINY as SETTINGS
 from tests.support.runs import arguments, run
@@ -46,66 +29,10 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.slow  # they measure; what they compare with is tested in tests/training/test_loop.py
 
 
-@pytest.mark.parametrize(("precision", "steps", "tolerance"), [("no", 6, 2e-5), ("bf16", 2, 2e-2)])
-def test_both_take_the_same_steps(precision: Precision, steps: int, tolerance: float) -> None:
-    """Loss, centre, gradients, clip, AdamW and teacher agree, or the losses would part within some steps."""
-    case = Case(4, precision, changes=TINY)
-    ours = Ours(case)
-    theirs = Reference(case.config, CPU, ours.state)
-    losses = []
-    for _ in range(steps):
-        ours()
-        losses.append((ours.loss(), theirs()))
-    assert abs(losses[0][0] - losses[-1][0]) > 0.02 * steps
-    for mine, other in losses:
-        assert mine == pytest.approx(other, rel=tolerance)
-
-
-def test_a_row_has_speed_memory_and_what_they_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def peak_memory(*work: object, device: str) -> float:
-        """Stand in for the fresh process, which takes seconds to start: check that the work reaches it."""
-        assert pickle.loads(pickle.dumps(work)) == work
-        return 12.0
-
-    monkeypatch.setattr("benchmarks.step.peak_memory", peak_memory)
-    row, said = measure(Case(2, "bf16", changes=TINY), repeats=1)
-    assert row.speed.keys() == {"dino_vit", "reference"}
-    assert row.memory == {"dino_vit": 12, "reference": 12}
-    assert "times the reference's speed" in said
-    assert "TFLOP/s" in said
-
-
 def test_the_step_of_dinov2_is_compared_with_that_of_dino() -> None:
     row, said = objective.measure(4, "bf16", objective.NAMES[:2], repeats=1, changes=TINY)
     assert row.speed.keys() == row.memory.keys() == set(objective.NAMES[:2])
     assert "times as long as DINO's" in said
-
-
-@pytest.mark.parametrize("name", objective.NAMES[:2])
-def test_the_steps_of_dino_and_dinov2_are_built(name: str) -> None:
-    of_dinov2 = name == objective.NAMES[0]
-    step = objective.build(name, Case(2, "no", {**TINY, **(objective.DINOV2 if of_dinov2 else {})}), CPU)
-    assert isinstance(step, Ours)
-    step()
-    assert ("patch_loss" in step.state.objective.centers) == of_dinov2
-
-
-def test_a_step_is_compared_with_itself_compiled() -> None:
-    shallow = {**TINY, "model.depth": 1}  # compiling takes its time
-    case, other = Case(2, "no", shallow), Case(2, "no", shallow | compiled.COMPILED)
-    as_it_is, *others = map(losses_of_two, (Ours(case), Ours(other), compiled.Graphs(case)))
-    assert as_it_is[0] != as_it_is[1]
-    for losses in others:
-        assert losses == pytest.approx(as_it_is, rel=1e-4)
-
-
-def losses_of_two(step: Ours) -> list[float]:
-    """Take two steps; return the loss of each."""
-    losses = []
-    for _ in range(2):
-        step()
-        losses.append(step.loss())
-    return losses
 
 
 def test_the_largest_operations_have_names() -> None:
@@ -155,28 +82,6 @@ def test_the_loop_is_taken_apart() -> None:
     assert min(found.values()) > 0
 
 
-@pytest.mark.skipif(not sources.ROLLUP.exists(), reason="memory is read from Linux's /proc")
-def test_sources_are_opened_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "IMAGES", 2000)
-    monkeypatch.setattr(sources, "FOLDERS", 2)
-    for number in range(2):
-        (tmp_path / f"n{number:08d}").mkdir()
-    sources.MadeUp(tmp_path)
-    for path in [tmp_path, *tmp_path.iterdir()]:
-        os.utime(path, (time.time() - 60,) * 2)
-    assert len(sources.MadeUp(tmp_path)) == 2000
-    opener = partial(sources.FolderSource, tmp_path)
-    assert opener().name(1999) == "n00000001/n00000001_00999.JPEG"
-    seconds, memory = sources._open_and_ask(opener, workers=2, repeats=1)
-    assert seconds > 0
-    assert abs(memory) < 50
-
-
-def test_files_are_read_from_every_kind(tmp_path: Path) -> None:
-    (row,) = sources._files_table(tmp_path, repeats=1, images=20).rows
-    assert row.speed.keys() == {"folder", "tar", "Parquet"}
-
-
 def test_neighbours_vote_as_in_the_published_loop() -> None:
     assert "for 60 of 60 queries" in knn.check(knn.make_case(4000, 60, CPU))
 
@@ -201,13 +106,6 @@ def test_the_whole_program_of_everybody_takes_steps(tmp_path: Path) -> None:
             work()
         after = [p for p in network_of(work).parameters() if p.requires_grad]
         assert not all(map(torch.equal, before[name], after)), name
-
-
-def test_the_photometry_is_measured_here_and_there() -> None:
-    case = end_to_end.Case("small", width=40, batch=4, steps=2, changes=TINY)
-    row, said = end_to_end.measure_photometry(case, repeats=1, workers=1)
-    assert row.speed.keys() == {"on the device", "in the workers"}
-    assert said.startswith("small: waits for data")
 
 
 def network_of(work: object) -> torch.nn.Module:
@@ -239,12 +137,3 @@ def test_a_run_is_judged_beside_its_beginning_and_raw_pixels(tmp_path: Path) -> 
     assert row.speed.keys() == {"trained", "untrained", "raw pixels"}
     assert row.speed["raw pixels"] == 100  # each query is in the bank, and is its own nearest neighbour
     assert "epochs of 200 images" in cifar10.story(config, 200)
-
-
-def test_a_checkpoint_is_written_both_ways() -> None:
-    own = tuple(f"{name}={value}" for name, value in SETTINGS.items() if name.startswith(("model.", "head.")))
-    settings = (*checkpoint.SETTINGS, "model.arch=null", *own)
-    (table,) = checkpoint.run(repeats=1, threads=1, settings=settings)
-    (row,) = table.rows
-    assert row.speed.keys() == {"by a thread", "in the loop"}
-    assert min(row.speed.values()) > 0

@@ -1,18 +1,18 @@
 import re
 
+import av
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import dino_vit
-from benchmarks.measure import CLEAR_REFS, peak_memory
+from benchmarks.kernels import Kernels
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.attention import file_stem
 from dino_vit.eval.maps.attention import cls_attention, pad
 from dino_vit.views.eval_transform import eval_transform_of
-from tests.support.allocation import build_attention
 
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
 
@@ -120,7 +120,6 @@ def test_mistakes_are_explained(weights, tmp_path, capsys):
 
 
 def video(path, frames, height, width):
-    av = pytest.importorskip("av", reason="PyAV is not installed")
     with av.open(str(path), "w") as writer:
         stream = writer.add_stream("libx264", rate=10)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
@@ -131,7 +130,6 @@ def video(path, frames, height, width):
 
 
 def test_a_video_becomes_a_video(weights, tmp_path, capsys):
-    av = pytest.importorskip("av", reason="PyAV is not installed")
     video(tmp_path / "clip.mp4", 7, 46, 62)
     assert main(["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path}"]) == 0
     assert "7 frames" in capsys.readouterr().out
@@ -148,7 +146,6 @@ def test_a_video_becomes_a_video(weights, tmp_path, capsys):
 
 
 def test_a_grey_network_sees_a_video_in_grey(tmp_path, capsys):
-    pytest.importorskip("av", reason="PyAV is not installed")
     video(tmp_path / "clip.mp4", 2, 46, 62)
     model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=1)
     save_backbone(model, tmp_path / "grey.safetensors", mean=(0.5,), std=(0.5,))
@@ -157,10 +154,12 @@ def test_a_grey_network_sees_a_video_in_grey(tmp_path, capsys):
     assert "2 frames" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of a process is read from Linux's /proc")
 def test_a_large_image_needs_little_memory():
-    # 64 × 64 patches: the weights of a block, 2 × 4097² in float32, are 134 MiB; in both blocks twice that.
-    assert peak_memory(build_attention, "cls_attention") < 134
+    model = VisionTransformer(image_size=512, patch_size=8, width=24, depth=2, heads=2)
+    with Kernels() as kernels:
+        cls_attention(model, torch.zeros(1, 3, 512, 512))
+    # Of 64 × 64 patches and CLS, the weights of one block would be 2 × 4097² numbers of 4 bytes.
+    assert 0 < kernels.peak < 2 * 4097**2 * 4
 
 
 def test_an_image_may_become_one_pixel(weights, photos, tmp_path):

@@ -19,6 +19,7 @@ from dino_vit.eval.maps import segmentation
 from dino_vit.eval.online import rankme
 from tests.support.images import write_synthetic
 from tests.support.reports import ParsedPage, picture_of
+from tests.support.runs import arguments, command_here
 
 SETTINGS = {"precision": "no", "verbose": False}
 
@@ -32,8 +33,9 @@ def others(tmp_path, weights):
     return [str(weights), str(tmp_path / "b.safetensors")]
 
 
-def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
-    paths = [others[1], str(trained)]
+def test_figures_are_those_of_the_evaluators(tmp_path, others):
+    command_here(*arguments(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0}))
+    paths = [others[1], str(tmp_path / "run")]
     found = dino_vit.compare(
         "synthetic:60:16", weights=paths, output=tmp_path / "out", cache=tmp_path, **SETTINGS
     )
@@ -42,7 +44,9 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
     for name, path in zip(names, paths, strict=True):
         shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
-        assert found.figures["k-NN top-1"][name].percent == pytest.approx(knn.top1.percent)
+        of_knn = found.figures["k-NN top-1"][name]
+        for part in ("percent", "low", "high"):
+            assert getattr(of_knn, part) == pytest.approx(getattr(knn.top1, part))
         frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=path, precision="no"))
         (batch,) = frozen.features(open_source("synthetic:60:16"), [range(60)])
         assert found.ranks[name] == pytest.approx(rankme(batch.values), rel=1e-3)
@@ -60,14 +64,6 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
     loaded = [value for _, name, value in page.attributes if name in ("src", "href", "srcset", "action")]
     assert all(value.startswith(("data:", "#")) for value in loaded)
     assert not any(name.startswith("on") or name == "style" for _, name, _ in page.attributes)
-
-
-def test_the_interval_of_an_accuracy_is_that_of_the_evaluator(tmp_path, others):
-    given = {"cache": tmp_path, **SETTINGS}
-    found = dino_vit.compare("synthetic:60:16", weights=others, measures=["knn"], **given)
-    knn = dino_vit.knn("synthetic:60:16", weights=others[0], k=20, **given)
-    first = next(iter(found.figures["k-NN top-1"].values()))
-    assert (first.low, first.high) == (knn.top1.low, knn.top1.high)
 
 
 def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, others):
@@ -193,22 +189,11 @@ def test_two_images_are_compared_by_k_nn_and_are_too_few_for_a_linear_classifier
         dino_vit.compare(tmp_path / "two", **settings)
 
 
-def test_queries_of_classes_that_the_bank_lacks_are_refused(tmp_path, others):
-    for number, name in enumerate(("train/a", "train/b", "test/c", "test/d")):
-        write_synthetic(tmp_path / "photos" / name / "0.png", number)
-    settings = {"output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
-    with pytest.raises(ValueError, match=r"knn: .*test has classes that are not among the 2 of the training"):
-        dino_vit.compare(tmp_path / "photos", weights=others, **settings)
-
-
-def test_one_labelled_image_is_compared_by_the_rank_alone(tmp_path, others):
+def test_one_labelled_image_is_not_classified(tmp_path, others):
     for number, name in enumerate(("photos/a/0.png", "photos/1.png")):
         write_synthetic(tmp_path / name, number)
-    settings = {"output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
-    found = dino_vit.compare(tmp_path / "photos", weights=others, **settings)
-    assert not found.figures
-    with pytest.raises(ValueError, match="measures=knn: the images need labels of two classes or more"):
-        dino_vit.compare(tmp_path / "photos", weights=others, measures=["knn"], **settings)
+    config = CompareConfig(source=str(tmp_path / "photos"), weights=others)
+    assert choose_evaluators(config, open_compared(config)) == []
 
 
 def test_names_are_short_and_differ():

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from dino_vit.cli import build_parser, main
-from dino_vit.commands import demo
+from dino_vit.commands import COMMANDS, demo
 from dino_vit.config.commands import DemoConfig
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
@@ -54,11 +54,14 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
     assert capsys.readouterr().out == output
     assert main([*command, "--quick"]) == 0  # beside the others
     assert str(tmp_path / "a run" / "quick" / "report.html") in capsys.readouterr().out
-    linear, dense, pretrain = (shlex.split(line, comments=True) for line in output.splitlines()[-3:])
-    assert main(["linear", "synthetic:240:32", *linear[3:], "steps=20"]) == 0
-    assert main(["dense", "synthetic:scenes:8:64", *dense[3:]]) == 0
-    args = parse_arguments(build_parser(pretrain[1:]), pretrain[1:])
-    assert config_from(args, PretrainConfig).budget.minutes == 10
+    printed = [shlex.split(line, comments=True)[1:] for line in output.splitlines()[-3:]]
+    linear, dense, pretrain = (
+        config_from(parse_arguments(build_parser(argv), argv), COMMANDS[argv[0]].config_class)
+        for argv in printed
+    )
+    assert linear.weights == str(tmp_path / "a run")
+    assert dense.weights == str(tmp_path / "a run" / "scenes")
+    assert pretrain.budget.minutes == 10
 
 
 def test_the_recipes_come_with_the_package():

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
+from tests.support.backbones import extracted
 from tests.support.images import write_synthetic
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
@@ -28,16 +28,15 @@ def arguments(weights, output, *more):
 def patches_of(weights, index):
     """Normalised features of an image's patches, and the class of most pixels of each."""
     model = load_backbone(weights)
-    found = FrozenBackbone(
-        model=model, transform=eval_transform_of(model, fit="whole"), batch_size=1
-    ).extract(SCENES, [index], spec=FeatureSpec(tokens="patches"))
+    whole, spec = eval_transform_of(model, fit="whole"), FeatureSpec(tokens="patches")
+    (patches,) = extracted(model, SCENES, [index], spec, whole)
     mask = SCENES.mask(index)
     classes = [
         int(mask[4 * y : 4 * y + 4, 4 * x : 4 * x + 4].flatten().bincount().argmax())
         for y in range(4)
         for x in range(4)
     ]
-    return F.normalize(found.values[0].double(), dim=1), classes
+    return F.normalize(patches.double(), dim=1), classes
 
 
 def kinds_of(indices):
@@ -114,6 +113,7 @@ def test_folders_of_photos_and_masks_are_as_good_as_scenes(folders, weights):
 
 def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights):
     masks = folders / "masks" / "sub"
+    (masks / "01.png").write_bytes(b"nothing of the kind")
     (masks / "03.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
     Image.new("RGB", (16, 16)).save(masks / "05.png")
     Image.new("L", (20, 16)).save(masks / "07.png")
@@ -121,13 +121,18 @@ def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights):
     assert "sub/03.png: the mask cannot be read" in text
     assert "it must be a PNG with a palette, or grey with 8 bits, but is PNG RGB" in text
     assert "the mask has 20 × 16 pixels, its image 16 × 16" in text
-    assert results["images"] == 3
+    assert "left out: sub/01.png: the mask cannot be read: it is not an image" in text
+    assert "0x" not in text
+    assert results["images"] == 2
 
 
 def test_masks_that_do_not_fit_or_are_missing_are_refused(folders, weights):
     (folders / "names.txt").write_text("a\nb\n")
     said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
     assert "but values of classes go from 0 to 1; set ignore_value" in said
+    (folders / "names.txt").write_text("road\nsky\nroad\n")
+    said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
+    assert "names.txt has the class 'road' on lines 1, 3; each needs its own name" in said
     said = command_here("dense", "synthetic:12:16", f"weights={weights}", code=2)
     assert "synthetic:12:16 has no masks" in said
     assert "synthetic:scenes has masks" in said
@@ -153,16 +158,3 @@ def test_images_to_learn_from_are_no_images_to_judge_by(tmp_path, weights, monke
     settings = [f"weights={weights}", "train=./images", "train_masks=masks"]
     said = command_here("dense", "images", *settings, code=2)
     assert "all 3 images of images are in train=./images too" in said
-
-
-def test_a_class_name_that_is_given_twice_is_refused(folders, weights):
-    (folders / "names.txt").write_text("road\nsky\nroad\n")
-    said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
-    assert "names.txt has the class 'road' on lines 1, 3; each needs its own name" in said
-
-
-def test_a_mask_that_is_no_image_is_named(folders, weights):
-    (folders / "masks" / "sub" / "01.png").write_bytes(b"nothing of the kind")
-    said, _ = of_folders(folders, weights)
-    assert "left out: sub/01.png: the mask cannot be read: it is not an image" in said
-    assert "0x" not in said

@@ -71,10 +71,9 @@ def test_the_phases_of_dinov2_fit_too(given: list[str], images: int) -> None:
         assert "a run of 25 epochs" in choices["loss.warmup_teacher_temp_epochs"].reason
 
 
-@pytest.mark.parametrize("channels", [1, 3, 13])
-@pytest.mark.parametrize("image_size", [8, 28, 33, 64, 100, 512])
+@pytest.mark.parametrize(("image_size", "channels"), [(8, 1), (33, 3), (100, 13), (512, 3)])
 @pytest.mark.parametrize("images", [50, 4000, 100_000, 20_000_000])
-@pytest.mark.parametrize("batch", [8, 256, 8192])
+@pytest.mark.parametrize("batch", [8, 8192])
 def test_every_data_set_gets_a_config_that_runs(
     image_size: int, images: int, channels: int, batch: int
 ) -> None:

@@ -26,6 +26,7 @@ from dino_vit.method.optim import reduce_loss
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
+from tests.support.runs import server
 
 
 def test_a_single_process_needs_no_group():
@@ -51,7 +52,7 @@ def test_two_processes_agree(tmp_path):
     (gradient,) = torch.autograd.grad(koleo, features)
     of_one = sinkhorn_center([logits], 0.1), koleo.detach(), gradient
     arguments = f"file://{tmp_path / 'rendezvous'}", logits, of_one
-    mp.spawn(_check_in_process, args=arguments, nprocs=2)
+    mp.start_processes(_check_in_process, arguments, nprocs=2, start_method=server.get_start_method())
     assert sorted(os.listdir(tmp_path))[:2] == ["done0", "done1"]
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from dino_vit.core import process
 from dino_vit.core.process import Interruption, locked
-from tests.support.runs import server
+from tests.support.runs import command_here, server
 
 
 def leave_after(names):
     before = signal.getsignal(signal.SIGTERM)
     try:
-        code = 1
+        code = 3
         with Interruption() as interruption:
             interruption.in_steps = names[0] != "before"
             names = [name for name in names if name != "before"]
@@ -34,7 +34,7 @@ def leave_after(names):
 
 
 def test_signals_are_remembered_until_the_step_is_over():
-    term, user, interrupt, at_once = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, 1
+    term, user, interrupt, at_once = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, 3
     cases = {
         (term,): 75,
         (user,): 75,
@@ -70,6 +70,8 @@ def test_a_lock_is_held_until_its_process_dies(tmp_path):
     assert held.wait(60)
     with pytest.raises(ValueError, match=rf"another run is using .*run \(process {other.pid} on "):
         locked(tmp_path / "run").__enter__()
+    said = command_here("pretrain", "synthetic:64:32", tmp_path / "run", code=2)
+    assert "another run is using" in said
     os.kill(other.pid, signal.SIGKILL)
     other.join()
     for _ in range(2):

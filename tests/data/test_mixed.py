@@ -1,19 +1,18 @@
 """Several sources in one run, with splits and labels of their own."""
 
 import json
-import signal
 
 import pytest
 
 from dino_vit.cli import main
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import MixedSource, evaluated_part
 from tests.support.image_sets import FILES, ORDER, write_folder, write_tar
-from tests.support.remote import write_pngs, write_shards
-from tests.support.runs import Run
+from tests.support.images import write_synthetic
+from tests.support.remote import write_shards
+from tests.support.training import assert_resumes_exactly
 
 
 @pytest.fixture
@@ -49,7 +48,8 @@ def test_items_are_those_of_the_sources(sources):
 
 def test_inspect_data_says_what_an_epoch_is(tmp_path, capsys):
     for name, images in (("a", 6), ("b", 10)):
-        write_pngs(tmp_path / name, images)
+        for number in range(images):
+            write_synthetic(tmp_path / name / f"{number}.png", number)
     argv = ["inspect-data", f"[{tmp_path}/a, {tmp_path}/b]", "mix=[0.75, 0.25]"]
     assert main(argv) == 0
     assert f"an epoch is 8 images, none of them twice: 6 of the 6 of {tmp_path}/a" in capsys.readouterr().out
@@ -57,25 +57,17 @@ def test_inspect_data_says_what_an_epoch_is(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["images"] == 16
 
 
-def test_a_run_of_two_sources_resumes_bit_for_bit(tmp_path):
+def test_a_run_of_two_sources_resumes_bit_for_bit(tmp_path, capsys, caplog):
+    caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
     write_shards(tmp_path / "shards", 4, 16)
-    for label in ("cat", "dog"):
-        write_pngs(tmp_path / "photos" / label, 16)
+    for number in range(32):
+        write_synthetic(tmp_path / "photos" / ("cat", "dog")[number % 2] / f"{number}.png", number)
     settings = {"data.source": f"[{tmp_path}/shards, {tmp_path}/photos]", "data.mix": "[0.6, 0.4]"}
-    settings |= {"data.order": "window", "data.window": 2, "budget.steps": 30, "run.eval_every": 50}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run = Run(whole, settings)
-    assert run.wait() == 0, run.said
-    assert "an epoch is 80 images, none of them twice: 48 of the 64" in run.said.replace("\n", " ")
-    assert f"evaluated on {tmp_path}/photos, the first source with labels" in run.said
-    first = Run(parts, settings)
-    first.wait_until(lambda: "step 12/30" in first.said)
-    first.send(signal.SIGTERM)
-    assert first.wait() == 75
-    again = Run(parts, settings)
-    assert again.wait() == 0, again.said
-    tensors = [Checkpoints(folder).newest().tensors for folder in (whole, parts)]
-    assert all((tensors[1][name] == tensor).all() for name, tensor in tensors[0].items())
+    settings |= {"data.order": "window", "data.window": 2, "run.eval_every": 1}
+    assert_resumes_exactly(tmp_path, settings)
+    said = capsys.readouterr().err
+    assert "an epoch is 80 images, none of them twice: 48 of the 64" in said
+    assert f"evaluated on {tmp_path}/photos, the first source with labels" in said
 
 
 @pytest.mark.parametrize(

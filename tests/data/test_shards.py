@@ -22,21 +22,19 @@ from tests.support import runs
 from tests.support.processes import free_port
 from tests.support.remote import gcs_bucket, put_object, s3_bucket, s3_environ, serving, write_shards
 
-pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
-
 COUNT, IMAGES = 8, 16
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART", 4096)  # so that a shard takes several requests
-    monkeypatch.setattr(files, "timeout_s", 4)
     write_shards(tmp_path / "shards", COUNT, IMAGES)
     return tmp_path / "shards"
 
 
 @pytest.fixture
-def server(folder):
+def server(folder, monkeypatch):
+    monkeypatch.setattr(files, "timeout_s", 2)
     with serving(folder) as server:
         yield server
 
@@ -77,7 +75,7 @@ def test_a_copy_is_read_as_the_shard_would_be(server, folder, tmp_path):
 def test_a_server_that_is_gone_is_a_sentence_and_asks_for_a_restart(server, tmp_path):
     source, copies = opened(server.url, tmp_path / "copies")
     server.down = True
-    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 4 seconds.*run the same command"):
+    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 2 seconds.*run the same command"):
         source.read(0)
     assert SourceLost.exit_code == 75
     with pytest.raises(SourceLost):
@@ -101,11 +99,11 @@ def test_a_shard_that_the_server_refuses_ends_a_run_at_once(server, tmp_path, mo
     assert len(server.statuses["000.tar"]) >= 5  # a HEAD and a GET for each of the two
 
 
-@pytest.mark.parametrize("fault", ["redirect", "drip", "short"])
-def test_redirects_in_a_circle_drops_and_false_lengths_end_in_a_sentence(server, tmp_path, fault):
+@pytest.mark.parametrize("fault", ["redirect", "drip"])
+def test_redirects_in_a_circle_and_bytes_one_by_one_end_in_a_sentence(server, tmp_path, fault):
     source, _ = opened(server.url, tmp_path / "copies")
     server.faults = [fault] * 100
-    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 4 seconds \(.+\)"):
+    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 2 seconds \(.+\)"):
         source.read(0)
 
 
@@ -229,15 +227,14 @@ def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp
     copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
     assert not partial.exists()
     partial.write_bytes(b"incomplete")
-    assert copies.copy(0)
+    with files.retrying(60):
+        assert copies.copy(0)
     assert content(copies, 0) == (folder / "000.tar").read_bytes()
     assert not partial.exists()
 
 
 def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch):
-    pytest.importorskip("gcp_storage_emulator", reason="a server for tests: pip install gcp-storage-emulator")
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # looks for credentials
-    pytest.importorskip("gcsfs", reason="fsspec reads gs:// with gcsfs: pip install 'dino-vit[gcs]'")
     port = free_port()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     write_shards(tmp_path / "shards", 3, IMAGES)
@@ -253,9 +250,7 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch):
     assert source.read(IMAGES) == local.read(IMAGES)
 
 
-def test_shards_are_copied_from_s3(folder, tmp_path, monkeypatch):
-    pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
-    pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
+def test_shards_are_copied_from_s3_and_an_image_that_is_replaced_is_noticed(folder, tmp_path, monkeypatch):
     local = open_source(str(folder / "*.tar"))
     with s3_bucket(folder) as bucket:
         for name, value in s3_environ(bucket).items():
@@ -269,20 +264,10 @@ def test_shards_are_copied_from_s3(folder, tmp_path, monkeypatch):
         put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
         with pytest.raises(ChangedFile):
             copies.copy(4)
-
-
-def test_an_image_of_a_bucket_that_is_replaced_is_noticed(tmp_path, monkeypatch):
-    """By the listing: no image is asked for."""
-    pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
-    pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
-    (tmp_path / "none").mkdir()
-    with s3_bucket(tmp_path / "none") as bucket:
-        for name, value in s3_environ(bucket).items():
-            monkeypatch.setenv(name, value)
-        opened = []
-        for content in (b"image", b"image", b"later"):
-            put_object(bucket, "photos/a.png", content)
-            opened.append(open_source("s3://shards/photos"))
-        first, again, replaced = (source.stamp for source in opened)
-        assert first == again != replaced
-        assert opened[0].fingerprint == opened[2].fingerprint
+        images = []
+        for data in (b"image", b"image", b"later"):
+            put_object(bucket, "photos/a.png", data)
+            images.append(open_source("s3://shards/photos"))
+    first, again, replaced = (source.stamp for source in images)
+    assert first == again != replaced  # by the listing: no image is asked for
+    assert images[0].fingerprint == images[2].fingerprint

@@ -1,6 +1,5 @@
 """Labels of three forms, from real files: one class an image, several labels, numbers."""
 
-import io
 import json
 
 import datasets
@@ -12,12 +11,9 @@ from PIL import Image
 from dino_vit.data.custom import CustomSource, wrap
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.targets import read_targets
+from tests.support.images import saved
 
-
-def png():
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "PNG")
-    return buffer.getvalue()
+PNG = saved(Image.new("RGB", (8, 8)), "PNG")
 
 
 @pytest.fixture
@@ -99,7 +95,7 @@ def test_lists_are_several_labels(read, tmp_path):
     targets = read(json.dumps(labels), "labels.json")
     assert targets.indices.tolist() == [0, 1, 2]
     assert targets.values.tolist() == [[1, 1], [0, 0], [0, 1]]
-    table = pa.table({"image": [png()] * 4, "tags": list(labels.values())})
+    table = pa.table({"image": [PNG] * 4, "tags": list(labels.values())})
     pq.write_table(table, tmp_path / "a.parquet")
     of_parquet = read_targets(open_source(str(tmp_path / "a.parquet")))
     assert of_parquet.names == targets.names == ("sea", "sky")
@@ -107,7 +103,7 @@ def test_lists_are_several_labels(read, tmp_path):
 
 
 def test_lists_of_a_hugging_face_dataset_are_named(tmp_path):
-    image = {"bytes": png(), "path": None}
+    image = {"bytes": PNG, "path": None}
     columns = {"image": [image] * 3, "labels": [[2, 0], [], [2]]}
     names = datasets.ClassLabel(names=["sea", "land", "sky"])
     rows = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())

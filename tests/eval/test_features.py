@@ -4,8 +4,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
@@ -14,15 +12,18 @@ from dino_vit.models.backbone import eval_mode
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
-from tests.support.backbones import backbone
+from tests.support.backbones import backbone, extracted
 from tests.support.images import write_synthetic
 
-MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-TRANSFORM = EvalTransform(size=(32, 32), mean=MEAN, std=STD)
+TRANSFORM = EvalTransform(size=(32, 32), mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
 SETTINGS = {"transform": TRANSFORM, "batch_size": 7}
 
 
-def test_features_are_the_class_tokens_in_the_order_asked_for():
+def extract(model, source, indices=None, **changes):
+    return extracted(model, source, indices, **{**SETTINGS, **changes})
+
+
+def test_features_come_in_the_order_asked_for():
     source, model = SyntheticSource(length=50, size=40), backbone()
     indices = [3, 49, 3, 0, *range(10, 30)]
     features = FrozenBackbone(model=model, **SETTINGS).extract(source, indices)
@@ -31,13 +32,9 @@ def test_features_are_the_class_tokens_in_the_order_asked_for():
     assert not features.values.requires_grad
     assert features.indices.tolist() == indices
     assert features.unreadable == ()
-    model.eval()
     for row, index in enumerate(indices[:5]):
-        resized = tv.resize(
-            source.read(index), [36], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
-        )
-        image = tv.normalize(tv.center_crop(resized, [32, 32]) / 255, MEAN, STD)
-        torch.testing.assert_close(features.values[row], model(image[None])[0], rtol=1e-4, atol=1e-5)
+        alone = extract(model, source, [index])[0]
+        torch.testing.assert_close(features.values[row], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("registers", [0, 3])
@@ -61,27 +58,22 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
         (FeatureSpec(tokens="patches", blocks=3), torch.cat(of_all, 2)),
         (FeatureSpec(tokens="all"), blocks[-1]),
     ):
-        features = FrozenBackbone(model=model, **SETTINGS).extract(source, range(4), spec=spec)
-        torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)
-        assert features.values.shape[1:] == spec.shape(model, (32, 32))
-        nothing = FrozenBackbone(model=model, **SETTINGS).extract(source, [], spec=spec)
-        assert nothing.values.shape == (0, *spec.shape(model, (32, 32)))
+        features = extract(model, source, spec=spec)
+        torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-5)
+        assert features.shape[1:] == spec.shape(model, (32, 32))
+        assert extract(model, source, [], spec=spec).shape == (0, *spec.shape(model, (32, 32)))
 
 
 def test_features_do_not_depend_on_the_batch_or_a_classifier():
     source, model = SyntheticSource(length=20), backbone(num_classes=3)
-    whole = FrozenBackbone(model=model, **{**SETTINGS, "batch_size": 100}).extract(source, range(20))
-    parts = FrozenBackbone(model=model, **{**SETTINGS, "batch_size": 3}).extract(source, range(20))
-    torch.testing.assert_close(whole.values, parts.values)
-    assert whole.values.shape == (20, 32)
+    whole, parts = (extract(model, source, batch_size=size) for size in (100, 3))
+    torch.testing.assert_close(whole, parts)
+    assert whole.shape == (20, 32)
 
 
 def test_autocast_computes_in_its_dtype_and_returns_float32():
     source, model = SyntheticSource(length=9), backbone()
-    exact = FrozenBackbone(model=model, **SETTINGS).extract(source, range(9)).values
-    rounded = (
-        FrozenBackbone(model=model, **SETTINGS, autocast=torch.bfloat16).extract(source, range(9)).values
-    )
+    exact, rounded = (extract(model, source, autocast=dtype) for dtype in (None, torch.bfloat16))
     assert rounded.dtype == torch.float32
     assert not torch.equal(exact, rounded)
     torch.testing.assert_close(exact, rounded, rtol=0.1, atol=0.1)
@@ -94,9 +86,8 @@ def test_extraction_leaves_no_trace():
     model.norm.weight.requires_grad_(False)
     modes = [module.training for module in model.modules()]
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
-    first = FrozenBackbone(model=model, **SETTINGS).extract(SyntheticSource(length=12), range(12))
-    again = FrozenBackbone(model=model, **SETTINGS).extract(SyntheticSource(length=12), range(12))
-    assert torch.equal(first.values, again.values)  # no branch is dropped
+    first, again = (extract(model, SyntheticSource(length=12)) for _ in range(2))
+    assert torch.equal(first, again)  # no branch is dropped
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
@@ -118,15 +109,13 @@ def broken_folder(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_unreadable_images_are_left_out_and_named(broken_folder, batch_size):
-    features = FrozenBackbone(model=backbone(), **{**SETTINGS, "batch_size": batch_size}).extract(
-        broken_folder, range(8)
-    )
+    frozen = FrozenBackbone(model=backbone(), transform=TRANSFORM, batch_size=batch_size)
+    features = frozen.extract(broken_folder, range(8))
     assert features.indices.tolist() == [0, 1, 4, 5, 6, 7]
     assert len(features.values) == 6
     assert [error.name for error in features.unreadable] == ["2.png", "3.png"]
-    nothing = FrozenBackbone(model=backbone(), **SETTINGS).extract(broken_folder, [2])
-    assert nothing.values.shape == (0, 32)
-    assert FrozenBackbone(model=backbone(), **SETTINGS).extract(broken_folder, []).indices.shape == (0,)
+    assert extract(backbone(), broken_folder, [2]).shape == (0, 32)
+    assert frozen.extract(broken_folder, []).indices.shape == (0,)
 
 
 def test_no_more_than_the_next_batch_is_read_ahead():
@@ -145,7 +134,7 @@ def test_no_more_than_the_next_batch_is_read_ahead():
 
     seen, source = [], Counting(length=40)
     model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)
-    FrozenBackbone(model=model, **{**SETTINGS, "batch_size": 5}).extract(source, range(40))
+    extract(model, source, batch_size=5)
     assert all(read <= 5 * (number + 2) for number, read in enumerate(seen))
     assert seen[-1] == 40
 

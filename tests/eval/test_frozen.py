@@ -18,10 +18,11 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
+from tests.support.backbones import extracted
 from tests.support.image_sets import write_folder, write_tar
 from tests.support.images import saved, write_synthetic
-from tests.support.processes import command_in_two, torchrun_environs
-from tests.support.runs import Command, command
+from tests.support.processes import command_in_two
+from tests.support.runs import command_here
 
 TRANSFORM = EvalTransform(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
 
@@ -57,10 +58,8 @@ def computed(monkeypatch):
 def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
     source = SyntheticSource(length=50)
     stored, indices = store_in(tmp_path, source, spec=spec)
-    extracted = FrozenBackbone(model=backbone(), transform=TRANSFORM, batch_size=4).extract(
-        source, range(50), spec=spec
-    )
-    assert np.array_equal(stored, extracted.values.numpy())
+    expected = extracted(backbone(), source, spec=spec, transform=TRANSFORM, batch_size=4)
+    assert np.array_equal(stored, expected.numpy())
     assert indices.tolist() == list(range(50))
 
 
@@ -117,13 +116,11 @@ def folder(tmp_path):
     return root
 
 
-@pytest.mark.parametrize("kind", ["folder", "list", "files", "tar", "npy"])
+@pytest.mark.parametrize("kind", ["folder", "tar", "npy"])
 def test_images_that_are_replaced_are_noticed_though_they_are_as_long_and_as_old(tmp_path, kind, computed):
     """As `cp -p`, `rsync -t` and `tar -x` leave them; names, sizes and the times of folders stay."""
     root, pixels = tmp_path / "set", np.random.default_rng(0).integers(0, 256, (200, 16, 16, 3), np.uint8)
-    specs = {"folder": root, "list": tmp_path / "set.txt", "files": root / "*.bmp"}
-    spec = specs.get(kind, tmp_path / f"set.{kind}")
-    (tmp_path / "set.txt").write_text("".join(f"set/{number:03}.bmp\n" for number in range(200)))
+    spec = root if kind == "folder" else tmp_path / f"set.{kind}"
     for _ in range(2):
         files = {f"{n:03}.bmp": saved(Image.fromarray(image), "BMP") for n, image in enumerate(pixels)}
         write_folder(root, files)
@@ -153,10 +150,8 @@ def test_features_of_an_object_are_kept_only_if_it_has_a_fingerprint(tmp_path, c
     given = Code()
     for given.shift in (0, 90):
         values, _ = store_in(tmp_path, CustomSource(given))
-        expected = FrozenBackbone(model=backbone(), transform=TRANSFORM, batch_size=4).extract(
-            CustomSource(given), range(30)
-        )
-        assert np.array_equal(values, expected.values.numpy())
+        expected = extracted(backbone(), CustomSource(given), transform=TRANSFORM, batch_size=4)
+        assert np.array_equal(values, expected.numpy())
         assert not list(tmp_path.rglob("*.safetensors"))
     given.fingerprint = "mine, version 1"
     computed.clear()
@@ -222,52 +217,18 @@ def test_a_source_without_one_readable_image_is_refused(tmp_path, folder):
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
-@pytest.fixture
-def embed(tmp_path):
+def test_two_processes_write_what_one_does(tmp_path):
     save_backbone(backbone(), tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    settings = [f"weights={tmp_path / 'a.safetensors'}", "batch_size=4", "precision=no"]
-
-    def arguments(name):
-        paths = [f"cache={tmp_path / name}", f"output={tmp_path / name}.parquet"]
-        return ["embed", "synthetic:301:32", *settings, *paths]
-
-    return arguments
-
-
-def test_two_processes_write_what_one_does(tmp_path, embed):
-    command(tmp_path / "one.log", *embed("one"))
-    _, second = command_in_two(tmp_path / "two.log", *embed("two"))
+    argv = ["embed", "synthetic:301:32", f"weights={tmp_path / 'a.safetensors'}", "batch_size=4"]
+    paths = [[f"cache={tmp_path / name}", f"output={tmp_path / name}.parquet"] for name in ("one", "two")]
+    command_here(*argv, "precision=no", *paths[0])
+    _, second = command_in_two(tmp_path / "two.log", *argv, "precision=no", *paths[1])
     assert not second.count("images"), "only rank 0 logs"
     (one,), (two,) = ([*(tmp_path / name).iterdir()] for name in ("one", "two"))
     assert one.name == two.name
     for ours, theirs in zip(*(read_tensors(path)[0].values() for path in (one, two)), strict=True):
         assert torch.equal(ours, theirs)
     assert read_table(tmp_path / "one.parquet").equals(read_table(tmp_path / "two.parquet"))
-
-
-def test_an_error_in_one_process_is_said_and_ends_both(tmp_path, embed):
-    first, second = torchrun_environs()
-    waiting = Command(embed("x"), tmp_path / "0.log", environ=first)
-    failing = Command(embed("x"), tmp_path / "1.log", environ=second, before=fail_at_the_third_batch)
-    assert failing.wait() == 2
-    assert "out of memory" in failing.said
-    assert waiting.wait() == 1
-    assert "dino-vit embed: another process of this run has ended; see its error message" in waiting.said
-    assert "Traceback" not in waiting.said + failing.said
-    assert not (tmp_path / "x.parquet").exists()
-
-
-def fail_at_the_third_batch():
-    compute, count = FrozenBackbone.compute, 0
-
-    def fail(self, images, spec):
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise OSError(12, "out of memory")
-        return compute(self, images, spec)
-
-    FrozenBackbone.compute = fail
 
 
 def test_images_that_lose_bits_are_said(tmp_path, caplog):

@@ -98,6 +98,14 @@ def test_images_in_two_tables_are_the_same_images(tmp_path):
         sets_of(str(tmp_path / "test.parquet"), train=str(tmp_path / "all.parquet"))
 
 
+def feed_of(train, batch_size, **settings):
+    """Return a loader that leaves images as they are, but for their size."""
+    transform = EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3)
+    frozen = FrozenBackbone(model=backbone(), transform=transform, batch_size=batch_size)
+    view = View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0))
+    return SupervisedLoader(train, frozen, view=view, seed=0, workers=0, **settings)
+
+
 def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
     """Every image is as bright as its class says."""
     for label in range(3):
@@ -107,17 +115,7 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
     for label in range(3):
         (tmp_path / str(label) / "0.png").write_bytes(b"no image")
     train = open_subset(str(tmp_path), open_source(str(tmp_path)))
-    feed = SupervisedLoader(
-        train,
-        FrozenBackbone(
-            model=backbone(),
-            transform=EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
-            batch_size=50,
-        ),
-        view=View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0)),
-        seed=0,
-        workers=0,
-    )
+    feed = feed_of(train, 50)
     assert (feed.global_batch, feed.steps_per_epoch) == (24, 1), "no more than there are"
     with closing(feed.batches()) as batches:
         for images, targets in islice(batches, 3):
@@ -191,15 +189,7 @@ def test_one_image_cannot_be_held_out():
 @pytest.mark.parametrize("keep_last", [False, True])
 def test_the_last_incomplete_batch_is_dropped_or_kept(keep_last):
     train, _ = sets_of("synthetic:75:16")
-    transform = EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3)
-    feed = SupervisedLoader(
-        train,
-        FrozenBackbone(model=backbone(), transform=transform, batch_size=32),
-        view=View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0)),
-        seed=0,
-        workers=0,
-        keep_last=keep_last,
-    )
+    feed = feed_of(train, 32, keep_last=keep_last)
     assert len(train) == 60
     with closing(feed.batches()) as batches:
         sizes = [len(targets) for _, targets in islice(batches, 3)]

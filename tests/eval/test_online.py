@@ -16,15 +16,16 @@ from dino_vit.core.distributed import end_processes
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
 from dino_vit.data.targets import read_targets
-from dino_vit.eval.features import FrozenBackbone, pixel_features
+from dino_vit.eval.features import pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
-from tests.support.backbones import backbone
+from tests.support.backbones import backbone, extracted
 from tests.support.images import write_synthetic
 from tests.support.naive import ranked_classes
+from tests.support.runs import server
 
 TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
 SETTINGS = {"transform": TRANSFORM}
@@ -40,19 +41,22 @@ def test_rankme_is_the_exponential_of_the_entropy_of_the_singular_values(shape):
     assert rankme(features) == pytest.approx(expected, rel=1e-6)
 
 
+def right_by_loop(features, labels, k):
+    """Return of which images the k nearest others tell the label."""
+    similar, right = F.normalize(features) @ F.normalize(features).T, []
+    for query, label in enumerate(labels):
+        others = [i for i in range(len(labels)) if i != query]
+        classes = ranked_classes(similar[query, others].tolist(), [labels[i] for i in others], k)
+        right.append(classes[0] == label)
+    return right
+
+
 def test_figures_are_those_of_each_image_among_the_others():
     source, model = SyntheticSource(length=500), backbone()
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=3, images=120, batch_size=50)
     figures = evaluation(model)
-    features = (
-        FrozenBackbone(model=model, **SETTINGS, batch_size=50).extract(source, evaluation.indices).values
-    )
-    similar = F.normalize(features) @ F.normalize(features).T
-    labels, right = [source.label(index) for index in evaluation.indices], []
-    for query in range(120):
-        others = [i for i in range(120) if i != query]
-        classes = ranked_classes(similar[query, others].tolist(), [labels[i] for i in others], 20)
-        right.append(classes[0] == labels[query])
+    features = extracted(model, source, evaluation.indices, **SETTINGS, batch_size=50)
+    right = right_by_loop(features, [source.label(index) for index in evaluation.indices], 20)
     assert figures.knn == pytest.approx(100 * sum(right) / 120)
     bits = int(figures.knn_answers, 16)
     assert [bits >> image & 1 for image in range(120)] == right
@@ -95,11 +99,7 @@ def test_the_best_of_the_simple_features_is_named(depth):
     found = {}
     for tokens, blocks in product(("cls", "cls+mean"), {1, min(depth, 4)}):
         spec = FeatureSpec(tokens=tokens, blocks=blocks)
-        values = (
-            FrozenBackbone(model=model, **SETTINGS, batch_size=50)
-            .extract(source, evaluation.indices, spec=spec)
-            .values
-        )
+        values = extracted(model, source, evaluation.indices, spec, **SETTINGS, batch_size=50)
         ranked = weighted_knn(values, labels, values, k=[20], self_offset=0)[20]
         found[spec.settings] = 100 * float((ranked[:, 0] == labels).float().mean())
     figures = evaluation(model)
@@ -108,15 +108,18 @@ def test_the_best_of_the_simple_features_is_named(depth):
     assert found[figures.best_features] == pytest.approx(max(found.values()))
 
 
+def write_noise(path, low, high):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(int(path.stem))
+    Image.fromarray(generator.integers(low, high, (32, 32, 3), dtype=np.uint8)).save(path)
+
+
 def test_splits_are_not_classes(tmp_path):
     """Of noise: the split and the class are told by brightness, and only the class is asked for."""
-    rng = np.random.default_rng(0)
     for number in range(120):
         split, of_class = ("train", "val", "train")[number % 3], ("dark", "light")[number % 2]
-        path = tmp_path / split / of_class / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
         low = 100 * (of_class == "light") + 50 * (split == "val")
-        Image.fromarray(rng.integers(low, low + 60, (32, 32, 3), dtype=np.uint8)).save(path)
+        write_noise(tmp_path / split / of_class / f"{number}.png", low, low + 60)
     source = FolderSource(tmp_path)
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     guesses = evaluation.guesses()
@@ -133,14 +136,10 @@ def test_splits_are_not_classes(tmp_path):
 
 def test_with_splits_a_probe_learns_from_the_images_that_vote(tmp_path):
     """In val the two labels are swapped, so that what holds in train is always wrong there."""
-    rng = np.random.default_rng(0)
     for number in range(120):
         split, shade = ("train", "val", "train")[number % 3], number % 2
         of_class = ("dark", "light")[shade ^ (split == "val")]
-        path = tmp_path / split / of_class / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(100 * shade, 100 * shade + 20, (32, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
+        write_noise(tmp_path / split / of_class / f"{number}.png", 100 * shade, 100 * shade + 20)
     evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
     assert evaluation.guesses().colours == 0
     figures = evaluation(backbone())
@@ -181,10 +180,13 @@ def test_without_labels_the_rank_is_what_there_is(labels):
 
 
 def test_images_with_labels_are_preferred():
-    labels = {index: index // 50 for index in range(0, 100, 5)}
-    evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
+    labels = {index: index % 2 for index in range(0, 100, 5)}
+    source, model = PartlyLabelled(100, labels), backbone()
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0, images=40)
     assert sorted(evaluation.indices) == sorted(labels)
-    assert 0 <= evaluation(backbone()).knn <= 100  # k is what so few images allow
+    features = extracted(model, source, evaluation.indices, **SETTINGS)
+    right = right_by_loop(features, [labels[index] for index in evaluation.indices], 19)
+    assert evaluation(model).knn == pytest.approx(100 * sum(right) / 20)  # all others vote
 
 
 def test_a_broken_network_has_no_figures():
@@ -210,7 +212,8 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
     torch.manual_seed(1)
     model = backbone()
     expected = _figures(model)
-    mp.spawn(_evaluate, args=(f"file://{tmp_path / 'rendezvous'}", model.state_dict()), nprocs=2)
+    arguments = f"file://{tmp_path / 'rendezvous'}", model.state_dict()
+    mp.start_processes(_evaluate, arguments, nprocs=2, start_method=server.get_start_method())
     for number in range(2):
         figures = torch.load(tmp_path / f"rendezvous{number}")
         for of_group, alone in zip(figures, expected, strict=True):
@@ -252,8 +255,7 @@ def test_several_labels_and_numbers_are_judged_too(tmp_path, task):
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     figures, guesses = evaluation(model), evaluation.guesses()
     values = read_targets(source, evaluation.indices).values
-    frozen = FrozenBackbone(model=model, **SETTINGS, batch_size=50)
-    features = F.normalize(frozen.extract(source, evaluation.indices).values)
+    features = F.normalize(extracted(model, source, evaluation.indices, **SETTINGS, batch_size=50))
     cosines = (features @ features.T).fill_diagonal_(-torch.inf)
     nearest = cosines.topk(20)
     weights = (nearest.values / 0.07).exp()[..., None].numpy()

@@ -41,5 +41,5 @@ def test_whatever_ends_badly_is_noticed():
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_some_inputs_of_each_kind_end_well(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("DINO_VIT_CACHE", str(tmp_path))
-    for number in range(5):
+    for number in range(2):
         assert not try_here(GENERATORS[kind], f"0 {kind} {number}"), number

@@ -57,8 +57,6 @@ def test_targets_with_the_sinkhorn_center_are_the_assignment(iterations):
     torch.testing.assert_close(teacher_targets(logits, center, 0.04), expected, atol=1e-5, rtol=1e-4)
     targets = teacher_targets(100 * logits, sinkhorn_center([100 * logits], 0.01, iterations), 0.01)
     torch.testing.assert_close(targets.sum(1), torch.ones(24))  # the exponential of these overflows
-    if iterations == 30:
-        torch.testing.assert_close(expected.sum(0), torch.full((11,), 24 / 11), atol=0.05, rtol=0)
 
 
 def test_the_sinkhorn_center_is_of_the_pass_alone_and_the_last_finite_one_is_saved():

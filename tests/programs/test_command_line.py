@@ -1,7 +1,6 @@
 """The programs as a user starts them."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,19 +10,32 @@ PROGRAMS = Path(__file__).parents[2] / "eval"
 PROTOCOLS = ["copydays", "davis", "dino2021", "finetune", "imagenet_c", "oxford_paris"]
 
 
+@pytest.fixture
+def started(monkeypatch, capsys):
+    """Return a function that starts a program, checks its exit code and returns what it printed."""
+
+    def start(name, *arguments, code):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        with pytest.raises(SystemExit, match=str(code)):
+            runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr()
+
+    return start
+
+
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_the_help_has_protocol_figures_and_settings(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
-    shown = capsys.readouterr().out
+def test_the_help_has_protocol_figures_and_settings(name, started):
+    shown = started(name, "--help", code=0).out
     assert "Published" in shown
     assert "weights=..." in shown
 
 
-def test_mistakes_are_a_sentence_and_exit_code_2():
-    command = [sys.executable, PROGRAMS / "davis.py", "nowhere", "weigths=x"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("davis.py: ")
-    assert "did you mean weights?" in done.stderr
+@pytest.mark.parametrize("name", ["attention", "embed", "knn", "linear"])
+def test_programs_are_their_commands(name, started):
+    assert started(name, "--help", code=0).out.startswith(f"usage: dino-vit {name} ")
+
+
+def test_mistakes_are_a_sentence_and_exit_code_2(started):
+    said = started("davis", "nowhere", "weigths=x", code=2).err
+    assert said.startswith("davis.py: ")
+    assert "did you mean weights?" in said

@@ -14,7 +14,6 @@ from eval.davis import (
     DavisConfig,
     boundaries,
     boundary_accuracy,
-    dilate,
     propagate_labels,
     region_similarity,
     run,
@@ -75,18 +74,6 @@ def test_empty_masks_count_as_davis_counts_them():
     for measure in (region_similarity, boundary_accuracy):
         assert measure(none, none) == 1
         assert measure(none, some) == measure(some, none) == 0
-
-
-@pytest.mark.parametrize("radius", [1, 4])
-def test_a_dilation_is_all_within_the_radius(radius):
-    mask = torch.zeros(1, 23, 17, dtype=torch.bool)
-    points = [(0, 0), (12, 9), (22, 16)]
-    for point in points:
-        mask[0, *point] = True
-    near = dilate(mask, radius)[0]
-    for y in range(23):
-        for x in range(17):
-            assert near[y, x] == any(math.dist((y, x), point) <= radius for point in points)
 
 
 def naive_labels(target, frames, labels, radius, k, temperature):

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 
 from dino_vit import load_backbone
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.models.tokens import FeatureSpec
-from dino_vit.views.eval_transform import eval_transform_of
 from eval.dino2021 import Dino2021Config, run
+from tests.support.backbones import extracted
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two
 from tests.support.runs import save_and_fail
@@ -41,8 +40,7 @@ def test_heads_are_written_as_the_reference_does(weights, blocks, mean):
     assert weight.shape == (10, 64)
     (_, val), model = open_sets(SupervisedConfig(source=SOURCE)), load_backbone(weights)
     spec = FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=blocks)
-    frozen = FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=24)
-    features = frozen.extract(val.images, range(24), spec=spec).values
+    features = extracted(model, val.images, spec=spec)
     if mean:  # c0, p0, c1, p1, ...
         features = torch.stack([features[:, :32], features[:, 32:]], dim=2).flatten(1)
     scores = F.linear(features, weight, bias)

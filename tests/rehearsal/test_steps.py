@@ -23,27 +23,14 @@ SMALL = {
     "budget.steps": 100,
 }
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1}
+ROTARY = {"model.positions": "rotary", "model.rotary_rescale": 2, "model.drop_path": 0.2}
+AGAIN = {"model.grad_checkpointing": "true", "model.patch_drop": 0.5}
+ALONE = {**PATCHES, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"}
 CASES = {  # beside the recipes themselves, whose kernels are counted below
-    "float16": {"run.precision": "fp16", "optim.clip_mode": "module", "optim.accumulate": 2},
-    "rotary": {
-        "model.positions": "rotary",
-        "model.rotary_rescale": 2,
-        "model.drop_path": 0.2,
-    },
-    "recomputation": {
-        "model.grad_checkpointing": "true",
-        "model.patch_drop": 0.5,
-        "optim.name": "sgd",
-        "optim.layer_decay": 0.9,
-    },
-    "patches with a mean": {
-        **PATCHES,
-        "loss.centering": "ema",
-        "head.shared": "true",
-        "optim.clip_mode": "none",
-    },
+    "rotary": {**ROTARY, "run.precision": "fp16", "optim.clip_mode": "module", "optim.accumulate": 2},
+    "recomputation": {**AGAIN, "optim.name": "sgd", "optim.layer_decay": 0.9},
     # With 16 views of 8 passes, half of which are masked, some pass has none.
-    "no patches": {**PATCHES, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"},
+    "no patches": {**ALONE, "optim.clip_mode": "none"},
     "imitation": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5, "run.precision": "no"},
     "gram": {**PATCHES, "teacher.weights": "run", "gram.weights": "run", "gram.scale": 2},
 }

@@ -3,16 +3,13 @@
 from itertools import pairwise
 
 import pytest
-
-from tests.support.browser import set_screen, text_of
-from tests.support.reports import HOSTILE
-
-pytest.importorskip("selenium")
-
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.support.browser import set_screen, text_of
+from tests.support.reports import HOSTILE
 
 READY = "return report.map.atlas.naturalWidth"
 

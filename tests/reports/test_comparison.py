@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from selenium.webdriver.support.ui import WebDriverWait
 
 import dino_vit
 from dino_vit.reports.comparison import joint_charts
@@ -10,10 +11,6 @@ from dino_vit.reports.page import charts
 from dino_vit.reports.record import read_run
 from tests.support.browser import set_screen, text_of
 from tests.support.reports import ParsedPage
-
-pytest.importorskip("selenium")
-
-from selenium.webdriver.support.ui import WebDriverWait
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,15 @@ def test_images_that_moved_are_reported_and_can_be_given(folder, made):
     assert len(write_report(folder, f"source={images}", "images=20").data["map"]["names"]) == 20
 
 
+def test_images_of_several_sources_are_shown(folder, made, monkeypatch):
+    monkeypatch.chdir(made.parent / "images")
+    page = write_report(folder, "source=[dots,nets]")
+    names = page.data["map"]["names"]
+    assert [sum(name.startswith(kind) for name in names) for kind in ("dots/", "nets/")] == [23, 24]
+    assert len(names) == len(page.data["map"]["photos"]) == 47
+    assert "global 1" in page.text
+
+
 def test_without_the_server_of_the_images_the_rest_is_shown(folder, made, monkeypatch):
     def gone(*_):
         raise SourceLost("the server does not answer")

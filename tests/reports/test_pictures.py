@@ -12,7 +12,6 @@ from dino_vit.cli import main
 from dino_vit.commands.report import draw
 from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.maps.pictures import heat
 from dino_vit.eval.online import random_indices
@@ -30,11 +29,7 @@ def test_the_map_holds_the_neighbours_of_the_teacher(made):
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     source = open_source(read_run(made).config.data.source)
     indices, data = pictures.build_map(teacher, source, random_indices(source, seed=0)[:40])
-    features = (
-        FrozenBackbone(model=teacher.model, transform=teacher.transform, batch_size=7)
-        .extract(source, indices)
-        .values
-    )
+    features = replace(teacher, batch_size=7).extract(source, indices).values
     unit = features / features.norm(dim=1, keepdim=True)
     for row in range(40):
         cosines = {other: float(unit[row] @ unit[other]) for other in range(40) if other != row}

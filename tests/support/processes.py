@@ -24,9 +24,10 @@ def srun_environs():
     return [{**common, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
 
 
-def pair(output, settings, environs, **options):
-    """Start the two processes of one run."""
-    return [Run(output, settings, environ=environ, **options) for environ in environs]
+def pair(output, settings, environs, before=(None, None)):
+    """Start the two processes of one run, and let each do something first."""
+    both = zip(environs, before, strict=True)
+    return [Run(output, settings, environ=environ, before=act) for environ, act in both]
 
 
 def finish(started, code=0):

@@ -214,14 +214,6 @@ def write_shards(folder: Path, shards: int = 8, images: int = 16) -> None:
         write_tar(folder / f"{shard:03d}.tar", pictures)
 
 
-def write_pngs(folder: Path, images: int) -> None:
-    """Write generated textures as files."""
-    folder.mkdir(parents=True)
-    source = SyntheticSource(length=images)
-    for index in range(images):
-        (folder / f"{index:06d}.png").write_bytes(as_png(source, index))
-
-
 def as_png(source: SyntheticSource, index: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")

@@ -12,7 +12,7 @@ from PIL import Image
 
 from dino_vit.cli import main
 from tests.support.images import write_synthetic
-from tests.support.runs import run
+from tests.support.training import trained
 
 HOSTILE = "<script>alert(1)</script>.png"  # a folder and a file, as far as a disk is concerned
 IMAGES = 72
@@ -30,7 +30,7 @@ def make_run(folder: Path, settings: Mapping[str, object] = {}) -> Path:
     write_images(folder / "images")
     output = folder / "run"
     source = {"data.source": folder / "images", "run.eval_every": 1}
-    run(output, {**source, **settings})
+    trained(output, {**source, **settings})
     return output
 
 

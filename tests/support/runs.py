@@ -8,7 +8,6 @@ import os
 import resource
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -166,20 +165,6 @@ def run(output: Path, settings: Mapping[str, object] = {}, *, code: int = 0, **o
     return started.said
 
 
-def program(name: str, *argv: object, processes: int = 1) -> str:
-    """Run a program of eval/ as users do, by `accelerate launch` on several processes; return its output."""
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CPU)] if processes > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, f"eval/{name}.py", *map(str, argv)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def _run(argv: list[str], log: Path, environ: dict[str, str], before: Callable[[], None] | None) -> None:
     import torch
 
@@ -243,11 +228,6 @@ def wait_for_checkpoints():
             writer._writing.exception()
 
 
-def kill_a_loader() -> None:
-    """Kill a loader process of this process, as the system does when memory runs out."""
-    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-
-
 def limit_files(size: int) -> None:
     """Have files of this process be no larger, which stands in for a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -256,10 +236,15 @@ def limit_files(size: int) -> None:
 
 def assert_same_end(output: Path, other: Path, step: int) -> None:
     """Check that the records of two runs and their checkpoints of a step are the same bit for bit."""
-    ours, theirs = tensors(output, step), tensors(other, step)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    torch.testing.assert_close(tensors(output, step), tensors(other, step), rtol=0, atol=0)
     assert history(output) == history(other)
+
+
+def assert_same_readings(output: Path, other: Path, *keys: str, atol: float = 1e-5, rtol: float = 1e-5):
+    """Check that the records of two runs have the same readings, up to rounding."""
+    lines = history(output), history(other)
+    ours, theirs = ({key: [line[key] for line in of_run] for key in keys} for of_run in lines)
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
 
 
 def history(output: Path) -> list[dict[str, object]]:

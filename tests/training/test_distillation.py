@@ -13,7 +13,7 @@ import dino_vit
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training.setup import set_up
 from dino_vit.weights.loading import open_teacher
-from tests.support.runs import TINY, tensors
+from tests.support.runs import RESNET, TINY, tensors
 from tests.support.training import assert_resumes_exactly, configured, opened, tensors_of, trained
 
 WIDE = {"model.width": 48, "model.depth": 3, "model.heads": 3, "seed": 5, "budget.steps": 10}
@@ -98,17 +98,8 @@ def test_a_run_resumes_exactly(tmp_path, wide):
 
 def test_the_average_has_the_statistics_of_the_student(tmp_path, wide):
     """It sees no image itself: in the head, and in a backbone of timm."""
-    of_timm = {
-        "model.arch": "timm:test_resnet",
-        "model.width": "null",
-        "model.depth": "null",
-        "model.heads": "null",
-    }
-    of_timm |= {"model.patch_size": 16, "views.global_size": 64, "views.local_size": 32}
-    settings = pupil(
-        wide, **of_timm, **{"head.batch_norm": "true", "teacher.momentum": 0.5, "budget.steps": 10}
-    )
-    state = trained(tmp_path / "run", settings)
+    statistics = {"head.batch_norm": "true", "teacher.momentum": 0.5}
+    state = trained(tmp_path / "run", pupil(wide, **RESNET, **statistics, **{"budget.steps": 10}))
     ours, theirs = dict(state.teacher.named_buffers()), dict(state.student.named_buffers())
     assert len(ours) > 20
     for name, statistic in theirs.items():
@@ -176,13 +167,15 @@ def test_a_teacher_is_recognised_by_what_its_file_holds(tmp_path, wide):
         )
 
 
-def test_a_run_does_not_learn_from_itself_nor_from_a_teacher_that_has_changed(tmp_path, wide):
-    with pytest.raises(ValueError, match="is the run itself; give another"):
-        opened(tmp_path / "run", pupil(tmp_path / "run"))
-    trained(tmp_path / "teacher", {**WIDE, "head.prototypes": 128})
-    trained(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))
-    trained(
-        tmp_path / "teacher", {**WIDE, "head.prototypes": 128, "budget.steps": 15, "run.resume": "changed"}
-    )
-    with pytest.raises(ValueError, match=r"the weights of teacher.weights=.* have changed"):
-        opened(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))
+@pytest.mark.parametrize("key", ["teacher.weights", "gram.weights"])
+def test_a_run_does_not_learn_from_itself_nor_from_what_has_changed(tmp_path, key):
+    short = {"budget.steps": 5, "optim.warmup_epochs": 0}
+    with pytest.raises(ValueError, match=f"{key}=.* is the run itself; give another"):
+        opened(tmp_path / "run", {**short, key: tmp_path / "run"})
+    settings = {**short, key: tmp_path / "teacher"}
+    trained(tmp_path / "teacher", short)
+    trained(tmp_path / "run", settings)
+    opened(tmp_path / "run", settings)
+    trained(tmp_path / "teacher", {**short, "budget.steps": 10, "run.resume": "changed"})
+    with pytest.raises(ValueError, match=rf"the weights of {key}=.* have changed"):
+        opened(tmp_path / "run", settings)

@@ -11,8 +11,8 @@ from dino_vit.method.features import resize_patches
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.backbones import backbone
 from tests.support.processes import run_in_two
-from tests.support.runs import history, run, tensors
-from tests.support.training import assert_resumes_exactly, opened, trained
+from tests.support.runs import assert_same_readings, history, run, tensors
+from tests.support.training import assert_resumes_exactly, opened, tensors_of, trained
 
 STATISTICS = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
 
@@ -65,9 +65,7 @@ def test_two_processes_follow_one(tmp_path, weights):
     settings = {"teacher.weights": weights, "budget.steps": 6, "optim.name": "sgd", "model.drop_path": 0}
     run(tmp_path / "alone", {**settings, "data.batch_size": 16})
     run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
-    for key in ("loss", "patch_loss"):
-        pair = [torch.tensor([line[key] for line in history(tmp_path / name)]) for name in ("run", "alone")]
-        assert_close(*pair, atol=1e-5, rtol=1e-5)
+    assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", "patch_loss")
 
 
 def test_patches_of_another_size_are_resized_to_the_grid_of_the_student(tmp_path):
@@ -91,11 +89,10 @@ def test_a_model_of_timm_teaches_and_a_student_may_teach_on(tmp_path):
     dino_vit.save_backbone(model, tmp_path / "resnet.safetensors", **STATISTICS)
     size = {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
     size |= {"run.precision": "bf16", "model.patch_size": 16}
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = tensors_of(model)
     state = trained(
         tmp_path / "run", {"teacher.weights": tmp_path / "resnet.safetensors", **size, "budget.steps": 10}
     )
-    for name, tensor in state.objective.frozen.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+    assert_close(tensors_of(state.objective.frozen), before, atol=0, rtol=0)
     trained(tmp_path / "next", {"teacher.weights": tmp_path / "run", **size, "budget.steps": 10})
     assert history(tmp_path / "next")[-1]["prototypes"] is None

@@ -5,6 +5,7 @@ from itertools import islice, pairwise
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import dino_vit.method.objective
 import dino_vit.training.loop
@@ -17,26 +18,19 @@ from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import TrainingState
-from tests.support.runs import assert_same_end, history, steps, tensors
+from tests.support.runs import assert_same_end, assert_same_readings, history, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
 SHORT = {"optim.warmup_epochs": 0}
 
 
-def assert_close(ours, theirs, **tolerance):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, msg=lambda text, name=name: name + text, **tolerance)
-
-
 @pytest.fixture
 def lose(monkeypatch):
-    """Return a function that makes the loss of the next steps from `first` to `last` a NaN, so many times."""
+    """Return a function that makes the loss of the steps from `first` to `last` a NaN, once each."""
 
-    def lose(first, last, times):
-        left = {step: times for step in range(first, last + 1)}
+    def lose(first, last):
+        left, now = set(range(first, last + 1)), None
         take, loss = dino_vit.training.loop.forward_backward, dino_vit.method.objective.dino_loss
-        now = None
 
         def forward_backward(state, *arguments, **keywords):
             nonlocal now
@@ -45,9 +39,9 @@ def lose(monkeypatch):
 
         def dino_loss(*arguments, **keywords):
             value = loss(*arguments, **keywords)
-            if not left.get(now):
+            if now not in left:
                 return value
-            left[now] -= 1
+            left.remove(now)
             return value * math.nan
 
         monkeypatch.setattr(dino_vit.training.loop, "forward_backward", forward_backward)
@@ -82,10 +76,8 @@ def test_steps_are_those_of_the_reference(tmp_path):
         assert_close(determined(ours.backbone), determined(theirs.backbone), atol=1e-5, rtol=1e-4)
         assert_close(tensors_of(ours.head.mlp), tensors_of(theirs.head.mlp), atol=1e-5, rtol=1e-4)
         direction = theirs.head.last_layer.parametrizations.weight.original1
-        torch.testing.assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(
-        taken.objective.centers["loss"].center, other.loss.center, atol=1e-6, rtol=1e-5
-    )
+        assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
+    assert_close(taken.objective.centers["loss"].center, other.loss.center, atol=1e-6, rtol=1e-5)
 
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
@@ -100,21 +92,8 @@ def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
     assert [r.teacher_temp for r in rates] == pytest.approx([0.04] * 8 + [0.07] * 24)
 
 
-def test_one_pass_of_16_and_four_of_4_are_the_same_step(tmp_path):
-    # Of SGD, as AdamW makes full steps of what is nothing but rounding, such as the gradients of key biases.
-    settings = {"model.drop_path": 0, "budget.steps": 6, "optim.name": "sgd"}
-    whole = trained(tmp_path / "whole", {**settings, "data.batch_size": 16})
-    parts = trained(tmp_path / "parts", {**settings, "data.batch_size": 4, "optim.accumulate": 4})
-    modules = [{"student": s.student, "teacher": s.teacher, **s.objective.centers} for s in (parts, whole)]
-    for name in ("student", "teacher", "loss"):
-        ours, theirs = (tensors_of(of_run[name]) for of_run in modules)
-        assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-    ours, theirs = ([line["loss"] for line in history(tmp_path / name)] for name in ("parts", "whole"))
-    assert ours == pytest.approx(theirs, abs=1e-5)
-
-
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, lose, student_at):
-    lose(6, 6, times=1)
+    lose(6, 6)
     state = trained(tmp_path / "run")
     assert moved(student_at[6], student_at[7]) == set()
     assert moved(student_at[5], student_at[6])
@@ -130,7 +109,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose,
     monkeypatch.setattr(dino_vit.training.state, "MAX_SKIPPED", 3)
     settings = {"run.keep_every": 5}
     trained(tmp_path / "whole", settings)
-    lose(8, 10, times=1)
+    lose(8, 10)
     with pytest.raises(
         NotFinite, match=r"3 steps in a row up to step 11 .* run.resume=changed, and run.precision=no"
     ):
@@ -173,7 +152,7 @@ def test_float16_finds_its_scale_by_losing_steps(tmp_path, monkeypatch):
 
 
 def test_float16_gives_up_when_its_scale_cannot_fall(tmp_path, lose):
-    lose(0, 40, times=1)
+    lose(0, 40)
     with pytest.raises(NotFinite, match="16 steps in a row"):
         trained(tmp_path / "run", {"run.precision": "fp16", "budget.steps": 40})
 
@@ -195,11 +174,9 @@ def test_compiled_networks_train_as_plain_ones_do(tmp_path, monkeypatch, backend
     monkeypatch.setattr(torch, "compile", compile)
     trained(tmp_path / "compiled", {**settings, "run.compile": "true"})
     assert len(used) == 2, "student and teacher"
-    plain, compiled = (
-        [metrics["loss"] for metrics in history(tmp_path / name)] for name in ("plain", "compiled")
-    )
-    assert compiled == pytest.approx(plain, rel=1e-4)
-    assert plain[0] != plain[-1]
+    assert_same_readings(tmp_path / "compiled", tmp_path / "plain", "loss", rtol=1e-4)
+    plain = history(tmp_path / "plain")
+    assert plain[0]["loss"] != plain[-1]["loss"]
 
 
 def test_a_skipped_step_leaves_the_statistics_of_batch_norm_alone(tmp_path, monkeypatch):

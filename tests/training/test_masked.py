@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
+from dino_vit import load_backbone, save_backbone
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.loop import take_step
-from dino_vit.weights import load_backbone
+from tests.support.backbones import backbone
 from tests.support.processes import finish, pair, srun_environs
-from tests.support.runs import history, run, steps, tensors
+from tests.support.runs import assert_same_readings, history, run, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
 PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "model.drop_path": 0}
@@ -84,14 +85,15 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
 
 
 def test_the_passes_of_a_step_are_one(tmp_path):
-    whole = trained(tmp_path / "whole", {**PATCHES, "budget.steps": 10})
-    parts = trained(
-        tmp_path / "parts", {**PATCHES, "budget.steps": 10, "data.batch_size": 2, "optim.accumulate": 4}
-    )
-    found, expected = ([line["loss"] for line in history(tmp_path / name)] for name in ("parts", "whole"))
-    assert found == pytest.approx(expected, rel=1e-5)
-    ours, theirs = (state.objective.centers["patch_loss"].center for state in (parts, whole))
-    assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    """Of SGD, as AdamW makes full steps of mere rounding, such as the gradients of key biases."""
+    settings = {**PATCHES, "budget.steps": 6, "optim.name": "sgd"}
+    whole = trained(tmp_path / "whole", {**settings, "data.batch_size": 16})
+    parts = trained(tmp_path / "parts", {**settings, "data.batch_size": 4, "optim.accumulate": 4})
+    assert_same_readings(tmp_path / "parts", tmp_path / "whole", "loss")
+    for networks in ((parts.student, whole.student), (parts.teacher, whole.teacher)):
+        assert_close(*map(tensors_of, networks), atol=1e-6, rtol=1e-4)
+    for name, center in whole.objective.centers.items():
+        assert_close(parts.objective.centers[name].center, center.center, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shared", ["true", "false"])
@@ -110,9 +112,8 @@ def test_two_processes_follow_one(tmp_path):
     settings = {**ALL_TERMS, "budget.steps": 8}
     run(tmp_path / "alone", {**settings, "data.batch_size": 16})
     finish(pair(tmp_path / "run", {**settings, "data.batch_size": 8}, srun_environs()))
-    for key in ("loss", "patch_loss", "gradient_norm", "patch_entropy_gap", "patch_output_entropy"):
-        ours, theirs = ([line[key] for line in history(tmp_path / name)] for name in ("run", "alone"))
-        assert ours == pytest.approx(theirs, abs=2e-4, rel=1e-4), key
+    keys = "loss", "patch_loss", "gradient_norm", "patch_entropy_gap", "patch_output_entropy"
+    assert_same_readings(tmp_path / "run", tmp_path / "alone", *keys, atol=2e-4, rtol=1e-4)
     centers = [tensors(tmp_path / name, 8)["patch_loss.center"] for name in ("run", "alone")]
     assert_close(*centers, atol=1e-4, rtol=1e-3)
 
@@ -129,7 +130,7 @@ def test_all_that_should_learn_learns(tmp_path):
     assert before.keys() - moved(before, tensors_of(state.student)) == frozen | fixed
     assert "backbone.mask_token" in before
     assert state.objective.centers["patch_loss"].center.any()
-    for _ in islice(range(2), 2):
+    for _ in range(2):
         take_step(state, batches)
     assert before.keys() - moved(before, tensors_of(state.student)) == fixed
 
@@ -153,13 +154,14 @@ def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
 
 
 def test_a_gram_teacher_with_other_pixels_is_refused(tmp_path):
-    trained(tmp_path / "run", {"budget.steps": 10, "views.global_size": 48})
-    settings = {"views.global_size": 48, "gram.weights": tmp_path / "run", "data.mean": "[0.1, 0.1, 0.1]"}
+    save_backbone(backbone(), tmp_path / "vit.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    settings = {"views.global_size": 48, "gram.weights": tmp_path / "vit.safetensors"}
     with pytest.raises(ValueError, match=r"has data.mean of .*they must be the same"):
-        opened(tmp_path / "other", settings)
+        opened(tmp_path / "other", {**settings, "data.mean": "[0.1, 0.1, 0.1]"})
 
 
-def test_masked_patches_cannot_come_or_go_halfway(tmp_path):
+def test_masked_patches_cannot_come_or_go_halfway(tmp_path, caplog):
+    caplog.set_level("INFO", "dino_vit")
     trained(tmp_path / "run", {"budget.steps": 10})
     changed = {**PATCHES, "views.global_size": 32, "budget.steps": 20, "run.resume": "changed"}
     with pytest.raises(
@@ -167,17 +169,16 @@ def test_masked_patches_cannot_come_or_go_halfway(tmp_path):
     ):
         opened(tmp_path / "run", changed)
     started = {**changed, "init.weights": tmp_path / "run", "init.head_epochs": 0.5, "run.resume": "same"}
-    said = run(tmp_path / "other", started)
-    assert "added a mask token of zeros" in said
+    trained(tmp_path / "other", started)
+    assert "added a mask token of zeros" in caplog.text
     assert steps(tmp_path / "other")[-1] == 20
     back = {"init.weights": tmp_path / "other", "init.head_epochs": 0.5, "views.global_size": 32}
     assert opened(tmp_path / "third", back).state.student.backbone.mask_token is None
 
 
 @pytest.mark.parametrize(
-    "terms", [{"views.global_size": 48, "model.drop_path": 0}, PATCHES], ids=["dino", "patches"]
+    ("terms", "scale"), [({"views.global_size": 48, "model.drop_path": 0}, 1), (PATCHES, 2)]
 )
-@pytest.mark.parametrize("scale", [1, 2])
 def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     """Begun from a kept checkpoint of the run itself; the term is that of the formula."""
     trained(tmp_path / "run", {**terms, "budget.steps": 10})
@@ -213,10 +214,10 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
 @pytest.mark.parametrize("local_size", [16, 96])  # 96: that of the enlarged views
 def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size):
     settings = {"views.local_size": local_size}
-    trained(tmp_path / "run", {**PATCHES, **settings, "budget.steps": 5, "optim.warmup_epochs": 0.25})
+    save_backbone(backbone(), tmp_path / "vit.safetensors")
     outs, views = [], []
     for scale in (1, 2):
-        gram = {"gram.weights": tmp_path / "run", "gram.scale": scale}
+        gram = {"gram.weights": tmp_path / "vit.safetensors", "gram.scale": scale}
         state = opened(tmp_path / f"at{scale}", {**PATCHES, **settings, **gram}).state
         batch = next(iter(state.loader.batches()))
         seen, networks = state.views_of(batch), (state.student, state.teacher)
@@ -225,25 +226,3 @@ def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size
     reduced = F.interpolate(views[1], size=48, mode="bicubic", antialias=True)
     assert (reduced - views[0]).abs().mean() < 0.05  # a solarised or clamped pixel may differ more
     assert_close(outs[1].cls_loss, outs[0].cls_loss, atol=1e-2, rtol=0)
-
-
-def test_an_earlier_teacher_that_has_changed_is_refused(tmp_path):
-    kept = tmp_path / "kept.safetensors"
-    for steps_taken in (5, 10):
-        trained(
-            tmp_path / "run", {"budget.steps": steps_taken, "optim.warmup_epochs": 0, "run.resume": "changed"}
-        )
-        shutil.copy(max((tmp_path / "run" / "checkpoints").iterdir()), kept)
-        settings = {"views.global_size": 32, "gram.weights": kept}
-        if steps_taken == 5:
-            trained(tmp_path / "held", settings)
-            opened(tmp_path / "held", settings)
-    with pytest.raises(ValueError, match=r"the weights of gram.weights=.* have changed"):
-        opened(tmp_path / "held", settings)
-
-
-def test_the_run_itself_is_no_earlier_teacher(tmp_path):
-    trained(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0.25})
-    changed = {"budget.steps": 10, "gram.weights": tmp_path / "run", "run.resume": "changed"}
-    with pytest.raises(ValueError, match="is the run itself; give another"):
-        opened(tmp_path / "run", changed)

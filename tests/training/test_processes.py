@@ -8,13 +8,14 @@ import time
 from functools import partial
 
 import pytest
-import torch
+from torch.testing import assert_close
 
 from tests.support.processes import finish, free_port, pair, run_in_two, srun_environs, torchrun_environs
 from tests.support.runs import (
     Run,
     arguments,
     assert_same_end,
+    assert_same_readings,
     history,
     run,
     signal_within_step,
@@ -22,6 +23,7 @@ from tests.support.runs import (
     tensors,
     within_step,
 )
+from tests.support.training import opened
 
 # Stochastic depth is drawn on each process for its own images.
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
@@ -38,18 +40,15 @@ def alone(tmp_path_factory):
 
 
 def assert_follows(output, alone):
-    found, expected = history(output), history(alone)
+    found = history(output)
     assert [line["step"] for line in found] == list(range(1, 11))
-    for key in ("loss", "gradient_norm", "mean_output_entropy", "output_entropy", "student_divergence"):
-        ours, theirs = (torch.tensor([line[key] for line in lines]) for lines in (found, expected))
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda text, key=key: key + text)
     assert [line["rows"] for line in found] == [32] * 10
+    keys = "loss", "gradient_norm", "mean_output_entropy", "output_entropy", "student_divergence"
+    assert_same_readings(output, alone, *keys)
 
 
-@pytest.mark.slow  # `accelerate launch` runs in tests/project/test_readme_walk.py
-def test_torchrun_follows_one_process(
-    tmp_path, alone
-):  # `accelerate launch`: tests/project/test_readme_walk.py
+@pytest.mark.slow  # as that of `accelerate launch` is: tests/project/test_readme_walk.py
+def test_torchrun_follows_one_process(tmp_path, alone):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     command = [*launcher, free_port(), "-m", "dino_vit", *arguments(tmp_path / "run", TWO)]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=900)
@@ -69,34 +68,22 @@ def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
 
 def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, alone):
     """The global batch stays, in two passes, and so do the images and the losses."""
-    output = tmp_path / "run"
-    environs = torchrun_environs()
-    first = Run(output, TWO, environ=environs[0])
-    second = Run(output, TWO, environ=environs[1], before=partial(signal_within_step, 2, signal.SIGTERM))
-    finish([first, second], 75)
+    output, stopped = tmp_path / "run", partial(signal_within_step, 2, signal.SIGTERM)
+    finish(pair(output, TWO, torchrun_environs(), before=(None, stopped)), 75)
     assert steps(output) == [3]
     said = run(output, TWO)
     assert "resuming after step 3" in said
     assert "optim.accumulate=2: keeps the global batch of 16" in said
-    ours, theirs = history(output), history(alone)
-    for key in ("loss", "gradient_norm"):
-        assert [line[key] for line in ours] == pytest.approx(
-            [line[key] for line in theirs], abs=1e-5, rel=1e-5
-        )
-    for name, tensor in tensors(alone, 10).items():
-        torch.testing.assert_close(tensors(output, 10)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    assert_same_readings(output, alone, "loss", "gradient_norm")
+    assert_close(tensors(output, 10), tensors(alone, 10), atol=1e-4, rtol=1e-3)
 
 
 def test_a_process_that_fails_says_why_and_the_other_that_it_is_alone(tmp_path):
     """In the middle of a step, where the other waits in a collective."""
     failing = partial(within_step, 3, partial(fail_with, "no space left"))
-    started = [
-        Run(tmp_path / "run", TWO, environ=environ, before=failing if number == 0 else None)
-        for number, environ in enumerate(torchrun_environs())
-    ]
-    assert started[0].wait() == 2
-    assert "dino-vit pretrain: no space left" in started[0].said
-    other = started[1]
+    failed, other = pair(tmp_path / "run", TWO, torchrun_environs(), before=(failing, None))
+    assert failed.wait() == 2
+    assert "dino-vit pretrain: no space left" in failed.said
     assert other.wait() == 1
     assert other.said.splitlines()[-1].startswith("dino-vit pretrain: another process of this run has ended")
     assert "Traceback" not in other.said
@@ -106,11 +93,7 @@ def test_a_process_that_does_not_answer_ends_the_other_and_both_go_on_bit_for_bi
     """Stopped as by a machine that hangs, in a step after one with a checkpoint; it ends when it goes on."""
     output, settings = tmp_path / "run", {**TWO, "run.checkpoint_every": 3}
     stopped = partial(signal_within_step, 4, signal.SIGSTOP)
-    started = [
-        Run(output, {**settings, **LIMIT}, environ=environ, before=stopped if number == 1 else None)
-        for number, environ in enumerate(torchrun_environs())
-    ]
-    other, victim = started
+    other, victim = pair(output, {**settings, **LIMIT}, torchrun_environs(), before=(None, stopped))
     assert other.wait() == 75
     last = other.said.splitlines()[-1]
     assert last == (
@@ -127,20 +110,17 @@ def test_a_process_that_does_not_answer_ends_the_other_and_both_go_on_bit_for_bi
 def test_a_first_step_that_takes_long_is_waited_for(tmp_path):
     """As with hosts that compile, or read their images, at different speeds."""
     settings = {**TWO, **LIMIT, "budget.steps": 4, "optim.warmup_epochs": 0.5}
-    first, second = torchrun_environs()
-    slow = Run(
-        tmp_path / "run", settings, environ=first, before=partial(within_step, 0, partial(time.sleep, 5))
-    )
-    finish([slow, Run(tmp_path / "run", settings, environ=second)])
+    slow = partial(within_step, 0, partial(time.sleep, 5))
+    finish(pair(tmp_path / "run", settings, torchrun_environs(), before=(slow, None)))
 
 
 def fail_with(text):
     raise OSError(text)
 
 
-def test_a_batch_that_processes_cannot_make_up_is_refused(tmp_path, alone):
-    said = run(alone, {**ONE, "data.batch_size": 6}, code=2)
-    assert "its global batch was 16, which is not a multiple of 6" in said
+def test_a_batch_that_processes_cannot_make_up_is_refused(alone):
+    with pytest.raises(ValueError, match="its global batch was 16, which is not a multiple of 6"):
+        opened(alone, {**ONE, "data.batch_size": 6})
 
 
 def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):

@@ -5,6 +5,7 @@ import torch
 from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
 import dino_vit
+from tests.support.backbones import backbone
 from tests.support.training import opened, trained
 
 ROTARY = {"model.positions": "rotary", "views.local_size": 24}
@@ -61,14 +62,15 @@ def test_channels_that_cannot_be_turned_are_refused(tmp_path):
 
 
 def test_settings_of_positions_are_those_of_the_weights(tmp_path):
-    trained(tmp_path / "learned", {"budget.steps": 10})
-    settings = {"init.weights": tmp_path / "learned", "init.head_epochs": 0.5, "model.positions": "rotary"}
+    dino_vit.save_backbone(backbone(depth=2), tmp_path / "learned.safetensors")
+    settings = {"init.weights": tmp_path / "learned.safetensors", "init.head_epochs": 0.5}
     with pytest.raises(
         ValueError, match=r"model.positions=rotary \(there learned\) does not match init.weights"
     ):
-        opened(tmp_path / "run", settings)
-    trained(tmp_path / "rotary", {**ROTARY, "budget.steps": 10})
-    settings = {"init.weights": tmp_path / "rotary", "init.head_epochs": 0.5, "model.rotary_rescale": "null"}
+        opened(tmp_path / "run", {**settings, "model.positions": "rotary"})
+    rotary = backbone(depth=2, positions="rotary", rotary_rescale=2.0)
+    dino_vit.save_backbone(rotary, tmp_path / "rotary.safetensors")
+    settings |= {"init.weights": tmp_path / "rotary.safetensors", "model.rotary_rescale": "null"}
     state = opened(tmp_path / "run", {**settings, "views.local_size": 24}).state
     assert state.student.backbone.rotary
     assert state.student.backbone.rotary_rescale is None

@@ -16,12 +16,11 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.training.loop import pretrain
 from dino_vit.training.reporter import describe_start, start_record
 from dino_vit.training.resolve import Fit
 from dino_vit.training.setup import set_up
-from dino_vit.views.eval_transform import EvalTransform
+from tests.support.peers import HF_VIT
 from tests.support.runs import TINY, tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
 
@@ -48,12 +47,7 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
         changed = moved(student_at[step], student_at[step + 1])
         assert any(name.startswith("backbone.") for name in changed) == (step >= 4), step
         assert any(name.startswith("head.mlp") for name in changed) or step == 0
-    evaluation = OnlineEvaluation(
-        source=state.source,
-        transform=EvalTransform(size=(32, 32), mean=state.config.data.mean, std=state.config.data.std),
-        seed=0,
-    )
-    figure = evaluation(start).knn
+    figure = state.evaluation(start).knn
     assert json.loads((tmp_path / "run" / "baseline.json").read_bytes())["knn"] == figure
     assert f"k-NN {figure:.1f}" in capsys.readouterr().err
 
@@ -123,9 +117,9 @@ def test_grey_images_stay_grey_for_weights_of_grey_ones(tmp_path):
     settings = {**AUTO, "init.weights": tmp_path / "grey.safetensors", "data.source": tmp_path / "grey.npy"}
     for recipe in ("auto", "dino"):
         run = {**settings, "recipe": recipe, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
-        for _ in range(2):  # begun and resumed
-            config = trained(tmp_path / recipe, run, {}).config
-            assert (config.data.channels, config.data.mean, config.augment.hue) == (1, (0.3,), 0)
+        for state in (trained(tmp_path / recipe, run, {}), opened(tmp_path / recipe, run, {}).state):
+            data = state.config.data
+            assert (data.channels, data.mean, state.config.augment.hue) == (1, (0.3,), 0)
 
 
 def test_a_frozen_teacher_sees_images_as_it_was_trained_on(tmp_path, weights):
@@ -241,6 +235,8 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
 
 AUTO = {"recipe": "auto", "data.source": "synthetic:64:96", "data.batch_size": 8, "data.workers": 0}
 AUTO |= {"run.trackers": "[]", "run.precision": "no", "budget.steps": 20}
+SHORT = {**AUTO, "views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
+SHORT |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
 
 
 def test_auto_shows_trained_weights_the_views_that_they_know(tmp_path, weights):
@@ -253,10 +249,8 @@ def test_auto_shows_trained_weights_the_views_that_they_know(tmp_path, weights):
 
 
 def test_views_are_of_the_images_that_the_weights_saw_and_not_of_all_their_positions(tmp_path):
-    config = ViTConfig(
-        image_size=64, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "hub")
+    model = ViTModel(ViTConfig(**HF_VIT | {"image_size": 64}), add_pooling_layer=False)
+    model.save_pretrained(tmp_path / "hub")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "hub")
     state = opened(tmp_path / "run", {**AUTO, "init.weights": tmp_path / "hub"}, {}).state
     assert state.config.views.global_size == 32
@@ -265,28 +259,24 @@ def test_views_are_of_the_images_that_the_weights_saw_and_not_of_all_their_posit
 
 def test_features_are_read_from_larger_images_than_views(tmp_path):
     """The positions are those of the images that are read, in the file and in a run that starts from it."""
-    sizes = {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
-    short = {**AUTO, **sizes, "model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
-    trained(tmp_path / "run", short, {})
+    trained(tmp_path / "run", SHORT, {})
     model = load_backbone(tmp_path / "run")
     assert (model.image_size, model.transform.size) == ((64, 64), (64, 64))
-    state = opened(tmp_path / "run", {**short, "budget.steps": 30, "run.resume": "changed"}, {}).state
+    state = opened(tmp_path / "run", {**SHORT, "budget.steps": 30, "run.resume": "changed"}, {}).state
     assert (state.step, state.evaluation.transform.size) == (20, (64, 64))
     further = {**AUTO, "init.weights": tmp_path / "run"}
     trained(tmp_path / "again", further, {})
     for settings in (further, {**further, "budget.steps": 30, "run.resume": "changed"}):
         again = opened(tmp_path / "again", settings, {}).state
         assert (again.config.views.global_size, again.student.backbone.image_size) == (32, (64, 64))
-    as_published = opened(tmp_path / "plain", {**short, "recipe": "dino"}, {}).state
+    as_published = opened(tmp_path / "plain", {**SHORT, "recipe": "dino"}, {}).state
     assert as_published.evaluation.transform.size == (32, 32)
 
 
 def test_a_run_resumes_with_the_images_that_it_started_with(tmp_path):
     """Those of a run that started before `auto` chose their size are as large as its views."""
-    sizes = {"views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
-    short = {**AUTO, **sizes, "model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
-    trained(tmp_path, {**short, "model.image_size": "null"}, {})
-    state = opened(tmp_path, short, {}).state
+    trained(tmp_path, {**SHORT, "model.image_size": "null"}, {})
+    state = opened(tmp_path, SHORT, {}).state
     assert (state.step, state.config.image_shape, state.config.model.image_size) == (20, (32, 32), None)
 
 

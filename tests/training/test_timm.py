@@ -4,32 +4,27 @@ import re
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.processes import run_in_two
-from tests.support.runs import history, run, tensors
+from tests.support.runs import OF_TIMM, RESNET, assert_same_readings, run, tensors
 from tests.support.training import opened
 
-OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
-OF_TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
 CONVNEXT = {**OF_TIMM, "model.arch": "timm:test_convnext"}
-RESNET = {**OF_TIMM, "model.arch": "timm:test_resnet"}  # with BatchNorm
 
 
 def test_two_processes_with_batch_norm_follow_one(tmp_path):
     settings = {**RESNET, "budget.steps": 6, "model.drop_path": 0, "optim.name": "sgd"}
     run(tmp_path / "alone", {**settings, "data.batch_size": 16})
     run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
-    losses = [torch.tensor([line["loss"] for line in history(tmp_path / name)]) for name in ("run", "alone")]
-    torch.testing.assert_close(*losses, atol=1e-4, rtol=1e-4)
-    ours, theirs = (tensors(tmp_path / name, 5) for name in ("run", "alone"))
-    statistics = [name for name in ours if name.endswith("running_mean")]
-    assert len(statistics) > 10
-    for name in statistics:
-        torch.testing.assert_close(
-            ours[name], theirs[name], atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text
-        )
+    assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", atol=1e-4, rtol=1e-4)
+    assert_same_readings(tmp_path / "run", tmp_path / "alone", "gradient_norm", atol=0, rtol=1e-2)
+    of_both = (tensors(tmp_path / name, 5).items() for name in ("run", "alone"))
+    ours, theirs = ({name: t for name, t in one if name.endswith("running_mean")} for one in of_both)
+    assert len(ours) > 10
+    assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
 
 
 def test_training_goes_on_from_weights_of_the_same_model(tmp_path):

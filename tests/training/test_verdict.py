@@ -21,7 +21,7 @@ from dino_vit.training.loop import take_step
 from dino_vit.training.metrics import BASELINE, METRICS, Baseline
 from dino_vit.training.readings import PATIENCE, collapse
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.verdict import STATES, WAITING, judge, waits_for_images
+from dino_vit.training.verdict import WAITING, judge, waits_for_images
 from tests.support.history import HEALTHY
 from tests.support.training import opened
 
@@ -85,13 +85,6 @@ def test_a_recorded_run_is_called_what_it_was(name, labels):
     assert changes == expected
 
 
-def test_nearly_every_state_has_a_real_run():
-    reached = {state for runs in TABLE.values() for states in runs for state in states}
-    # No run was found yet in which patches collapse and images do not.
-    missing = {"non-finite steps", "all patches alike", "not evaluated", NO_BETTER, MIXED}
-    assert reached == set(STATES) - missing
-
-
 def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
     assert str(judge(*recorded("flowers-good"))) == (
         "learning: k-NN 53.0 ± 1.6 % (before training 41.3, raw pixels 42.9, largest class 24.3, chance "
@@ -117,9 +110,7 @@ def test_a_run_that_saw_few_images_hears_how_long_to_train():
     assert history[-1].epoch < 1
     said = judge(history, config, baseline)
     assert said.diagnosis.state == EARLY
-    minutes = float(f"{2 * history[-1].step / history[-1].epoch / history[-1].step:.2g}")
-    least = "300 steps or one epoch are the least to judge by"
-    assert said.advice == f"Try budget.minutes={minutes:g}: {least}."
+    assert said.advice == "Try budget.minutes=2.8: 300 steps or one epoch are the least to judge by."
     assert judge(history[:-1], config, baseline).advice == ""  # it is under way
 
 

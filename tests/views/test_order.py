@@ -48,17 +48,6 @@ def test_no_image_comes_twice_in_an_epoch_and_shares_are_kept_all_along():
             assert abs(np.count_nonzero(number[:stop] == each) - stop * count / order.length) <= 3
 
 
-def test_processes_share_the_images_of_a_mix_and_resume_anywhere():
-    def sampler(**settings):
-        return Sampler(length=sum(COUNTS), batch_size=24, seed=3, mixed=mixed(), **settings)
-
-    steps = [spec.samples.tolist() for spec in islice(sampler().batch_specs(), 70)]
-    ranks = [sampler(world_size=3, accumulate=2, rank=rank).batch_specs(40) for rank in range(3)]
-    for expected in steps[40:]:
-        parts = [[next(specs).samples.tolist() for specs in ranks] for _ in range(2)]
-        assert [image for micro in parts for part in micro for image in part] == expected
-
-
 def test_an_image_of_the_same_source_stands_in_for_one_that_cannot_be_read():
     sampler = Sampler(length=sum(COUNTS), batch_size=24, seed=3, mixed=mixed())
     for sample in (0, 299, 300, 1299, 1300, 1349):

@@ -60,15 +60,6 @@ def test_weights_that_cannot_be_meant_are_refused(tmp_path, changed, said):
         read_sampling_weights(SOURCE, path)
 
 
-def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
-    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES[1:], 1))
-    with pytest.raises(ValueError, match=f"no weight for 1 of 64 images, such as '{NAMES[0]}'"):
-        read_sampling_weights(SOURCE, path)
-    path.write_text(path.read_text() + f"{NAMES[0]},1\n{NAMES[0]},2\n")
-    with pytest.raises(ValueError, match=f"two values for 1 name: '{NAMES[0]}' has '1' and '2'"):
-        read_sampling_weights(SOURCE, path)
-
-
 def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path, capsys):
     settings = {**SETTINGS, **SHORT, "data.weights": str(of_classes(tmp_path / "w.csv"))}
     dino_vit.pretrain(output=tmp_path / "whole", **settings)

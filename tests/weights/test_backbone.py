@@ -12,10 +12,9 @@ from torch.testing import assert_close
 from dino_vit import load_backbone, save_backbone
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.tokens import FeatureSpec, Tokens
 from dino_vit.views.eval_transform import eval_transform_of
-from tests.support.backbones import backbone
+from tests.support.backbones import backbone, extracted
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -74,9 +73,7 @@ def test_values_from_0_to_1_are_levels_too(model):
 
 
 def test_embeddings_are_those_of_the_evaluations(model, photos):
-    source = open_source(str(photos))
-    transform = eval_transform_of(model)
-    wanted = FrozenBackbone(model=model, transform=transform, batch_size=5).extract(source, range(5)).values
+    wanted = extracted(model, open_source(str(photos)), batch_size=5)
     paths = sorted(photos.iterdir())
     assert_close(model.embed(paths), wanted, rtol=0, atol=1e-6)
     assert_close(model.embed(iter(paths), batch_size=2), wanted, rtol=0, atol=1e-6)
@@ -90,9 +87,8 @@ def test_embeddings_are_those_of_the_evaluations(model, photos):
 
 @pytest.mark.parametrize("tokens", get_args(Tokens))
 def test_other_tokens_are_those_of_the_evaluations_too(model, photos, tokens):
-    source, spec = open_source(str(photos)), FeatureSpec(tokens=tokens, blocks=2)
-    frozen = FrozenBackbone(model=model, transform=model.transform, batch_size=5)
-    wanted = frozen.extract(source, range(5), spec).values
+    spec = FeatureSpec(tokens=tokens, blocks=2)
+    wanted = extracted(model, open_source(str(photos)), spec=spec, batch_size=5)
     features = model.embed(sorted(photos.iterdir()), tokens=tokens, blocks=2)
     assert_close(features, wanted, rtol=0, atol=1e-6)
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from dino_vit import load_backbone
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.linear import count_correct, train_logistic
-from dino_vit.views.eval_transform import eval_transform_of
+from tests.support.backbones import extracted
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
@@ -59,7 +58,8 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
 def test_two_processes_find_what_one_does(weights):
     """With fewer rates than processes."""
     method = [*FAST, "rates=[0.1]", "select=train"]
-    one, two = evaluate(weights, *method)[0], evaluate_in_two(weights, *method)
+    (one, said), two = evaluate(weights, *method), evaluate_in_two(weights, *method)
+    assert "tried; give others" not in said, "of one"
     for key in ("best", "table", "images", "chosen_on"):
         assert two[key] == one[key]
 
@@ -94,14 +94,9 @@ def test_held_out_images_are_those_of_the_seed(weights):
 
 
 def test_a_regression_has_the_best_penalty(weights):
-    found, _ = evaluate(weights, "method=logistic", "cs=[0.1, 10]")
+    found, said = evaluate(weights, "method=logistic", "cs=[0.1, 10]")
     sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
-    train, val = (
-        FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=96)
-        .extract(each.images, range(len(each)))
-        .values
-        for each in sets
-    )
+    train, val = (extracted(model, each.images) for each in sets)
     heads = train_logistic(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)
     right = count_correct(heads, val, torch.from_numpy(sets[1].targets)).tolist()
     assert [(cell["C"], cell["top1"]["correct"]) for cell in found["table"]] == [
@@ -109,6 +104,7 @@ def test_a_regression_has_the_best_penalty(weights):
         (10, right[1]),
     ]
     assert found["best"]["top1"]["correct"] == max(right)
+    assert "the best C is at the end of those that were tried; give others with cs=" in said, "of two"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.eval.labelled import open_subset
 from dino_vit.eval.linear import PENALTIES
 from tests.support.images import write_classes
-from tests.support.processes import command_in_two
 from tests.support.runs import command_here
 
 SETTINGS = {"precision": "no", "verbose": False}
@@ -184,14 +183,6 @@ def test_labels_that_no_image_to_judge_by_has_are_an_error(photos, weights, comm
     (photos / "none.csv").write_text("\n".join(rows))
     with pytest.raises(ValueError, match="the 30 images to judge by have no labels, or all the same numbers"):
         getattr(dino_vit, command)(photos, weights, labels=photos / "none.csv", **SETTINGS)
-
-
-def test_two_processes_predict_what_one_does(photos, weights):
-    arguments = ["knn", f"{photos}", f"{weights}", f"labels={photos}/tags.csv", "k=5", "precision=no"]
-    command_here(*arguments, f"output={photos}/one.json")
-    command_in_two(photos / "two", *arguments, f"output={photos}/two.json")
-    one, two = (json.loads((photos / f"{name}.json").read_text()) for name in ("one", "two"))
-    assert two["per_target"] == one["per_target"]
 
 
 def test_backbones_are_compared_by_several_labels(photos, weights):

@@ -1,6 +1,5 @@
 import io
 import sys
-from importlib.util import find_spec
 
 import imagecodecs
 import numpy as np
@@ -240,17 +239,10 @@ def test_tiff_with_geographic_tags_keeps_its_values():
         assert np.array_equal(image.numpy(), array.transpose(2, 0, 1))
 
 
-def test_heic_is_read_by_its_plug_in():
-    data = b"\0\0\0\x18ftypheic" + bytes(12)
-    if find_spec("pillow_heif") is None:
-        with pytest.raises(UnreadableImage, match="HEIC needs another library: pip install pillow-heif"):
-            decode(data, "x")
-        return
-    import pillow_heif
-
-    file = io.BytesIO()
-    pillow_heif.from_pillow(smooth()).save(file, quality=100)
-    assert (decode(file.getvalue(), "x").float() - tensor(smooth()).float()).abs().mean() < 6
+def test_heic_needs_a_plug_in(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(UnreadableImage, match="HEIC needs another library: pip install pillow-heif"):
+        decode(b"\0\0\0\x18ftypheic" + bytes(12), "x")
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import dino_vit
 from dino_vit.commands.compare import choose_evaluators, open_compared
 from dino_vit.config.commands import IGNORED, CompareConfig
 from dino_vit.config.loading import load
 from dino_vit.data.sources.masks import open_masks, open_watched
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.published import PUBLISHED, recognise
-from tests.support.runs import command_here
 
 LABEL_IDS = {"road": 7, "sidewalk": 8, "pole": 17, "sky": 23, "train": 31, "bicycle": 33}  # of Cityscapes
 
@@ -131,15 +131,9 @@ def test_what_a_published_set_lacks_or_has_of_its_own_is_said(ade20k, cityscapes
         open_masks(str(cityscapes), ignore_value=0)
 
 
-def test_the_command_learns_from_one_split_and_judges_the_other(voc, tmp_path):
-    import dino_vit
-    from dino_vit import VisionTransformer, save_backbone
-
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
-    save_backbone(model, tmp_path / "w.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    said = command_here("dense", voc, tmp_path / "w.safetensors", "steps=2", "blocks=2", "precision=no")
-    assert "pixels of 1 image; learned from 2 others: k-NN from " in said
-    result = dino_vit.dense(voc, tmp_path / "w.safetensors", steps=2, blocks=2, verbose=False)
+def test_the_command_learns_from_one_split_and_judges_the_other(voc, weights):
+    result = dino_vit.dense(voc, weights, steps=2, blocks=2, precision="no", verbose=False)
+    assert "pixels of 1 image; learned from 2 others: k-NN from " in str(result)
     assert set(result.linear.iou) == {"background", "person", "tv_monitor"}
 
 

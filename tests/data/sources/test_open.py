@@ -244,12 +244,16 @@ def test_labels_without_a_name_are_refused(tmp_path):
         open_source(str(path))
 
 
-def test_datasets_of_the_hub(tmp_path, monkeypatch, caplog):
-    """A local folder in the place of a repository: the library reads both alike."""
+@pytest.fixture(autouse=True)
+def _cache_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def test_datasets_of_the_hub(tmp_path, caplog):
+    """A local folder in the place of a repository: the library reads both alike."""
     for split, number in (("train", 0), ("test", 1)):
         write_parquet(tmp_path / "set" / f"{split}-0.parquet", parts(number))
-    datasets.disable_progress_bars()
     spec = f"hf:{tmp_path / 'set'}"
     with pytest.raises(ValueError, match=r"has no split val, but train, test"):
         open_source(f"{spec}[val]")
@@ -278,11 +282,10 @@ def test_datasets_of_the_hub(tmp_path, monkeypatch, caplog):
     assert whole.fingerprint == open_source(str(write_folder(tmp_path / "folder"))).fingerprint
 
 
-def test_a_row_of_the_hub_without_an_image_is_one_that_cannot_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    images = pa.array([None, {"bytes": None, "path": None}, {"bytes": b"c", "path": None}], kind)
+@pytest.mark.parametrize("fields", [{}, {"path": pa.string()}], ids=["bytes alone", "bytes and path"])
+def test_a_row_of_the_hub_without_an_image_is_one_that_cannot_be_read(tmp_path, fields):
+    kind = pa.struct({"bytes": pa.binary(), **fields})
+    images = pa.array([None, {"bytes": None}, {"bytes": b"c"}], kind)
     (tmp_path / "set").mkdir()
     pq.write_table(pa.table({"image": images}), tmp_path / "set" / "train-0.parquet")
     source = open_source(f"hf:{tmp_path / 'set'}")
@@ -290,8 +293,6 @@ def test_a_row_of_the_hub_without_an_image_is_one_that_cannot_be_read(tmp_path, 
 
 
 def test_a_data_set_of_the_hub_has_configurations(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
     root, files = tmp_path / "owner" / "set", ""
     for name, number in (("small", 0), ("large", 1)):
         write_parquet(root / name / "train-0.parquet", parts(number))

@@ -41,7 +41,6 @@ def tables(tmp_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_remote_tables_of_all_layouts_are_as_local_ones(tables, name, monkeypatch):
-    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
     monkeypatch.setattr(files, "MOST_REQUESTED", 100)  # so that a file takes several requests
     local = open_source(str(tables / f"{name}.parquet"))
     with serving(tables) as server:
@@ -57,7 +56,6 @@ def test_remote_tables_of_all_layouts_are_as_local_ones(tables, name, monkeypatc
 
 
 def test_a_table_that_is_damaged_or_out_of_reach_is_a_sentence(tables, monkeypatch):
-    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
     monkeypatch.setattr(files, "timeout_s", 2)
     path = tables / "hub.parquet"
     data = bytearray(path.read_bytes())

