@@ -125,7 +125,9 @@ def names_of(weights: Sequence[str]) -> list[str]:
     folders = [os.path.dirname(os.path.abspath(text)) for text in texts if not is_name(text)]
     shared = os.path.commonpath(folders) if folders else ""
     names = [text if is_name(text) else os.path.relpath(text, shared) for text in texts]
-    return names if len({*names, UNTRAINED}) > len(names) else list(weights)
+    if len({*names, UNTRAINED}) > len(names):
+        return names
+    return [f"./{path}" if path == UNTRAINED else path for path in weights]
 
 
 def open_compared(config: CompareConfig) -> Source:

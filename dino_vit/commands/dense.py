@@ -12,7 +12,7 @@ from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.published import recognise
 from dino_vit.eval.accuracy import Interval, Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone, warn_of_unreadable
 from dino_vit.eval.labelled import refuse_same_images
 from dino_vit.eval.maps.segmentation import (
     JUDGES,
@@ -61,6 +61,8 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
     steps = config.steps or choose_steps(len(bank.images))
     head = train_head(frozen, train, bank, spec, steps)
     measured = judge(frozen, queries, indices, bank, head, spec, k=config.k)
+    warn_of_unreadable(train, train_indices, bank.images)
+    warn_of_unreadable(queries, indices, measured[0].images)
     images, classes, true = len(measured[0].images), queries.classes, measured[0].parts[2].sum(0)
     if not true.sum():
         raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from dino_vit.config.commands import BackboneConfig, CachedConfig
@@ -96,7 +96,7 @@ def cached_features(
     key = broadcast_int(int(digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:15], 16))
     path = (frozen.cache or cache_folder() / "features") / f"{key:015x}.safetensors"
     tensors = _read(path)
-    if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors))):
+    if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors["indices"]))):
         tensors = _compute(path, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
     if stamp is None:
         wait_for_all()  # until each has read them
@@ -105,9 +105,7 @@ def cached_features(
         raise ValueError(
             f"{path} was written but is not there; let all processes share the folder of the cache"
         )
-    if unreadable := _left_out(chosen, tensors):
-        text = "%d of %d images cannot be read and are left out, the first is %s"
-        log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
+    warn_of_unreadable(source, chosen, tensors["indices"])
     check_finite(tensors["values"], frozen.model)
     return tensors["values"].numpy(), tensors["indices"].numpy()
 
@@ -141,9 +139,15 @@ def _read(path: Path) -> dict[str, Tensor] | None:
         return None
 
 
-def _left_out(chosen: Sequence[int], tensors: dict[str, Tensor]) -> list[int]:
-    """Return the images that are not among those of a file."""
-    return np.setdiff1d(np.asarray(chosen, np.int64), tensors["indices"].numpy()).tolist()
+def _left_out(chosen: Sequence[int], kept: ArrayLike) -> list[int]:
+    return np.setdiff1d(np.asarray(chosen, np.int64), np.asarray(kept)).tolist()
+
+
+def warn_of_unreadable(source: Source, chosen: Sequence[int], kept: ArrayLike) -> None:
+    """Say how many of some images are not among those that were read, by whichever process."""
+    if unreadable := _left_out(chosen, kept):
+        text = "%d of %d images cannot be read and are left out, the first is %s"
+        log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
 
 
 def _readable_again(frozen: FrozenBackbone, source: Source, left_out: Sequence[int]) -> bool:

@@ -203,3 +203,4 @@ def test_names_are_short_and_differ():
     assert names_of(["runs/a", "hf:facebook/dinov2-small"]) == ["a", "hf:facebook/dinov2-small"]
     assert names_of(["runs/a", "./runs/a"]) == ["runs/a", "./runs/a"]
     assert names_of(["runs/a", "runs/untrained"]) == ["runs/a", "runs/untrained"]  # not those of the seed
+    assert names_of(["untrained", "a"]) == ["./untrained", "a"]

@@ -124,6 +124,7 @@ def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights):
     assert "left out: sub/01.png: the mask cannot be read: it is not an image" in text
     assert "0x" not in text
     assert results["images"] == 2
+    assert "4 of 6 images cannot be read and are left out, the first is sub/01.png" in text
 
 
 def test_masks_that_do_not_fit_or_are_missing_are_refused(folders, weights):
