@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 from queue import Queue
 from statistics import mean, median, stdev
@@ -107,8 +107,12 @@ def main(description: str = __doc__.splitlines()[0], **defaults: Any) -> None:
     ]
     train(jobs, folders, options.minutes if options.peer else None, options.cores)
     most = (None, None) if options.whole else JUDGED
+    free = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(free, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        outputs, names = [job.output for job in jobs], [job.name for job in jobs]
+        judged = list(pool.map(judge, outputs, names, repeat(folders), repeat(most)))
     figures = {
-        name: [judge(job.output, name, folders, most) for job in jobs if job.name == name]
+        name: [found for job, found in zip(jobs, judged, strict=True) if job.name == name]
         for name in options.sets
     }
     told = [f"{job.name}, seed {job.seed}: {said(job.output)}" for job in jobs]
