@@ -24,7 +24,7 @@ FIGURES = {
     ("docs/start/demo.md", "| untrained |"): ["demo | The | 2,000 | untrained, trained, raw pixels, chance"],
     ("docs/small-sets.md", "| set | seeds |"): [
         f"small | Small | {name}: {row} | {SMALL[row]}"
-        for name in ("groceries", "flowers", "cifar10")
+        for name in ("groceries", "flowers", "cifar10", "textures", "groceries-grey", "flowers-grey")
         for row in SMALL
     ],
     ("docs/small-sets.md", "| set, steps and epochs in an hour |"): [
