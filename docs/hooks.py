@@ -34,8 +34,8 @@ COPIED = {
 # What the page of figures shows: the stored results of a benchmark, and their heading.
 PLOTTED = {
     "demo": "The quick demo",
-    "small": "Photos, in ten minutes of one core",
-    "hours": "Photos and CIFAR-10, in an hour of two cores",
+    "small": "Small sets, in ten minutes of one core",
+    "hours": "Small sets, in an hour of two cores",
     "cifar10": "CIFAR-10, in an hour of two cores with AVX-512 and bf16",
     "small_peer": "Beside lightly-train, in ten minutes of one core",
     "distillation": "A student with a larger teacher",
