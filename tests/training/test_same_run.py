@@ -96,7 +96,10 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
         with pytest.raises(ValueError, match=message):
             opened(output, {**changes, **SHORT})
     assert steps(output) == [5]
-    trained(output, {"optim.lr": 0.02, "run.resume": "changed", **SHORT})
+    changed = {"optim.lr": 0.02, "run.resume": "changed", **SHORT}
+    reasons = {choice.key: choice.reason for choice in opened(output, changed).choices}
+    assert reasons["optim.lr"] == "changed at step 5"
+    trained(output, changed)
     assert steps(output) == [5, 10, 15, 20]
 
 
