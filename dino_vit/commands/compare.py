@@ -71,10 +71,9 @@ def run(config: CompareConfig) -> ComparisonResult:
         paths[UNTRAINED] = UNTRAINED
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        is_drawn = number > len(config.weights)
-        trained = config.weights[0] if is_drawn else weights
+        trained = config.weights[0] if name == UNTRAINED else weights
         frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
-        if is_drawn:
+        if name == UNTRAINED:
             frozen = untrained_like(frozen, config.seed)
         _describe(config, frozen, comparison, name)
         file = Path(weights)

@@ -102,7 +102,7 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
 
 
 def _read_ppm(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    """Read PPM by Pillow, except 16 bits, which it would reduce to 8 in colour, and call 32 in grey."""
+    """Read PPM by Pillow, except 16 bits, which it reduces to 8 in colour and widens to 32 in grey."""
     file = PpmImagePlugin.PpmImageFile(BytesIO(data))
     tile: Any = file.tile[0]
     decoder, _, offset, arguments = tile
