@@ -235,6 +235,22 @@ def test_augmentation_of_ones_own_is_as_reproducible(tmp_path):
     assert history(tmp_path / "ours")[0]["loss"] != history(tmp_path / "whole")[0]["loss"]
 
 
+class Mixing(torch.nn.Module):
+    """Augmentation of an operation that autocast would run in bf16."""
+
+    def forward(self, views):
+        mixed = torch.nn.functional.conv2d(views, torch.eye(3)[:, :, None, None] + 0.01)
+        assert mixed.dtype == torch.float32
+        return mixed.clamp(0, 1)
+
+
+def test_augmentation_of_ones_own_is_in_float32_on_the_device_too(tmp_path):
+    settings = {**SETTINGS, "augment.module": Mixing(), "run.precision": "bf16", "verbose": False}
+    for place in ("device", "worker"):
+        dino_vit.pretrain(output=tmp_path / place, **settings | {"budget.steps": 9, "data.augment_on": place})
+    assert_same_end(tmp_path / "device", tmp_path / "worker", 9)
+
+
 def test_augmentation_that_changes_the_shape_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"augment.module returned \(16, 1, 32, 32\) for views \(16, 3"):
         dino_vit.pretrain(output=tmp_path, **SETTINGS, **{"augment.module": lambda views: views[:, :1]})
