@@ -119,17 +119,19 @@ class BackgroundWriter:
         """Copy the tensors and begin to write them; `finish` the checkpoint before this one first."""
         assert self._writing is None
         self.step = step
+        gpus: set[torch.device] = set()
         for name, tensor in tensors:
-            on_cuda = tensor.is_cuda
+            if tensor.is_cuda:
+                gpus.add(tensor.device)
             if name not in self._copy:
-                self._copy[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda)
-            self._copy[name].copy_(tensor.detach(), non_blocking=on_cuda)
-        # The next steps of a GPU come after the copies, for which the thread waits.
-        copied = torch.cuda.current_stream().record_event() if on_cuda else None
-        self._writing = self._thread.submit(self._write, copied, step, metadata)
+                self._copy[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._copy[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        # The next steps of a GPU come after its copies, for which the thread waits.
+        copies = [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
+        self._writing = self._thread.submit(self._write, copies, step, metadata)
 
-    def _write(self, copied: torch.cuda.Event | None, step: int, metadata: Mapping[str, Any]) -> Path:
-        if copied is not None:
+    def _write(self, copies: Iterable[torch.cuda.Event], step: int, metadata: Mapping[str, Any]) -> Path:
+        for copied in copies:
             copied.synchronize()
         return self.checkpoints.save(step, self._copy, metadata)
 
