@@ -86,7 +86,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
-            stops = any_process(interruption.received is not None)
+            stops = any_process(interruption.received is not None or state.interval.seems_stuck)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
                 limit_waits(timedelta(minutes=state.config.run.peer_timeout))
 
@@ -95,6 +95,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
             if state.plan.is_logged(state.step):
                 log_step(state, reporter)
             if stops:
+                state.check_skipped()
                 save(state, reporter, wait=True)
                 reporter.stop()
                 return False
@@ -108,7 +109,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
 def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     """Take one optimiser step, and update the teacher."""
     config, student = state.config, state.student
-    rates = state.plan.rates(state.step)
+    state.rates = rates = state.plan.rates(state.step)
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
 
     # The running statistics of BatchNorm, which a forward pass changes.
@@ -141,7 +142,8 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     state.objective.update()
 
     state.step += 1
-    state.interval.add(loss, norm, finite, state.plan.global_batch)
+    scale = state.scaler.scale(torch.ones((), device=state.device)) if state.scaler.is_enabled() else None
+    state.interval.add(loss, norm, finite, state.plan.global_batch, scale)
 
 
 def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, *, last: bool) -> Tensor:

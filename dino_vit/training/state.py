@@ -26,7 +26,7 @@ from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
 from dino_vit.training.metrics import DECISIVE, Baseline, MetricsRecord
-from dino_vit.training.plan import Plan
+from dino_vit.training.plan import Plan, ScheduleValues
 from dino_vit.views.loader import Batch, Loader, UnreadableImages
 from dino_vit.views.sampler import sampling_fingerprint
 
@@ -43,7 +43,7 @@ FEW_PACES = 3  # the first of a start is slow: workers begin, networks are compi
 # A run of some minutes changes its length if that is off by more than this share of the steps that are left.
 OFF = 0.1
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
-MAX_SKIPPED = 5  # steps in a row; more end the run
+MAX_SKIPPED = 5  # steps in a row; so many end the run
 # What a checkpoint holds of an interval.
 _SUMS = ("loss", "finite", "skipped_in_a_row")
 
@@ -53,8 +53,9 @@ class Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of the whole run.
-        self.skipped, self.skipped_in_a_row = torch.zeros(2, device=device).unbind()
+        # Of the whole run; `most_in_a_row` of this start, without steps by which float16 finds its scale.
+        self.skipped, self.skipped_in_a_row, self.most_in_a_row = torch.zeros(3, device=device).unbind()
+        self.most_seen = torch.zeros((), pin_memory=device.type == "cuda")  # by the host, some steps later
         self.loading = defaultdict[str, float](float)  # times of all batches since the start
         self.loaded = 0  # images of these
         self.restart()
@@ -74,14 +75,23 @@ class Interval:
         self.loaded += len(batch.samples)
         return batch
 
-    def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int) -> None:
-        """Count a step, with its loss over all processes."""
+    def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int, scale: Tensor | None = None) -> None:
+        """Count a step, with its loss over all processes; `scale` is that of float16 gradients."""
         self.loss = self.loss + torch.where(finite, loss, 0.0)
         self.finite = self.finite + finite
         self.skipped = self.skipped + ~finite
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
+        # While float16's scale can still fall, skipped steps are how it is found.
+        lasting = self.skipped_in_a_row if scale is None else self.skipped_in_a_row * (scale <= 1)
+        self.most_in_a_row = torch.maximum(self.most_in_a_row, lasting)
+        self.most_seen.copy_(self.most_in_a_row, non_blocking=True)
         self.norm = norm
         self.images += images
+
+    @property
+    def seems_stuck(self) -> bool:
+        """Whether too many steps in a row were skipped, as far as the host knows without waiting."""
+        return bool(self.most_seen >= MAX_SKIPPED)
 
     def read(self) -> dict[str, Any]:
         """Return the figures of the interval so far, by their names in a `MetricsRecord`."""
@@ -133,6 +143,7 @@ class TrainingState:
     weights_read: Mapping[str, str | None]  # digests of networks that stay as they are
     interval: Interval = field(init=False)
     writer: BackgroundWriter = field(init=False)
+    rates: ScheduleValues = field(init=False)  # of the last step
     outputs: dict[str, Tensor] = field(default_factory=dict)  # statistics of a logged step
     step: int = 0
     saved_step: int | None = None
@@ -272,22 +283,20 @@ class TrainingState:
             epoch=self.step / self.plan.steps_per_epoch,
             prototypes=self.objective.prototypes,
             **self.interval.read(),
-            **self.plan.rates(self.step - 1)._asdict(),
+            **self.rates._asdict(),
             **outputs,
         )
 
     def check_skipped(self) -> None:
-        """End the run after too many skipped steps in a row.
+        """End the run after too many skipped steps in a row; the host waits for the device here.
 
         Going back to a checkpoint would not help: the batch and the state are functions of the step, so the
         same steps would fail again.
         """
-        # While float16's scale can still fall, skipped steps are how it is found.
-        searching = self.scaler.get_scale() > 1
-        in_a_row = int(self.interval.skipped_in_a_row)
-        if in_a_row >= MAX_SKIPPED and not searching:
+        most = int(self.interval.most_in_a_row)
+        if most >= MAX_SKIPPED:
             raise NotFinite(
-                f"{in_a_row} steps in a row up to step {self.step} were not finite and were skipped. "
+                f"by step {self.step}, {most} steps in a row were not finite and were skipped. "
                 f"{ADVICE}. See unreadable.txt for damaged images"
             )
 

@@ -17,7 +17,7 @@ from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.state import TrainingState
+from dino_vit.training.state import Interval, TrainingState
 from tests.support.runs import assert_same_end, assert_same_readings, history, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
@@ -111,12 +111,24 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose,
     trained(tmp_path / "whole", settings)
     lose(8, 10)
     with pytest.raises(
-        NotFinite, match=r"3 steps in a row up to step 11 .* run.resume=changed, and run.precision=no"
+        NotFinite, match=r"by step 11, 3 steps in a row .* run.resume=changed, and run.precision=no"
     ):
         trained(tmp_path / "run", settings)
     assert not moved(tensors(tmp_path / "whole", 5), tensors(tmp_path / "run", 5))
     resumed = trained(tmp_path / "run", settings)  # from step 10, written while steps were skipped
     assert (resumed.step, int(resumed.interval.skipped)) == (20, 2)
+
+
+def test_skipped_steps_between_log_lines_end_the_run_too(tmp_path, lose, monkeypatch):
+    """At once, and though a good step comes before the host looks."""
+    settings = {"run.log_every": 20, "budget.steps": 20}
+    lose(4, 8)
+    with pytest.raises(NotFinite, match="by step 9, 5 steps in a row were not finite"):
+        trained(tmp_path / "soon", settings)
+    lose(4, 8)
+    monkeypatch.setattr(Interval, "seems_stuck", False)  # as on a GPU that is behind
+    with pytest.raises(NotFinite, match="by step 20, 5 steps in a row were not finite"):
+        trained(tmp_path / "late", settings)
 
 
 def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):

@@ -1,5 +1,6 @@
 """A run of some minutes: its speed is measured, its schedules follow the clock, and it resumes."""
 
+from dataclasses import replace
 from itertools import cycle
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ from dino_vit.training.resolve import Fit
 from dino_vit.training.setup import set_up
 from tests.support.processes import finish, pair, srun_environs
 from tests.support.runs import history
-from tests.support.training import configured, opened
+from tests.support.training import configured, opened, trained
 
 SETTINGS = {
     "budget.steps": "null",
@@ -72,6 +73,23 @@ def test_the_length_follows_the_clock_without_jumping(tmp_path, monkeypatch):
         lengths += run.play(pace)
     assert len(set(lengths)) <= 5
     assert run.state.seconds == pytest.approx(600, rel=0.03)
+
+
+def test_the_rates_in_the_log_are_those_of_the_step(tmp_path, monkeypatch):
+    """Though the length was fitted after the step, before the line."""
+    used, set_rates = [], dino_vit.training.loop.set_rates
+
+    def lengthen(state):
+        state.plan = replace(state.plan, total_steps=40 - state.step)
+
+    def watch(optimizer, **rates):
+        used.append((rates["lr"], rates["weight_decay"]))
+        set_rates(optimizer, **rates)
+
+    monkeypatch.setattr(state_module.TrainingState, "refit", lengthen)
+    monkeypatch.setattr(dino_vit.training.loop, "set_rates", watch)
+    trained(tmp_path / "run")
+    assert [(line["lr"], line["weight_decay"]) for line in history(tmp_path / "run")] == used
 
 
 def test_evaluations_count_in_the_minutes(tmp_path, monkeypatch):
