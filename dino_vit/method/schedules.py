@@ -3,7 +3,7 @@
 import math
 
 
-def warmup_cosine(step: int, *, base: float, final: float, total: int, warmup: int = 0) -> float:
+def warmup_cosine(step: float, *, base: float, final: float, total: int, warmup: int = 0) -> float:
     """Return the value at `step`: `warmup` linear steps from 0 to `base`, then a cosine to `final`.
 
     The last step of the warm-up has `base`, and so does the first of the cosine; `final` is reached at step
@@ -22,6 +22,6 @@ def warmup_constant(epoch: int, *, start: float, final: float, warmup: int) -> f
     return _ramp(epoch, start, final, warmup) if epoch < warmup else final
 
 
-def _ramp(index: int, start: float, end: float, count: int) -> float:
+def _ramp(index: float, start: float, end: float, count: int) -> float:
     """Return entry `index` of `count` evenly spaced values from `start` to `end`, both included."""
     return start + (end - start) * (index / (count - 1)) if count > 1 else start

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,10 +45,11 @@ from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.resolve import NO_FIT, Fit, start_choices, with_choices
 from dino_vit.training.setup import open_context, set_up
-from dino_vit.training.state import ADVICE, TrainingState
+from dino_vit.training.state import ADVICE, WARM_UP, TrainingState
 from dino_vit.views.loader import Batch
 
-WARM_UP, TIMED = 2, 4  # steps taken to measure the speed
+TIMED = 4  # steps, at least, to measure the speed
+MEASURED = 0.03  # of the minutes, at most, for the steps before those, and for more of them
 TIMED_IMAGES = 100  # evaluated for the same
 EVALUATED = 0.1  # share of the time of a run of some minutes
 
@@ -81,6 +84,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
+    state.begin_pace()
     interruption.in_steps, first = True, state.step
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:
@@ -94,6 +98,8 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
             reporter.progress.advance(state.step)
             if state.plan.is_logged(state.step):
                 log_step(state, reporter)
+            else:
+                state.refit()
             if stops:
                 state.check_skipped()
                 save(state, reporter, wait=True)
@@ -182,7 +188,7 @@ def freeze(state: TrainingState) -> None:
 
 def log_step(state: TrainingState, reporter: Reporter) -> None:
     """Log what was summed since the last log line, with an evaluation where one is due."""
-    state.refit()
+    state.refit(logged=True)
     metrics = state.read_interval()
     if state.plan.is_evaluated(state.step):
         metrics = dataclasses.replace(metrics, **dataclasses.asdict(state.evaluate()))
@@ -262,26 +268,42 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
 
 def measured_seconds(config: PretrainConfig, steps: int = 1000) -> tuple[float, float]:
     """Measure how long a step of a run of some length and an evaluation take; leave nothing behind."""
+    limit = MEASURED * 60 * (config.budget.minutes or math.inf)
     with TemporaryDirectory() as folder:
         changes: dict[str, object] = {"output": folder, "run.trackers": (), "budget.steps": steps}
         changes |= {"data.max_unreadable": 1.0}  # the run itself names such images
         changes |= {key: 0 for key in PHASES if get(config, key)}  # which no length of a run fits for sure
         state = set_up(replace(config, changes), start_processes()).state
-        with (
-            contextlib.closing(state.loader.batches()) as batches,
-            progress("measuring, steps", WARM_UP + TIMED) as advance,
-        ):
-            for step in range(WARM_UP + TIMED):
-                if step == WARM_UP:
-                    wait_for_device(state.device)
-                    start = time.perf_counter()
-                take_step(state, batches)
-                advance(1)
-        wait_for_device(state.device)
-        step_seconds = (time.perf_counter() - start) / TIMED
+        with contextlib.closing(state.loader.batches()) as batches:
+            step_seconds = seconds_per_step(state, partial(take_step, state, batches), limit)
         seconds = torch.tensor([step_seconds, evaluation_seconds(state)], device=state.device)
         mean_step, mean_evaluation = all_reduce_mean(seconds).tolist()
         return mean_step, mean_evaluation
+
+
+def seconds_per_step(state: TrainingState, take: Callable[[], object], limit: float) -> float:
+    """Time steps beyond the images that workers have made ahead, as these hide how long images take.
+
+    Workers finish at about the same time: each of them gives its part of the steps that are timed.
+    """
+    # Rank 0 decides, since all must take as many steps.
+    before = WARM_UP + broadcast_int(state.steps_ahead)
+    timed = max(TIMED, broadcast_int(math.ceil(state.loader.workers / state.config.optim.accumulate)))
+    with progress("measuring, steps", before + timed) as advance:
+
+        def take_steps(least: int, most: int) -> tuple[int, float]:
+            """Take `most` steps, or at least `least` and as many as fit into the limit; return their time."""
+            start, taken = time.perf_counter(), 0
+            while taken < least or (taken < most and broadcast_int(time.perf_counter() - start < limit)):
+                take()
+                taken += 1
+                advance(1)
+            wait_for_device(state.device)
+            return taken, time.perf_counter() - start
+
+        take_steps(WARM_UP, before)
+        taken, seconds = take_steps(TIMED, timed)
+    return seconds / taken
 
 
 def evaluation_seconds(state: TrainingState) -> float:

@@ -1,6 +1,6 @@
 """What follows from a completed configuration: batches, lengths in steps, intervals and rates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dino_vit.config.pretrain import PretrainConfig, check_phases, check_scaled_lr, scaled_lr
@@ -33,6 +33,11 @@ class Plan:
     freeze_steps: int
     head_steps: int
     lr: float
+    # The schedules have `length` steps. Where the length of the run was changed, after the step `since`, they
+    # were at `position`, and go on from there at another speed: no rate jumps.
+    length: int
+    since: int = 0
+    position: float = 0.0
 
     @property
     def epochs(self) -> float:
@@ -43,18 +48,31 @@ class Plan:
         run = self.config.run
         return run.eval_every_steps or (run.eval_every and run.eval_every * self.steps_per_epoch)
 
+    def with_total(self, total: int, step: int) -> "Plan":
+        """Return the plan of a run whose length is changed after `step` steps."""
+        if total == self.total_steps:
+            return self
+        if step <= self.warmup_steps:  # whose rates do not depend on the length
+            return replace(self, total_steps=total, length=total)
+        return replace(self, total_steps=total, since=step, position=self.position_at(step))
+
+    def position_at(self, step: int) -> float:
+        """Return the position of a step in the schedules."""
+        left = max(self.total_steps - self.since, 1)
+        return self.position + (self.length - self.position) * (step - self.since) / left
+
     def rates(self, step: int) -> ScheduleValues:
         """Return the values of the schedules at a step."""
         optim, teacher, loss = self.config.optim, self.config.teacher, self.config.loss
-        total = self.total_steps
+        at, total = self.position_at(step), self.length
         # One temperature for a whole epoch in 2021, for a step in DINOv2.
         unit = self.steps_per_epoch if self.config.method == "dino" else 1
         return ScheduleValues(
-            lr=warmup_cosine(step, base=self.lr, final=optim.min_lr, total=total, warmup=self.warmup_steps),
+            lr=warmup_cosine(at, base=self.lr, final=optim.min_lr, total=total, warmup=self.warmup_steps),
             weight_decay=warmup_cosine(
-                step, base=optim.weight_decay, final=optim.weight_decay_end, total=total
+                at, base=optim.weight_decay, final=optim.weight_decay_end, total=total
             ),
-            momentum=warmup_cosine(step, base=teacher.momentum, final=1.0, total=total),
+            momentum=warmup_cosine(at, base=teacher.momentum, final=1.0, total=total),
             teacher_temp=warmup_constant(
                 step // unit,
                 start=START_TEACHER_TEMPERATURE,
@@ -110,6 +128,7 @@ def make_plan(
         global_batch=batch,
         steps_per_epoch=per_epoch,
         total_steps=total,
+        length=total,
         warmup_steps=int(optim.warmup_epochs * per_epoch),
         freeze_steps=round(optim.freeze_last_layer_epochs * per_epoch),
         head_steps=round(config.init.head_epochs * per_epoch) if config.init else 0,

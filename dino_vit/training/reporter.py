@@ -95,12 +95,16 @@ class RunProgress:
             self.drawn = self.clock()
             self.bar.refresh()
 
-    def show(self, metrics: MetricsRecord, verdict: Verdict) -> None:
-        """Show a record; when the state turns bad, or good again, say so once."""
+    def show(self, metrics: MetricsRecord, verdict: Verdict, seconds_left: float | None = None) -> None:
+        """Show a record; when the state turns bad, or good again, say so once.
+
+        `seconds_left` are those of `budget.minutes`.
+        """
         before, self.diagnosis = self.diagnosis, verdict.diagnosis
         self.task.total = metrics.total_steps  # which `budget.minutes` changes
         self.bar.update(self.task.id, completed=metrics.step, refresh=True)
-        self.notice(self._line(metrics))
+        left = self.task.time_remaining if seconds_left is None else max(seconds_left, 0.0)
+        self.notice(self._line(metrics, left if metrics.step < metrics.total_steps else 0.0))
         self.saved_step = None
         last = metrics.step >= metrics.total_steps  # then the run's summary says it
         is_news = self.diagnosis != before and (self.diagnosis.remedies or before.remedies)
@@ -116,9 +120,9 @@ class RunProgress:
         else:
             self.bar.console.print(Text(text), soft_wrap=True)
 
-    def _line(self, metrics: MetricsRecord) -> str:
-        """Return the figures of a record, in columns."""
-        total, seconds = f"{metrics.total_steps:,}", self.task.time_remaining
+    def _line(self, metrics: MetricsRecord, seconds: float | None) -> str:
+        """Return the figures of a record, in columns; `seconds` are those that remain."""
+        total = f"{metrics.total_steps:,}"
         excess = "" if metrics.excess is None else f" (ln K {metrics.excess:+6.2f})"
         parts = [f"step {metrics.step:>{len(total)},}/{total}", f"epoch {metrics.epoch:5.1f}"]
         parts += [f"loss {metrics.loss:6.3f}{excess}"]
@@ -210,7 +214,7 @@ class Reporter:
         self.history.append(metrics)
         verdict = judge(self.history, self.state.config, self.baseline)
         self.history[-1] = replace(metrics, state=verdict.diagnosis.state)
-        self.progress.show(metrics, verdict)
+        self.progress.show(metrics, verdict, self.state.seconds_left)
         if waits_for_images(self.history) and not self.has_advised_on_waiting:
             self.has_advised_on_waiting = True
             self.progress.notice(self._advice_on_waiting())

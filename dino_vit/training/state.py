@@ -3,12 +3,11 @@
 import json
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +24,11 @@ from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
+from dino_vit.training.interval import Interval
 from dino_vit.training.metrics import DECISIVE, Baseline, MetricsRecord
+from dino_vit.training.pace import Pace
 from dino_vit.training.plan import Plan, ScheduleValues
-from dino_vit.views.loader import Batch, Loader, UnreadableImages
+from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages
 from dino_vit.views.sampler import sampling_fingerprint
 
 if TYPE_CHECKING:
@@ -38,84 +39,11 @@ ADVICE = (
     "Run it again with run.resume=changed, and run.precision=no or a lower optim.lr, optim.clip or "
     "loss.teacher_temp; it goes on from its last good checkpoint"
 )
-PACES = 9  # of the last log lines, whose median is the pace of a run of some minutes
-FEW_PACES = 3  # the first of a start is slow: workers begin, networks are compiled
+WARM_UP = 2  # steps of a start that are slow: workers begin, networks are compiled
+GROWTH = 1.1  # of the steps of this start, before the length is fitted again without a log line
 # A run of some minutes changes its length if that is off by more than this share of the steps that are left.
 OFF = 0.1
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
-MAX_SKIPPED = 5  # steps in a row; so many end the run
-# What a checkpoint holds of an interval.
-_SUMS = ("loss", "finite", "skipped_in_a_row")
-
-
-class Interval:
-    """Sums since the last log line; `read` is the only moment when the host waits for the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # Of the whole run; `most_in_a_row` of this start, without steps by which float16 finds its scale.
-        self.skipped, self.skipped_in_a_row, self.most_in_a_row = torch.zeros(3, device=device).unbind()
-        self.most_seen = torch.zeros((), pin_memory=device.type == "cuda")  # by the host, some steps later
-        self.loading = defaultdict[str, float](float)  # times of all batches since the start
-        self.loaded = 0  # images of these
-        self.restart()
-
-    def restart(self) -> None:
-        """Start a new interval; skipped steps and `loading` carry over."""
-        self.loss, self.finite, self.norm = torch.zeros(3, device=self.device).unbind()
-        self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
-
-    def next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch, and count the time that it took to arrive."""
-        start = time.perf_counter()
-        batch = next(batches)
-        self.waited += time.perf_counter() - start
-        for part, seconds in batch.times.items():
-            self.loading[part] += seconds
-        self.loaded += len(batch.samples)
-        return batch
-
-    def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int, scale: Tensor | None = None) -> None:
-        """Count a step, with its loss over all processes; `scale` is that of float16 gradients."""
-        self.loss = self.loss + torch.where(finite, loss, 0.0)
-        self.finite = self.finite + finite
-        self.skipped = self.skipped + ~finite
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
-        # While float16's scale can still fall, skipped steps are how it is found.
-        lasting = self.skipped_in_a_row if scale is None else self.skipped_in_a_row * (scale <= 1)
-        self.most_in_a_row = torch.maximum(self.most_in_a_row, lasting)
-        self.most_seen.copy_(self.most_in_a_row, non_blocking=True)
-        self.norm = norm
-        self.images += images
-
-    @property
-    def seems_stuck(self) -> bool:
-        """Whether too many steps in a row were skipped, as far as the host knows without waiting."""
-        return bool(self.most_seen >= MAX_SKIPPED)
-
-    def read(self) -> dict[str, Any]:
-        """Return the figures of the interval so far, by their names in a `MetricsRecord`."""
-        mean = self.loss / self.finite  # of all processes; NaN if every step was skipped
-        loss, norm, skipped = torch.stack((mean, self.norm, self.skipped)).tolist()
-        seconds = time.perf_counter() - self.start
-        return {
-            "loss": loss,
-            "gradient_norm": norm,  # of the last step
-            "nonfinite_steps": int(skipped),
-            "images_per_second": self.images / seconds,
-            "data_wait": self.waited / seconds,
-        }
-
-    def sums(self) -> dict[str, float]:
-        """Return the sums for a checkpoint, all but the times."""
-        return {name: float(getattr(self, name)) for name in _SUMS}
-
-    def restore(self, sums: Mapping[str, float], skipped: float) -> None:
-        """Go on from the sums of a checkpoint."""
-        for name in _SUMS:
-            setattr(self, name, torch.tensor(sums[name], device=self.device))
-        # An earlier version counted the skipped steps since the last log line apart.
-        self.skipped = torch.tensor(skipped + sums.get("skipped", 0.0), device=self.device)
 
 
 @dataclass(kw_only=True)
@@ -153,7 +81,9 @@ class TrainingState:
     seconds_before: float = 0.0  # of the starts before this one
     began: float | None = None  # when this start began to train
     evaluation_seconds: float = 0.0  # that the last evaluation took
-    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds per step, of intervals
+    evaluating: float = 0.0  # seconds of all evaluations in this start
+    pace: Pace | None = None  # of a run of some minutes
+    fitted: int = 0  # steps of this start after which the length was fitted
 
     def __post_init__(self) -> None:
         self.interval = Interval(self.device)
@@ -221,6 +151,7 @@ class TrainingState:
             if self.segmentation:
                 figures = replace(figures, **self.teacher.with_full_weights(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
+        self.evaluating += self.evaluation_seconds
         return figures
 
     def evaluation_digest(self) -> str:
@@ -252,27 +183,57 @@ class TrainingState:
         """The seconds of training so far, in all starts."""
         return self.seconds_before + (0.0 if self.began is None else time.monotonic() - self.began)
 
-    def refit(self) -> None:
-        """Fit the length to what is left of `budget.minutes`, if it is clearly off; called at a log line."""
-        if self.config.budget.minutes is None:
-            return
-        steps = self.interval.images // self.plan.global_batch
-        self.paces.append((time.perf_counter() - self.interval.start) / max(steps, 1))
-        if len(self.paces) >= FEW_PACES:
-            self._fit(median(self.paces))
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds that are left of `budget.minutes`."""
+        minutes = self.config.budget.minutes
+        return None if minutes is None else 60 * minutes - self.seconds
 
-    def _fit(self, pace: float) -> None:
-        """Fit the length to the time that is left, at some seconds per step and with its evaluations."""
-        left = 60 * (self.config.budget.minutes or 0.0) - self.seconds
-        if interval := self.plan.steps_between_evaluations:
-            pace += self.evaluation_seconds / interval
-            left -= self.evaluation_seconds  # of the last, at the end
-        more, planned = int(max(left, 0.0) / max(pace, 1e-6)), self.plan.total_steps - self.step
+    @property
+    def steps_ahead(self) -> int:
+        """The steps whose images workers may have made ahead."""
+        return math.ceil(self.loader.workers * PREFETCH / self.config.optim.accumulate)
+
+    def begin_pace(self) -> None:
+        """Begin to time steps, if the length is to fit `budget.minutes`."""
+        if self.seconds_left is None or self.config.budget.minutes is None:
+            return
+        left, evaluations = self._without_evaluations(self.seconds_left)
+        planned = left / max(self.plan.total_steps - self.step, 1) - evaluations
+        budget, untimed = 60 * self.config.budget.minutes, WARM_UP + self.steps_ahead
+        self.pace = Pace(max(planned, 1e-6), budget=budget, untimed=untimed)
+
+    def refit(self, *, logged: bool = False) -> None:
+        """Count the step that was taken, and fit the length to what is left of `budget.minutes`.
+
+        That is at a log line, and before as the steps of a start become more: all processes do so at the same
+        steps.
+        """
+        if self.pace is None:
+            return
+        self.pace.count(self.seconds - self.evaluating)
+        if logged or self.pace.taken >= GROWTH * self.fitted:
+            self.fitted = self.pace.taken
+            # The last step must be one that is logged.
+            self._fit(self.pace.seconds, least=0 if logged else 1)
+
+    def _without_evaluations(self, left: float) -> tuple[float, float]:
+        """Return the time left without the evaluation at the end, and what the others add to each step."""
+        interval = self.plan.steps_between_evaluations
+        if interval is None:
+            return left, 0.0
+        return left - self.evaluation_seconds, self.evaluation_seconds / float(interval)
+
+    def _fit(self, pace: float, *, least: int) -> None:
+        """Fit the length to the time that is left, at some seconds per step, if it is clearly off."""
+        left, evaluations = self._without_evaluations(self.seconds_left or 0.0)
+        more = int(max(left, 0.0) / max(pace + evaluations, 1e-6))
+        planned = self.plan.total_steps - self.step
         # A step or two at the end would only be evaluated again.
-        more = more if more > TOO_FEW * self.step else 0
+        more = max(more if more > TOO_FEW * self.step else 0, least)
         is_off = abs(more - planned) > max(OFF * planned, TOO_FEW * self.plan.total_steps)
         total = broadcast_int(self.step + (more if is_off else planned))
-        self.plan = replace(self.plan, total_steps=total)
+        self.plan = self.plan.with_total(total, self.step)
 
     def read_interval(self) -> MetricsRecord:
         """Return the numbers of a log line; the host waits for the device here."""
@@ -293,8 +254,7 @@ class TrainingState:
         Going back to a checkpoint would not help: the batch and the state are functions of the step, so the
         same steps would fail again.
         """
-        most = int(self.interval.most_in_a_row)
-        if most >= MAX_SKIPPED:
+        if most := self.interval.too_many_skipped():
             raise NotFinite(
                 f"by step {self.step}, {most} steps in a row were not finite and were skipped. "
                 f"{ADVICE}. See unreadable.txt for damaged images"
@@ -332,6 +292,7 @@ class TrainingState:
             "interval": self.interval.sums(),
             "best": self.best,
             "total_steps": self.plan.total_steps,
+            "schedule": {name: getattr(self.plan, name) for name in ("length", "since", "position")},
             "seconds": self.seconds,
         }
 
@@ -345,8 +306,10 @@ class TrainingState:
         self.best, self.evaluated_by = checkpoint.metadata["best"], checkpoint.metadata.get("evaluated_by")
         self.seconds_before = checkpoint.metadata["seconds"]
         was = checkpoint.metadata["config"]["budget"].get("minutes")
+        if self.config.budget.minutes is not None and "schedule" in checkpoint.metadata:
+            self.plan = replace(self.plan, **checkpoint.metadata["schedule"])
         if self.config.budget.minutes not in (None, was) and self.step:
-            self._fit(self.seconds / self.step)
+            self._fit(self.seconds / self.step, least=0)
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, **self.objective.centers}

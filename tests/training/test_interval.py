@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.training.state import Interval
+from dino_vit.training.interval import Interval
 from dino_vit.views.loader import Batch, UnreadableImages
 from tests.support.images import broken_files, write_synthetic
 from tests.support.processes import pair, run_in_two, torchrun_environs

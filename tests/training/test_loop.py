@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 import dino_vit.method.objective
+import dino_vit.training.interval
 import dino_vit.training.loop
 import dino_vit.training.setup
 from benchmarks.step import Reference
@@ -15,9 +16,10 @@ from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.process import Interruption
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.schedules import warmup_cosine
+from dino_vit.training.interval import Interval
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.state import Interval, TrainingState
+from dino_vit.training.state import TrainingState
 from tests.support.runs import assert_same_end, assert_same_readings, history, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
@@ -106,7 +108,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, lose, studen
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose, monkeypatch):
-    monkeypatch.setattr(dino_vit.training.state, "MAX_SKIPPED", 3)
+    monkeypatch.setattr(dino_vit.training.interval, "MAX_SKIPPED", 3)
     settings = {"run.keep_every": 5}
     trained(tmp_path / "whole", settings)
     lose(8, 10)
@@ -150,7 +152,7 @@ def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
 
 
 def test_float16_finds_its_scale_by_losing_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(dino_vit.training.state, "MAX_SKIPPED", 2)
+    monkeypatch.setattr(dino_vit.training.interval, "MAX_SKIPPED", 2)
     state = trained(tmp_path / "run", {"run.precision": "fp16"})
     lost = int(state.interval.skipped)
     assert 2 < lost < 16

@@ -1,7 +1,7 @@
 """A run of some minutes: its speed is measured, its schedules follow the clock, and it resumes."""
 
 from dataclasses import replace
-from itertools import cycle
+from itertools import pairwise
 from types import MappingProxyType
 
 import pytest
@@ -13,7 +13,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training import state as state_module
-from dino_vit.training.loop import fit_to_minutes
+from dino_vit.training.loop import fit_to_minutes, seconds_per_step
 from dino_vit.training.resolve import Fit
 from dino_vit.training.setup import set_up
 from tests.support.processes import finish, pair, srun_environs
@@ -37,49 +37,132 @@ def test_two_processes_end_after_the_same_step(tmp_path):
     assert found["step"] == found["total_steps"] == history(tmp_path / "run")[-1]["step"]
 
 
-class Pace:
-    """A run of ten minutes, some of whose intervals of ten steps are played."""
+class Played:
+    """A run of ten minutes, whose steps are played, each with its time."""
 
-    def __init__(self, tmp_path, monkeypatch, settings=MappingProxyType({})):
+    def __init__(self, tmp_path, monkeypatch, settings=MappingProxyType({}), steps=500):
         self.now = 100.0
         for clock in ("monotonic", "perf_counter"):
             monkeypatch.setattr(state_module.time, clock, lambda: self.now)
-        steps = {"budget.steps": "null", "budget.minutes": 10, "optim.freeze_last_layer_epochs": 0}
-        config = configured(tmp_path / "run", {**steps, "optim.warmup_epochs": 0, **settings})
-        self.state = set_up(config, Accelerator(), Fit(500)).state
+        changes = {"budget.steps": "null", "budget.minutes": 10, "optim.freeze_last_layer_epochs": 0}
+        changes |= {"optim.warmup_epochs": 0, "run.log_every": 50}
+        config = configured(tmp_path / "run", changes | settings)
+        self.state = set_up(config, Accelerator(), Fit(steps)).state
         self.state.began = self.now
+        self.totals, self.lr = [], []  # totals with the share of the time at which they were known
+        self.state.begin_pace()
 
-    def play(self, *paces):
-        """Take ten steps at each of some paces, in seconds per step; return the length after each."""
-        lengths = []
-        for pace in paces:
-            self.state.interval.restart()
-            self.state.step, self.now = self.state.step + 10, self.now + 10 * pace
-            self.state.interval.images = 10 * self.state.plan.global_batch
-            self.state.refit()
-            lengths.append(self.state.plan.total_steps)
-        return lengths
+    def play(self, seconds, steps=1):
+        """Take steps of some seconds each, and return the length after them."""
+        for _ in range(steps):
+            state = self.state
+            self.lr.append(state.plan.rates(state.step).lr)
+            state.step, self.now = state.step + 1, self.now + seconds
+            state.refit(logged=state.plan.is_logged(state.step))
+            self.totals.append((state.seconds / 600, state.plan.total_steps))
+        return self.state.plan.total_steps
+
+    def play_to_the_end(self, seconds):
+        """Play a run whose steps take `seconds(step, time)`."""
+        while self.state.step < self.state.plan.total_steps:
+            self.play(seconds(self.state.step, self.state.seconds))
+
+    @property
+    def largest_change(self):
+        """The largest change of the length, relative, after the first tenth of the time."""
+        totals = [total for time, total in self.totals if time > 0.1]
+        return max(abs(after / before - 1) for before, after in pairwise(totals))
 
 
-def test_the_length_follows_the_clock_without_jumping(tmp_path, monkeypatch):
-    run = Pace(tmp_path, monkeypatch)
-    run.now += 60  # of evaluation before the first step
-    # The first interval of a start is slow, and one beside another program; the median is 1.2 s a step.
-    lengths = run.play(1.5, 1.2, 1.2, 9.0)
-    assert lengths == [500, 500, 447, 344]  # the last for the 78 seconds that were lost
-    for pace in cycle([1.2, 1.15, 1.25]):
-        if run.state.step >= run.state.plan.total_steps:
-            break
-        lengths += run.play(pace)
-    assert len(set(lengths)) <= 5
+def stalling(every, seconds):
+    """Return a source that gives images for some seconds and then none for others."""
+    due = every
+
+    def step(_, time):
+        nonlocal due
+        if time < due:
+            return 0.5
+        due = time + seconds + every
+        return 0.5 + seconds
+
+    return step
+
+
+PACES = {
+    "constant": lambda step, time: 0.5,
+    "measured four times too fast": lambda step, time: 2.0,
+    "measured three times too slow": lambda step, time: 0.17,
+    "slow at first": lambda step, time: 25.0 if step < 2 else 0.5,
+    "prefetched at first": lambda step, time: 0.1 if step < 10 else 0.6,
+    "short stalls": stalling(2, 4),
+    "stalls": stalling(20, 20),
+    "long stalls": stalling(60, 30),
+    "one outage": lambda step, time: 60.0 if step == 200 else 0.5,
+    "ever slower": lambda step, time: 0.4 + 0.4 * time / 600,
+    "ever faster": lambda step, time: 0.8 - 0.4 * time / 600,
+    "half as fast from the middle on": lambda step, time: 0.5 if time < 300 else 1.0,
+}
+
+
+@pytest.mark.parametrize("name", PACES)
+def test_a_run_ends_with_its_minutes_and_its_length_does_not_jump(tmp_path, monkeypatch, name):
+    run = Played(tmp_path, monkeypatch, steps=1160)
+    run.play_to_the_end(PACES[name])
     assert run.state.seconds == pytest.approx(600, rel=0.03)
+    assert run.largest_change < 0.2
+    assert all(after <= before for before, after in pairwise(run.lr)), "the schedule never goes back"
+    assert max(before - after for before, after in pairwise(run.lr)) < 0.06 * run.lr[0]
+    assert run.lr[-1] < 0.06 * run.lr[0], "and comes to its end"
+
+
+def test_a_short_run_with_stalls_takes_all_of_its_time(tmp_path, monkeypatch):
+    """Each stall is a fifteenth of the time: a median of a few lines takes it for the pace, or misses it."""
+    run = Played(tmp_path, monkeypatch, steps=114)
+    due = 30.0
+
+    def step(_, time):
+        nonlocal due
+        if time < due:
+            return 4.0
+        due = time + 70
+        return 44.0
+
+    run.play_to_the_end(step)
+    assert run.state.seconds == pytest.approx(600, rel=0.03)
+    assert run.largest_change < 0.25
+
+
+def test_a_wrong_length_is_mended_before_the_first_log_line(tmp_path, monkeypatch):
+    """As the steps become more, however far away the line is."""
+    run = Played(tmp_path, monkeypatch, {"run.log_every": 1000}, steps=100_000)
+    assert run.play(2.0, 30) < 12_000
+    run.play_to_the_end(lambda *_: 2.0)
+    assert run.state.step == pytest.approx(300, abs=5)
+
+
+def test_steps_are_timed_beyond_the_prefetched_images(tmp_path, monkeypatch):
+    """Workers have made eight batches ahead, which hide that each takes longer to make than a step."""
+    config = {"data.workers": 4, "optim.accumulate": 1}
+    run = Played(tmp_path, monkeypatch, config)
+    ahead = run.state.steps_ahead
+    assert ahead == 8
+    ready = ahead
+
+    def take():
+        nonlocal ready
+        ready -= 1
+        run.now += 0.1 if ready >= 0 else 0.9
+
+    assert seconds_per_step(run.state, take, limit=100) == pytest.approx(0.9)
+    ready = ahead
+    assert seconds_per_step(run.state, take, limit=0.5) == pytest.approx((3 * 0.1 + 0.9) / 4, abs=0.3)
 
 
 def test_the_rates_in_the_log_are_those_of_the_step(tmp_path, monkeypatch):
     """Though the length was fitted after the step, before the line."""
     used, set_rates = [], dino_vit.training.loop.set_rates
 
-    def lengthen(state):
+    def lengthen(state, **_):
         state.plan = replace(state.plan, total_steps=40 - state.step)
 
     def watch(optimizer, **rates):
@@ -93,25 +176,33 @@ def test_the_rates_in_the_log_are_those_of_the_step(tmp_path, monkeypatch):
 
 
 def test_evaluations_count_in_the_minutes(tmp_path, monkeypatch):
-    run = Pace(tmp_path, monkeypatch, {"run.eval_every": "null", "run.eval_every_steps": 100})
+    settings = {"run.eval_every": "null", "run.eval_every_steps": 100}
+    run = Played(tmp_path, monkeypatch, settings, steps=438)
     run.state.evaluation_seconds = 30.0
-    *_, length = run.play(1.0, 1.0, 1.0)
-    assert length == 30 + int((600 - 30 - 30) / (1 + 0.3))
+    run.state.begin_pace()
+    assert run.state.pace.planned == pytest.approx((600 - 30) / 438 - 0.3)
+    run.play(2.0, 100)
+    more = (600 - 200 - 30) / (run.state.pace.seconds + 0.3)
+    assert run.state.plan.total_steps == pytest.approx(100 + more, rel=0.06)
 
 
 def test_a_run_that_resumes_keeps_its_length_unless_its_minutes_change(tmp_path, monkeypatch):
-    run = Pace(tmp_path, monkeypatch)
-    run.play(1.0, 1.0, 1.0)
-    length = run.state.plan.total_steps
+    run = Played(tmp_path, monkeypatch)
+    run.play(2.0, 60)
+    plan = run.state.plan
+    assert plan.total_steps < 400
     run.state.begin_save()
     run.state.writer.finish(wait=True)
     monkeypatch.undo()
     settings = {"budget.steps": "null", "optim.freeze_last_layer_epochs": 0, "optim.warmup_epochs": 0}
-    assert opened(tmp_path / "run", {**settings, "budget.minutes": 10}).state.plan.total_steps == length
+    resumed = opened(tmp_path / "run", {**settings, "budget.minutes": 10}).state.plan
+    assert [resumed.rates(step) for step in range(60, 400)] == [plan.rates(step) for step in range(60, 400)]
+    assert resumed.total_steps == plan.total_steps
     changed = {**settings, "budget.minutes": 20, "run.resume": "changed"}
-    assert opened(tmp_path / "run", changed).state.plan.total_steps == 30 + 1170
+    assert opened(tmp_path / "run", changed).state.plan.total_steps == 60 + 540
     in_steps = {"budget.steps": 400, "run.resume": "changed", "optim.warmup_epochs": 0}
-    assert opened(tmp_path / "run", in_steps).state.plan.total_steps == 400
+    in_steps = opened(tmp_path / "run", in_steps).state.plan
+    assert (in_steps.total_steps, in_steps.length) == (400, 400)
 
 
 def test_the_network_is_the_largest_that_sees_enough_images():
