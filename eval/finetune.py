@@ -26,6 +26,7 @@ from dino_vit.commands.classification.knn import classify
 from dino_vit.commands.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.config.commands import KnnConfig, Network, SupervisedConfig
 from dino_vit.config.loading import replace
+from dino_vit.config.pretrain import in_steps
 from dino_vit.config.sections import PositiveShare, Share, Side
 from dino_vit.config.settings import (
     BelowOne,
@@ -146,7 +147,7 @@ class Finetuning(EpochTraining):
             base=config.lr * self.loader.global_batch / 256,
             final=MIN_LR,
             total=config.epochs * steps,
-            warmup=round(config.warmup_epochs * steps),
+            warmup=round(in_steps(config.warmup_epochs, steps)),
         )
         optim.set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
         autocast = self.evaluated.autocast

@@ -6,6 +6,7 @@ of images and processes.
 
 import re
 from collections.abc import Collection, Iterator
+from fractions import Fraction
 from math import sqrt
 from typing import ClassVar, Literal, Self, cast
 
@@ -257,13 +258,29 @@ def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
         yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
 
 
-def check_phases(config: PretrainConfig, epochs: float, given: Collection[str] = PHASES) -> Iterator[str]:
-    """Refuse phases at the start of a run that are as long as the run; those not given will be shortened."""
+def in_steps(epochs: float, steps_per_epoch: int) -> Fraction:
+    """Return epochs in steps, to be rounded: of the decimal number that was written, as 0.29 x 100 is 29."""
+    return Fraction(str(float(epochs))) * steps_per_epoch
+
+
+def check_phases(
+    config: PretrainConfig,
+    epochs: float,
+    given: Collection[str] = PHASES,
+    *,
+    steps_per_epoch: int | None = None,
+) -> Iterator[str]:
+    """Refuse phases at the start of a run that are as long as the run; those not given will be shortened.
+
+    Without `steps_per_epoch`, which rounds them, they are compared in epochs.
+    """
     for key in (key for key in PHASES if key in given):
-        length = cast(float, get(config, key) or 0)
-        if length and length >= epochs:
+        length, run = cast(float, get(config, key) or 0), epochs
+        if steps_per_epoch:
+            length, run = (round(in_steps(value, steps_per_epoch)) for value in (length, epochs))
+        if length and length >= run:
             short = fitting_phase(key, epochs)
-            text = f"{key}={length:g} is not shorter than the run ({epochs:.3g} epochs)"
+            text = f"{key}={get(config, key):g} is not shorter than the run ({epochs:.3g} epochs)"
             yield f"{text}; set {key}={short}, or a larger budget.{config.budget.unit}"
 
 

@@ -1,15 +1,20 @@
-"""What follows from a completed configuration: batches, lengths in steps, intervals and rates."""
+"""What follows from a completed configuration: batches, lengths, intervals and rates; the pace of its steps."""
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
-from dino_vit.config.pretrain import PretrainConfig, check_phases, check_scaled_lr, scaled_lr
+from dino_vit.config.pretrain import PretrainConfig, check_phases, check_scaled_lr, in_steps, scaled_lr
 from dino_vit.config.sections import START_TEACHER_TEMPERATURE
 from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import plural
 from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
 LOG_LINES = 20  # at least, of a run of some minutes
+# How far, in natural logarithms, the planned pace may be off, and the mean of steps that took all the time:
+# the mean of those that took a hundredth of it, ten times as far.
+PLANNED, MEASURED = 0.25, 0.05
+UNTIMED = 0.1  # of the time, at most, before steps are timed
 
 
 class ScheduleValues(NamedTuple):
@@ -44,9 +49,11 @@ class Plan:
         return self.total_steps / self.steps_per_epoch
 
     @property
-    def steps_between_evaluations(self) -> float | None:
+    def steps_between_evaluations(self) -> Fraction | None:
         run = self.config.run
-        return run.eval_every_steps or (run.eval_every and run.eval_every * self.steps_per_epoch)
+        if run.eval_every_steps:
+            return Fraction(run.eval_every_steps)
+        return in_steps(run.eval_every, self.steps_per_epoch) if run.eval_every else None
 
     def with_total(self, total: int, step: int) -> "Plan":
         """Return the plan of a run whose length is changed after `step` steps."""
@@ -116,21 +123,62 @@ def make_plan(
     per_epoch, total = images // batch, steps or config.budget.total_steps(images, batch)
     # Again, as only here the numbers of steps and of processes are known.
     problems = list(check_scaled_lr(optim, batch))
-    problems += [] if steps and resumed else check_phases(config, total / per_epoch)
+    if not (steps and resumed):
+        problems += check_phases(config, total / per_epoch, steps_per_epoch=per_epoch)
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling)
     if optim.min_lr > lr:
         text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {batch}"
         problems.append(f"{text}; lower it")
     if problems:
         raise ConfigError(problems)
+    head_epochs = config.init.head_epochs if config.init else 0.0
+    lengths = (optim.warmup_epochs, optim.freeze_last_layer_epochs, head_epochs)
+    warmup, freeze, head = (round(in_steps(length, per_epoch)) for length in lengths)
     return Plan(
         config=config,
         global_batch=batch,
         steps_per_epoch=per_epoch,
         total_steps=total,
         length=total,
-        warmup_steps=int(optim.warmup_epochs * per_epoch),
-        freeze_steps=round(optim.freeze_last_layer_epochs * per_epoch),
-        head_steps=round(config.init.head_epochs * per_epoch) if config.init else 0,
+        warmup_steps=warmup,
+        freeze_steps=freeze,
+        head_steps=head,
         lr=lr,
     )
+
+
+class Pace:
+    """Between the planned seconds per step and their mean so far: the steadier the steps, the closer to it.
+
+    A mean of all steps, since what a source or another program takes now and then belongs to it. The first
+    ones do not count: networks are compiled, and workers have made their images ahead.
+    """
+
+    def __init__(self, planned: float, *, budget: float, untimed: int) -> None:
+        """`budget` is the time of the whole run in seconds, and `untimed` the steps that do not count."""
+        self.planned, self.budget, self.untimed = planned, budget, untimed
+        self.taken = self.timed = 0
+        self.sum = self.sum_of_squares = 0.0
+        self.start: float | None = None
+        self.last: float | None = None  # step that was timed, or before the first
+
+    def count(self, now: float) -> None:
+        """Count a step that ended at `now`, a time without evaluations."""
+        self.taken += 1
+        self.start = now if self.start is None else self.start
+        if self.last is not None:
+            self.timed += 1
+            self.sum += now - self.last
+            self.sum_of_squares += (now - self.last) ** 2
+        if self.timed or self.taken >= self.untimed or now - self.start >= UNTIMED * self.budget:
+            self.last = now
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step."""
+        if self.sum <= 0:
+            return self.planned
+        mean = self.sum / self.timed
+        spread = self.sum_of_squares / self.timed / mean**2 - 1  # variance of the steps, relative to the mean
+        doubt = max(spread, 0.0) / self.timed + MEASURED**2 * self.budget / self.sum
+        return float(self.planned * (mean / self.planned) ** (PLANNED**2 / (PLANNED**2 + doubt)))

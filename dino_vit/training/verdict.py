@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dino_vit.config.loading import write_yaml
-from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.pretrain import PretrainConfig, in_steps
 from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.readings import (
     COLLAPSES,
@@ -154,8 +154,8 @@ class _Run:
         head_epochs = config.init.head_epochs if config.init else 0.0
         settled = max(config.optim.warmup_epochs, config.optim.freeze_last_layer_epochs, head_epochs)
         # At most 2^53, as files may hold anything.
-        steps_per_epoch = min(last.step / last.epoch, 2.0**53) if last.epoch else 0.0
-        return math.floor(settled * steps_per_epoch)
+        steps_per_epoch = round(min(last.step / last.epoch, 2.0**53)) if last.epoch else 0
+        return round(in_steps(settled, steps_per_epoch))
 
     def length(self, factor: float) -> str:
         """Return the budget times a factor, as a setting."""

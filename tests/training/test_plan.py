@@ -1,10 +1,12 @@
 import re
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import Budget, Init, Run
 from dino_vit.training.plan import make_plan
 
 
@@ -24,6 +26,58 @@ def test_every_unit_of_the_budget_ends_the_run(overrides: list[str], total: int)
     config = load(PretrainConfig, None, [*overrides, "optim.accumulate=4", "data.batch_size=16"])
     plan = make_plan(config, images=2000, world_size=1)
     assert (plan.global_batch, plan.total_steps) == (64, total)
+
+
+@pytest.mark.parametrize("per_epoch", [1, 7, 100, 2502])
+def test_all_phases_have_the_steps_of_their_decimal_number(per_epoch: int) -> None:
+    """0.29 epochs of 100 steps are 29, though the product of the floats is 28.999..."""
+    config = PretrainConfig(init=Init(weights="x"), budget=Budget(epochs=1000))
+    for text in [f"{number / 100:.2f}" for number in range(0, 500, 1 + per_epoch % 3)] + [
+        "0.333",
+        "1e-3",
+        "1.005",
+        "12.3456",
+    ]:
+        epochs = float(text)
+        optim = config.optim.model_copy(
+            update={"warmup_epochs": epochs, "freeze_last_layer_epochs": epochs, "accumulate": 4}
+        )
+        assert config.init is not None
+        init, run = config.init.model_copy(update={"head_epochs": epochs}), Run(eval_every=epochs or None)
+        changed = config.model_copy(update={"optim": optim, "init": init, "run": run})
+        plan = make_plan(changed, images=per_epoch * 256, world_size=1)
+        exact = Fraction(text) * per_epoch
+        assert {plan.warmup_steps, plan.freeze_steps, plan.head_steps} == {round(exact)}, text
+        if epochs:
+            due = {step for number in range(1, 12) if (step := round(number * exact)) < plan.total_steps}
+            assert all(plan.is_evaluated(step) for step in due - {0}), text
+
+
+def test_a_phase_that_is_rounded_up_to_the_whole_run_is_refused() -> None:
+    settings = ["budget.steps=29", "optim.warmup_epochs=0.287", "optim.freeze_last_layer_epochs=0"]
+    config = load(PretrainConfig, None, settings)
+    with pytest.raises(ValueError, match=r"optim.warmup_epochs=0.287 is not shorter than the run"):
+        make_plan(config, images=6400, world_size=1)
+    assert make_plan(config, images=6300, world_size=1).warmup_steps == 28
+
+
+def test_rates_go_on_from_where_they_are_when_the_length_changes() -> None:
+    phases = ["optim.warmup_epochs=0.1", "optim.freeze_last_layer_epochs=0"]
+    config = load(PretrainConfig, None, ["budget.steps=100", *phases])
+    plan = make_plan(config, images=6400, world_size=1)
+    assert plan.with_total(60, 5).rates(50) == make_plan(
+        load(PretrainConfig, None, ["budget.steps=60", *phases]), 6400, 1
+    ).rates(50), "in the warm-up nothing depends on the length"
+    for total in (41, 60, 300):
+        changed = plan.with_total(total, 40)
+        assert changed.rates(40) == pytest.approx(plan.rates(40))
+        assert changed.rates(total) == plan.rates(100)
+        again = changed.with_total(total + 7, 41)
+        assert again.rates(41) == pytest.approx(changed.rates(41))
+        assert again.rates(total + 7) == plan.rates(100)
+    assert plan.with_total(100, 40) is plan
+    ended = plan.with_total(120, 100)
+    assert {ended.rates(step) for step in range(100, 120)} == {plan.rates(100)}
 
 
 @pytest.mark.parametrize("method", ["dino", "dinov2"])
