@@ -1,4 +1,4 @@
-"""What follows from a completed configuration: batches, lengths, intervals and rates; the pace of its steps."""
+"""What follows from a completed configuration: batches, lengths, intervals and rates; the pace of steps."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
