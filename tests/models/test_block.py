@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dino_vit.models.block import Attention, Block, attend
 from dino_vit.models.vit import VisionTransformer
+from tests.support.close import assert_close_to_scale
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -50,8 +51,8 @@ def test_queries_choose_rows_of_attention_and_block() -> None:
     assert isinstance(block.attn, Attention)
     x = torch.randn(2, 9, 16)
     for rows in (slice(0, 1), slice(2, 5), slice(None)):
-        torch.testing.assert_close(block.attn(x, [rows]), block.attn(x)[:, rows], atol=1e-6, rtol=0)
-        torch.testing.assert_close(block(x, [rows]), block(x)[:, rows], atol=1e-6, rtol=0)
+        assert_close_to_scale(block.attn(x, [rows]), block.attn(x)[:, rows])
+        assert_close_to_scale(block(x, [rows]), block(x)[:, rows])
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -61,13 +62,14 @@ def test_forward_is_the_cls_row_of_all_features(depth: int, drop_path: float) ->
         width=16, depth=depth, heads=2, image_size=32, patch_size=8, registers=2, drop_path=drop_path
     )
     images = torch.randn(4, 3, 24, 40)
+    direction = torch.randn(16)  # not squares, whose sum is fixed by LayerNorm: it has hardly a gradient
     outputs, grads = [], []
     for features in (model, lambda images: model.forward_features(images)[:, 0]):
         torch.manual_seed(1)  # the same branches are dropped
         model.zero_grad()
         out = features(images)
-        out.square().sum().backward()
+        (out @ direction).sum().backward()
         outputs.append(out)
         grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+    assert_close_to_scale(*outputs)
+    assert_close_to_scale(*grads)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dino_vit.models.linear import Cast, Linear, OneDnnLinear, cast_together
 from tests.support.backbones import backbone
+from tests.support.close import assert_close_to_scale
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no oneDNN"
@@ -27,10 +28,10 @@ def test_detour_gives_torchs_output_and_gradients(shape: tuple[int, ...], bias: 
     inputs = [leaf(*shape, step=step), leaf(24, 16, step=step), *([leaf(24)] if bias else [])]
     ours = OneDnnLinear.apply(*inputs, *([] if bias else [None]))
     theirs = F.linear(*inputs)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert_close_to_scale(ours, theirs)
     grad = torch.randn_like(theirs)
     grads = (torch.autograd.grad(out, inputs, grad) for out in (ours, theirs))
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=0)
+    assert_close_to_scale(*grads)
 
 
 @pytest.mark.parametrize("slow", [True, False])
@@ -39,7 +40,7 @@ def test_layer_is_torchs_in_any_dtype_and_shape(monkeypatch: pytest.MonkeyPatch,
     layer, peer = Linear(16, 24), torch.nn.Linear(16, 24)
     peer.load_state_dict(layer.state_dict())
     for x in (torch.randn(3, 16), torch.randn(16), torch.randn(0, 16), torch.randn(2, 3, 16)):
-        torch.testing.assert_close(layer(x), peer(x), atol=1e-6, rtol=0)
+        assert_close_to_scale(layer(x), peer(x))
         layer(x).sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), peer(x))

@@ -3,9 +3,9 @@
 import pytest
 import timm
 import torch
-from torch.testing import assert_close
 
 from dino_vit.models.timm_backbone import TimmBackbone
+from tests.support.close import assert_close_to_scale
 
 IMAGES = [
     torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)) for size in ((64, 64), (32, 96))
@@ -25,8 +25,8 @@ def test_features_are_those_of_timm(name, images):
     ours = backbone(name)
     theirs = timm.create_model(**ours.arguments).eval()
     theirs.load_state_dict(ours.model.state_dict())
-    assert_close(ours(images), theirs(images))
-    assert_close(ours.forward_features(images)[:, 0], theirs(images))
+    assert_close_to_scale(ours(images), theirs(images))
+    assert_close_to_scale(ours.forward_features(images)[:, 0], theirs(images))
     assert ours.width == theirs(images).shape[1]
 
 
@@ -46,7 +46,7 @@ def test_patches_are_the_feature_map_row_by_row(name, stride):
         )
         expected = torch.stack([of_place(y, x) for y, x in places], dim=1)
     assert ours.patch_size == (stride, stride)
-    assert_close(ours.forward_features(images)[:, ours.first_patch :], expected)
+    assert_close_to_scale(ours.forward_features(images)[:, ours.first_patch :], expected)
 
 
 def test_a_model_that_cannot_be_built_is_said():
@@ -83,7 +83,7 @@ def test_recomputation_changes_no_gradient_and_is_refused_with_batch_norm():
         assert ours.grad_checkpointing is again
         ours(IMAGES[0]).square().sum().backward()
         gradients.append([parameter.grad for parameter in ours.parameters()])
-    assert_close(*gradients)
+    assert_close_to_scale(*gradients)
     with pytest.raises(ValueError, match=r"timm:test_resnet does not support .* its BatchNorm would"):
         backbone("test_resnet").grad_checkpointing = True
     with pytest.raises(ValueError, match="timm:convit_tiny does not support model"):

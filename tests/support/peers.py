@@ -17,6 +17,8 @@ from transformers import (
     ViTModel,
 )
 
+from tests.support.close import assert_close_to_scale
+
 WIDTH, DEPTH, HEADS, SIZE, PATCH = 32, 3, 2, 32, 8
 HF = {
     "hidden_size": WIDTH,
@@ -92,4 +94,4 @@ def assert_same_tokens(model: nn.Module, peer: Peer) -> None:
         images = torch.randn(2, 3, *size)
         with torch.no_grad():
             ours, theirs = model.forward_features(images), peer.tokens(images)
-        assert torch.allclose(ours, theirs, atol=1e-5), (size, (ours - theirs).abs().max())
+        assert_close_to_scale(ours, theirs)

@@ -17,6 +17,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.weights.card import CARD_MARK, model_card
 from tests.support.backbones import backbone
+from tests.support.close import assert_close_to_scale
 from tests.support.documents import blocks, rows
 from tests.support.images import smooth
 
@@ -72,7 +73,7 @@ def test_the_lines_give_our_features(format, changes):
     model, lines = exported(format, **changes)
     images = torch.randn(2, 3, *model.image_size)
     assert f"images = ...  # (n, 3, {model.image_size[0]}, {model.image_size[0]}), float32" in lines
-    torch.testing.assert_close(features(lines, images), model(images), atol=1e-4, rtol=1e-4)
+    assert_close_to_scale(features(lines, images), model(images))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from dino_vit.weights import WeightsError
 from dino_vit.weights.loading import _translate
 from dino_vit.weights.reading import RawWeights
 from dino_vit.weights.recognition import infer_architecture, recognise
+from tests.support.close import assert_close_to_scale
 
 SMALL = {"image_size": 64, "patch_size": 16, "width": 128, "depth": 2, "heads": 2}
 ROTARY = {**SMALL, "positions": "rotary", "registers": 4, "layer_scale": 1e-5, "norm_eps": 1e-5}
@@ -129,14 +130,14 @@ def test_weights_of_transformers_and_of_dinov3_give_the_same_features(tmp_path, 
     for images in IMAGES:
         with torch.no_grad():
             theirs = huggingface(images)
-            assert_close(tokens_of(model, images), theirs.last_hidden_state, rtol=0, atol=1e-5)
-            assert_close(model(images), theirs.last_hidden_state[:, 0], rtol=0, atol=1e-5)
+            assert_close_to_scale(tokens_of(model, images), theirs.last_hidden_state)
+            assert_close_to_scale(model(images), theirs.last_hidden_state[:, 0])
     huggingface.set_attn_implementation("eager")
     with torch.no_grad():
         theirs = huggingface(IMAGES[1], output_attentions=True).attentions
         ours = model.get_attention(IMAGES[1])
     for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other, rtol=0, atol=1e-6)
+        assert_close_to_scale(one, other)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_weights_of_timm_give_the_same_features(tmp_path, name):
     assert (model.heads, model.architecture["norm_eps"]) == (6, 1e-5)
     for size in ((224, 224), (96, 160)):
         images = torch.randn(2, 3, *size)
-        assert_close(tokens_of(model, images), tokens_of(peer, images), rtol=0, atol=1e-5)
+        assert_close_to_scale(tokens_of(model, images), tokens_of(peer, images))
 
 
 # What a pretraining here gives, and what no tensor shows.
@@ -173,11 +174,11 @@ def test_exports_open_in_their_library(tmp_path, mlp, format, changes):
         peer, loading = AutoModel.from_pretrained(path, output_loading_info=True)
         assert not any(loading.values()), "every tensor is there and none beside them"
     for images in IMAGES:
-        assert_close(tokens_of(again, images), tokens_of(model, images), rtol=0, atol=1e-5)
+        assert_close_to_scale(tokens_of(again, images), tokens_of(model, images))
         if format == "huggingface":
             with torch.no_grad():
                 theirs = peer.eval()(images).last_hidden_state
-            assert_close(theirs, tokens_of(model, images), rtol=0, atol=1e-4)
+            assert_close_to_scale(theirs, tokens_of(model, images))
 
 
 def test_the_coordinates_are_rescaled_in_training_alone_for_each_block_anew():

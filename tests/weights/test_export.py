@@ -10,7 +10,6 @@ import timm
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.testing import assert_close
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
@@ -18,6 +17,7 @@ from dino_vit.weights import card, export
 from dino_vit.weights.export import METADATA_KEY
 from dino_vit.weights.layouts import Layout
 from tests.support.backbones import KEYWORDS, backbone
+from tests.support.close import assert_close_to_scale
 from tests.support.peers import HEADS, PEERS
 
 FORMATS = {name: name.split("-")[0] for name in PEERS}
@@ -78,7 +78,7 @@ def test_timm_gives_the_maps_of_blocks_to_detectors(changes, tmp_path):
         for tokens, of_block in zip(ours, maps, strict=True):
             assert of_block.shape == (2, model.width, 30, 40)
             theirs = model.norm(of_block.flatten(2).transpose(1, 2))
-            assert_close(theirs, tokens[:, model.first_patch :], rtol=0, atol=1e-4)
+            assert_close_to_scale(theirs, tokens[:, model.first_patch :])
 
 
 def test_a_graph_gives_the_features_of_any_number_of_images_and_says_what_it_is(tmp_path):
@@ -95,8 +95,8 @@ def test_a_graph_gives_the_features_of_any_number_of_images_and_says_what_it_is(
         cls, patches = map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
         with torch.no_grad():
             tokens = model.forward_features(images)
-        assert_close(cls, tokens[:, 0], rtol=0, atol=1e-4)
-        assert_close(patches, tokens[:, 1 + model.registers :], rtol=0, atol=1e-4)
+        assert_close_to_scale(cls, tokens[:, 0])
+        assert_close_to_scale(patches, tokens[:, 1 + model.registers :])
     metadata = json.loads({entry.key: entry.value for entry in onnx.load(path).metadata_props}[METADATA_KEY])
     assert (metadata["mean"], metadata["image_size"], metadata["format"]) == ([0.1] * 3, [32, 32], "onnx")
 
@@ -180,7 +180,7 @@ def test_an_export_loads_by_its_path_alone_with_what_was_known(format, suffix, t
     export_backbone(model, tmp_path / f"out{suffix}", format)
     loaded = load_backbone(tmp_path / f"out{suffix}")
     images = torch.randn(2, 3, *model.image_size)
-    assert torch.allclose(loaded(images), model(images), atol=1e-5)
+    assert_close_to_scale(loaded(images), model(images))
     known = loaded.provenance
     assert (loaded.heads, known.format, known.network, known.step) == (4, format, "student", 7)
     assert {name: getattr(known, name) for name in facts} == facts

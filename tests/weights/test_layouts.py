@@ -8,6 +8,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from dino_vit import WeightsError, load_backbone
 from tests.support.backbones import IMAGES, backbone
+from tests.support.close import assert_close_to_scale
 from tests.support.peers import HEADS, HF_VIT, PEERS, SIZE, assert_same_tokens
 
 
@@ -32,9 +33,9 @@ def test_huggingface_classifiers_carry_a_prefix(tmp_path):
     peer.save_pretrained(tmp_path)
     images = torch.randn(2, 3, SIZE, SIZE)
     model = load_backbone(tmp_path, num_classes=5)
-    assert torch.allclose(model(images), peer(images).logits, atol=1e-5)
+    assert_close_to_scale(model(images), peer(images).logits)
     tokens = peer.vit(images).last_hidden_state
-    assert torch.allclose(load_backbone(tmp_path).forward_features(images), tokens, atol=1e-5)
+    assert_close_to_scale(load_backbone(tmp_path).forward_features(images), tokens)
 
 
 @pytest.mark.parametrize("registers", [0, 4])
@@ -80,7 +81,7 @@ def test_a_timm_folder_gives_heads_size_and_statistics_and_no_setting_is_ignored
     model = load_backbone(tmp_path)
     assert (model.position_mode, model.provenance.mean) == ("timm", tuple(peer.pretrained_cfg["mean"]))
     images = torch.randn(1, 3, 32, 128)
-    assert torch.allclose(model.forward_features(images), peer.forward_features(images), atol=1e-5)
+    assert_close_to_scale(model.forward_features(images), peer.forward_features(images))
     timm.models.save_for_hf(peer, tmp_path, model_args={"act_layer": "relu"}, safe_serialization=True)
     with pytest.raises(WeightsError, match=r"has model_args \(.*act_layer.*\), which are not supp"):
         load_backbone(tmp_path)

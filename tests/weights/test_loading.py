@@ -12,6 +12,7 @@ from dino_vit import WeightsError, load_backbone, save_backbone
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import IMAGES, backbone
+from tests.support.close import assert_close_to_scale
 from tests.support.peers import HEADS, HF_VIT, SIZE, timm_vit
 
 
@@ -53,7 +54,7 @@ def test_another_image_size_resamples_the_positions(caplog):
         loaded = load_backbone(model.state_dict(), heads=2, image_size=(32, 48))
     assert "resampled positions from 4 × 4 to 4 × 6 (mode dino)" in caplog.text
     assert loaded.trained_grid == (4, 6)
-    assert torch.allclose(loaded(IMAGES), model(IMAGES), atol=1e-6)
+    assert_close_to_scale(loaded(IMAGES), model(IMAGES))
 
 
 @pytest.mark.parametrize("channels", [1, 2, 13])
@@ -65,7 +66,7 @@ def test_inflated_channels_answer_equal_ones_as_before(channels, caplog):
     assert loaded.provenance.mean is None, "RGB statistics do not apply to other channels"
     grey = torch.randn(2, 1, 32, 32)
     inflated, rgb = (m(grey.expand(-1, n, -1, -1)) for m, n in ((loaded, channels), (model, 3)))
-    assert torch.allclose(inflated, rgb, atol=1e-5)
+    assert_close_to_scale(inflated, rgb)
 
 
 def test_loading_is_strict():
@@ -109,7 +110,7 @@ def test_a_classifier_is_dropped_unless_it_is_asked_for(caplog):
     assert "dropped classifier (2 tensors)" in caplog.text
     classifier = load_backbone(peer.model.state_dict(), heads=HEADS, num_classes=5)
     images = torch.randn(2, 3, SIZE, SIZE)
-    assert torch.allclose(classifier(images), peer.model(images), atol=1e-5)
+    assert_close_to_scale(classifier(images), peer.model(images))
     with pytest.raises(WeightsError, match=r"size mismatch for head\.weight"):
         load_backbone(peer.model.state_dict(), heads=HEADS, num_classes=7)
 
@@ -173,4 +174,4 @@ def test_a_hub_folder_gives_the_trained_size(tmp_path):
     images = torch.randn(1, 3, 16, 64)
     model = load_backbone(tmp_path)
     assert model.trained_grid == (2, 8), "16 positions could form a square, too"
-    assert torch.allclose(model.forward_features(images), peer(images).last_hidden_state, atol=1e-5)
+    assert_close_to_scale(model.forward_features(images), peer(images).last_hidden_state)

@@ -13,6 +13,7 @@ import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.weights import WeightsError
 from dino_vit.weights.backbones import LoadedTimmBackbone, LoadedTransformer
+from tests.support.close import assert_close_to_scale
 from tests.support.hub import offline, snapshot
 from tests.support.images import picture
 
@@ -51,7 +52,7 @@ def test_positions_are_resampled_to_another_size_as_timm_does(tmp_path):
     theirs = timm.models.vision_transformer.checkpoint_filter_fn(model.model.state_dict(), peer)
     peer.load_state_dict(theirs)
     images = torch.randn(2, 3, 96, 96)
-    assert_close(loaded(images), peer(images))
+    assert_close_to_scale(loaded(images), peer(images))
 
 
 def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
@@ -79,10 +80,10 @@ def test_exported_it_is_timms_own(tmp_path, monkeypatch, name, suffix):
     names = {"given": IMAGES}
     exec(result.text.replace("images = ...", "images = given"), names)
     ours = dino_vit.load_backbone("a.safetensors")(IMAGES)
-    assert_close(names["output"], ours)
+    assert_close_to_scale(names["output"], ours)
     again = dino_vit.load_backbone(f"b{suffix}")
     assert again.provenance.mean == STATISTICS["mean"]
-    assert_close(again(IMAGES), ours)
+    assert_close_to_scale(again(IMAGES), ours)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_folder_of_timm_loads_strictly(folder):
     model, write = folder
     loaded = dino_vit.load_backbone(write())
     model.reset_classifier(0)
-    assert_close(loaded(IMAGES), model(IMAGES))
+    assert_close_to_scale(loaded(IMAGES), model(IMAGES))
     tensors = dict(model.state_dict())
     lacking = {name: tensor for name, tensor in tensors.items() if not name.startswith("layer3")}
     for wrong in (lacking, {**tensors, "extra.weight": torch.ones(3)}, {"foo": torch.ones(3)}):
@@ -149,7 +150,7 @@ def test_transformers_that_are_not_ours_are_built_by_timm(tmp_path, name):
     images = torch.randn(2, 3, 224, 224)
     assert type(loaded) is LoadedTimmBackbone
     assert loaded.provenance.mean == model.pretrained_cfg["mean"]
-    assert_close(loaded(images), model(images))
+    assert_close_to_scale(loaded(images), model(images))
     assert loaded.forward_features(images).shape[1] == 1 + (224 // loaded.patch_size[0]) ** 2
 
 
@@ -161,7 +162,7 @@ def test_other_channels_get_the_first_kernels_of_timm(folder, caplog):
     arguments = {"pretrained": True, "num_classes": 0, "in_chans": 5}
     overlay = {"file": str(write() / "model.safetensors")}
     theirs = timm.create_model("test_resnet", pretrained_cfg_overlay=overlay, **arguments).eval()
-    assert_close(dino_vit.load_backbone(write(), channels=5)(images), theirs(images))
+    assert_close_to_scale(dino_vit.load_backbone(write(), channels=5)(images), theirs(images))
     assert "converted 3 channels to 5 as timm does" in caplog.text
 
 
@@ -195,7 +196,7 @@ def test_names_of_timm_resolve_in_the_cache_of_the_hub(cache):
         loaded = dino_vit.load_backbone(name)
         assert type(loaded) is kind
         assert loaded.provenance.mean == model.pretrained_cfg["mean"]
-        assert_close(loaded(images), model(images), atol=1e-5, rtol=1e-5)
+        assert_close_to_scale(loaded(images), model(images))
     with pytest.raises(WeightsError, match="run `hf download facebook/dinov2-small` where there"):
         dino_vit.load_backbone("hf:facebook/dinov2-small")
     with pytest.raises(WeightsError, match=r"no weights of this name on the hub; timm\.list"):
