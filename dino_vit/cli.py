@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import dino_vit
-from dino_vit.commands import COMMANDS, Result
+from dino_vit.commands import COMMANDS, Result, working
 from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
 from dino_vit.config.settings import Settings, values
 from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
@@ -101,16 +101,14 @@ def _run(args: argparse.Namespace) -> None:
 
 def _resumable(run: Callable[[Any], Any], config: Settings) -> None:
     """Run a command; one that can resume stops at a signal with the exit code that asks for a new start."""
-    with Interruption() if config.resumes else nullcontext():
+    with Interruption() if config.resumes else nullcontext(), working(config, on_console=True):
         _print(run(_with_output(config)))
 
 
 def _with_output(config: Settings) -> Settings:
-    """Return the settings with an output, which a command line always has."""
-    from dino_vit.eval.results import default_output  # imports torch
-
-    has_none = config.writes and values(config)["output"] is None
-    return replace(config, {"output": str(default_output(config))}) if has_none else config
+    """Return the settings with the output of a command line; that in eval/ is named once weights are loaded."""
+    has_none = config.writes and "/" not in config.writes and values(config)["output"] is None
+    return replace(config, {"output": config.writes}) if has_none else config
 
 
 def _print(result: Result | None) -> None:

@@ -6,7 +6,8 @@
 Each takes what its command takes by position, then settings by keyword: a section as a dictionary
 (`optim={"lr": 1e-3}`), or its settings by their dotted name (`**{"optim.lr": 1e-3}`). `config` is a file of
 settings, or an object of them, that these change. A mistake raises a ValueError with the sentence that the
-command would print. `verbose=False` prints nothing but warnings. Results are written if `output` is given.
+command would print. `verbose=False` prints nothing but warnings. Results are written if `output` is given;
+if they cannot be, the error has the result as its `.result`.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
 (see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What one function
@@ -27,7 +28,7 @@ from pathlib import Path
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 
-from dino_vit.commands import COMMANDS
+from dino_vit.commands import COMMANDS, working
 from dino_vit.config.loading import (
     add_config_arguments,
     config_from,
@@ -65,14 +66,12 @@ def function_of(name: str) -> Callable[..., Any]:
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
         settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
-        with _logging(verbose):
-            result = run(ready, **called)
-        if name == "pretrain":
-            return _run_class()(ready.output)
-        if verbose and result is not None and is_rank_0():
-            print(printable_lines(str(result)))
-            vars(result)["printed"] = True  # a notebook need not show it again
-        return result
+        with _logging(verbose), working(ready) as work:
+            work.result = result = run(ready, **called)
+            if verbose and result is not None and is_rank_0():
+                print(printable_lines(str(result)))
+                vars(result)["printed"] = True  # a notebook need not show it again
+        return _run_class()(ready.output) if name == "pretrain" else result
 
     function.__name__ = function.__qualname__ = name.replace("-", "_")
     function.__module__ = "dino_vit"

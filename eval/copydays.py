@@ -20,7 +20,7 @@ further images: ViT-B/16 at 224 pixels 81.7, ViT-B/8 at 320 pixels 85.5. As in t
 import csv
 import sys
 from collections.abc import Callable
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import ClassVar
 
 import torch
@@ -37,7 +37,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import in_batches, read_batches
-from dino_vit.eval.results import default_output, write_results
+from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -150,7 +150,7 @@ def run(config: CopydaysConfig) -> Written:
     model = load_backbone(config.weights).to(start_processes().device)
     if not model.has_patches:
         raise ValueError(f"{config.weights} has no patches: its features are made after pooling")
-    path = Path(config.output or default_output(config))
+    path = output_of(config, model.provenance.source)
     whiten: Callable[[Tensor], Tensor] = F.normalize
     with eval_mode(model):
         originals, bank = describe(config, model, config.originals, "features of the originals")

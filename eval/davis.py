@@ -36,8 +36,10 @@ from dino_vit.cli import run_program
 from dino_vit.commands import Written, format_table
 from dino_vit.config.settings import Count, Dimension, FewOrZero, Positive, Settings, setting
 from dino_vit.core import Size
+from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
+from dino_vit.eval.maps.pictures import save_png
 from dino_vit.eval.results import write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of, resize
@@ -204,13 +206,13 @@ def write_mask(mask: Tensor, path: Path, *, palette_of: Path) -> None:
     with Image.open(palette_of) as true:
         if palette := true.getpalette():
             image.putpalette(palette)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path)
+    save_png(image, path)
 
 
 def run(config: DavisConfig) -> Written:
     """Propagate the masks of all videos, judge and write them."""
     folder = Path(config.output)
+    claim(folder / "davis.json")
     names = (Path(config.source) / "ImageSets" / "2017" / "val.txt").read_text().split()
     model = load_backbone(config.weights).to(start_processes().device)
     if not model.has_patches:

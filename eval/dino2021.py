@@ -30,13 +30,14 @@ from dino_vit.commands.classification.supervised import EpochTraining, Supervise
 from dino_vit.config.commands import RESULTS, CachedConfig, SupervisedConfig
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
-from dino_vit.core.storage import pickled, write_bytes
+from dino_vit.core.outputs import MARK, after_figures, claim, write_output
+from dino_vit.core.storage import pickled
 from dino_vit.core.text import plural
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import LabelledSubset, labelled_features, open_sets
 from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight, top_classes
-from dino_vit.eval.results import default_output
+from dino_vit.eval.results import output_of
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.augment import ViewAugment
@@ -64,15 +65,17 @@ class Dino2021Config(SupervisedConfig, CachedConfig):
 def run(config: Dino2021Config) -> Classification:
     """Train the head, evaluate it after every epoch, and write the head and the JSON."""
     frozen = frozen_backbone(config)
+    output = output_of(config, frozen.model.provenance.source)
+    head = output.with_suffix(".pth")
+    claim(head)
     train, val = open_sets(config)
     train.require_one_class("eval/dino2021.py")
-    output = Path(config.output or default_output(config))
     training = HeadTraining(config, frozen, train, val, output.with_suffix(".state"))
     training.run(config.epochs)
-    head = output.with_suffix(".pth")
     if is_main_process():  # in the reference's format
         tensors = {f"module.linear.{name}": tensor for name, tensor in training.module.state_dict().items()}
-        write_bytes(head, pickled({"state_dict": tensors}))
+        with after_figures():
+            write_output(head, pickled({"about": MARK, "state_dict": tensors}))
     predictions = training.val.predictions(top_classes(training.head, training.val.features))
     percents = [epoch["percent"] for epoch in training.history]
     best = max(percents)

@@ -60,6 +60,7 @@ from dino_vit.weights import load_backbone, save_backbone
 
 MIN_LR = 1e-6  # at the end
 NEIGHBOURS = 20
+WEIGHTS = "backbone.safetensors"  # in the folder of the run, when it is done
 
 
 class FinetuneConfig(SupervisedConfig):
@@ -94,6 +95,9 @@ def run(config: FinetuneConfig) -> Classification:
         log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)
+        weights = Path(config.output) / WEIGHTS
+        if weights.exists() and not tuning.history:
+            raise ValueError(f"{weights} already exists, and is of no run here; give another output")
         # Of the weights as they are at the first start: a run that they are of may go on.
         tuning.before = tuning.before or _before(tuning)
         tuning.run(config.epochs)
@@ -203,7 +207,7 @@ def _before(tuning: Finetuning) -> Accuracy:
 def _result(tuning: Finetuning) -> Classification:
     """Write the network and the results of the last epoch."""
     folder, facts, history = Path(tuning.config.output), tuning.facts, tuning.history
-    weights, transform = folder / "backbone.safetensors", tuning.evaluated.transform
+    weights, transform = folder / WEIGHTS, tuning.evaluated.transform
     if is_main_process():
         save_backbone(
             tuning.model,

@@ -35,7 +35,7 @@ from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_subset
 from dino_vit.eval.linear import count_correct, top_classes, train_heads
-from dino_vit.eval.results import default_output, write_results
+from dino_vit.eval.results import output_of, write_results
 
 # Mean error of AlexNet over the severities, as published.
 ALEXNET = {
@@ -116,7 +116,7 @@ def run(config: ImageNetCConfig) -> Written:
     if not folders:
         raise ValueError(f"{config.source} has no folders KIND/SEVERITY/CLASS, as ImageNet-C has")
     frozen = frozen_backbone(config)
-    path = Path(config.output or default_output(config))
+    path = output_of(config, frozen.model.provenance.source)
     train = open_subset(config.train, open_source(config.train))
     features = labelled_features(frozen, train, title="features of the training images")
     classify = make_classifier(config, features, len(train.classes), frozen.device)

@@ -39,7 +39,7 @@ from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.maps.pictures import resize_sides
-from dino_vit.eval.results import default_output, write_results
+from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -195,7 +195,7 @@ def run(config: OxfordParisConfig) -> Written:
     names, queries = read_ground_truth(Path(config.source))
     source = open_source(config.source)
     model = load_backbone(config.weights).to(start_processes().device)
-    path = Path(config.output or default_output(config))
+    path = output_of(config, model.provenance.source)
     with eval_mode(model):
         bank = describe(config, model, source, names, [None] * len(names), "features of the bank")
         boxes = [query.box if config.boxes else None for query in queries]

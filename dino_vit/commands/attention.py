@@ -18,8 +18,8 @@ from torch import Tensor
 from dino_vit.commands import Result
 from dino_vit.config.commands import AttentionConfig
 from dino_vit.core import height_width, log
+from dino_vit.core.outputs import MARK, claim, remove_output, write_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
@@ -78,6 +78,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
         if not folder:
             raise ValueError(f"{config.source} is a video: give output=FOLDER for the video of its attention")
         target = folder / f"{Path(config.source).stem}.overlay.mp4"
+        claim(target)
         frames = draw_video(model, target, config)
         text = f"{target}: {plural(frames, 'frame')} beside the attention of {which}"
         return AttentionMaps(sheets=[], maps={}, video=target, text=text)
@@ -86,7 +87,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
     text = f"attention of {which}, {counts}"
     if folder:
         for earlier in {*folder.glob("sheet-[0-9]*.png")} - {*sheets}:
-            earlier.unlink()
+            remove_output(earlier)
         text = f"{folder}/sheet-*.png: {text}\n{FILES.format(folder)}"
     return AttentionMaps(sheets=sheets, maps=maps, text=text)
 
@@ -97,7 +98,11 @@ def draw_sheets(
     """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
     transform, sheets, maps = eval_transform_of(model), list[Path | Image.Image](), Maps()
     indices = spread(len(source), len(source) if config.count is None else config.count)
-    for start in range(0, len(indices), SHEET_ROWS):
+    folder, starts = config.output and Path(config.output), range(0, len(indices), SHEET_ROWS)
+    if folder:  # what could not be written is said before hours of work
+        claim(*(folder / sheet_name(start) for start in starts))
+        claim(*(path for index in indices for path in files_of(folder, index, source.name(index))))
+    for start in starts:
         images: dict[int, ImageMaps] = {}
         for index in indices[start : start + SHEET_ROWS]:
             try:
@@ -115,13 +120,17 @@ def draw_sheets(
             check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)
             images[index] = ImageMaps(source.name(index), picture, heads, tokens)
         if images:
-            name = f"sheet-{start // SHEET_ROWS + 1}.png"
-            sheet, of_images = draw_sheet(model, images, Path(config.output, name) if config.output else None)
+            sheet, of_images = draw_sheet(model, images, folder / sheet_name(start) if folder else None)
             sheets.append(sheet)
             maps |= of_images
     if not sheets:
         raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
     return sheets, maps
+
+
+def sheet_name(start: int) -> str:
+    """Return the name of the sheet that begins with the image of some place."""
+    return f"sheet-{start // SHEET_ROWS + 1}.png"
 
 
 def prepare(
@@ -141,26 +150,35 @@ def draw_sheet(
     panels, maps = [], Maps()
     colours = principal_colours([image.tokens for image in images.values()])
     for (index, image), colour in zip(images.items(), colours, strict=True):
-        row, stem = draw_maps(image, colour, model), file_stem(index, image.name)
+        row = draw_maps(image, colour, model)
         panels.append([(picture, "") for picture in row.values()])
-        maps[image.name] = write_maps(image, row, path.with_name(stem)) if path else image.heads.numpy()
+        files = files_of(path.parent, index, image.name) if path else []
+        maps[image.name] = write_maps(image, row, files) if files else image.heads.numpy()
     names = [image.name for image in images.values()]
     sheet = pictures.draw_sheet(panels, names=names, titles=list(row))
     if path is None:
         return Image.open(BytesIO(sheet)), maps
-    write_bytes(path, sheet)
+    write_output(path, sheet)
     return path, maps
 
 
-def write_maps(image: ImageMaps, row: Mapping[str, Tensor], stem: Path) -> Path:
+def write_maps(image: ImageMaps, row: Mapping[str, Tensor], files: Sequence[Path]) -> Path:
     """Write the files of an image, and return that of its maps."""
-    pictures.write_png(pictures.side_by_side(row.values()), Path(f"{stem}.png"))
-    pictures.write_png(row["mean of heads"], Path(f"{stem}.overlay.png"))
-    pictures.write_png(row["mask"], Path(f"{stem}.mask.png"))
-    path = Path(f"{stem}.attention.npy")
-    with replacing(path) as partial, partial.open("wb") as writer:
-        np.save(writer, image.heads.numpy())
+    whole, overlay, mask, path = files
+    pictures.write_png(pictures.side_by_side(row.values()), whole)
+    pictures.write_png(row["mean of heads"], overlay)
+    pictures.write_png(row["mask"], mask)
+    array = BytesIO()
+    np.save(array, image.heads.numpy())
+    np.save(array, MARK.encode())  # a second array, which readers of the first do not see
+    write_output(path, array.getvalue())
     return path
+
+
+def files_of(folder: Path, index: int, name: str) -> list[Path]:
+    """Return the files of an image: all its pictures in a row, overlay, mask, maps."""
+    endings = ("png", "overlay.png", "mask.png", "attention.npy")
+    return [folder / f"{file_stem(index, name)}.{ending}" for ending in endings]
 
 
 def draw_maps(image: ImageMaps, colours: Tensor, model: VisionTransformer) -> dict[str, Tensor]:

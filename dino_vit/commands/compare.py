@@ -24,9 +24,9 @@ from dino_vit.config.commands import (
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
+from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
@@ -69,6 +69,11 @@ def run(config: CompareConfig) -> ComparisonResult:
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
         paths[UNTRAINED] = UNTRAINED
+    page = path = None
+    if folder:
+        page, path = folder / "comparison.html", folder / "comparison.json"
+        numbers = range(1, len(paths) + 1)
+        claim(page, path, *(file_of(folder, number, name) for number in numbers for name in evaluators))
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
         trained = config.weights[0] if name == UNTRAINED else weights
@@ -81,7 +86,7 @@ def run(config: CompareConfig) -> ComparisonResult:
             run = read_run(file.parents[1] if file.parent.name == "checkpoints" else file)
             comparison.runs.setdefault(name.partition(" (step ")[0], run)
         for evaluator in evaluators:
-            values = {"weights": weights, "output": folder and folder / f"{number}-{evaluator}.json"}
+            values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
             try:
                 measured = _evaluate(evaluator, config, values, frozen, comparison, name)
             except ValueError as error:
@@ -106,16 +111,20 @@ def run(config: CompareConfig) -> ComparisonResult:
         "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
         "verdict": answer,
     }
-    page = path = None
-    if folder:
-        page, path = folder / "comparison.html", folder / "comparison.json"
+    if page and path:
         write_results(path, results)
         if is_main_process():
-            write_bytes(page, render(comparison, pairs, best, config.source).encode())
+            with after_figures():
+                write_output(page, render(comparison, pairs, best, config.source).encode())
         text += f"\n\n{page}: open it in any browser\n{path}"
     return ComparisonResult(
         figures=figures, ranks=comparison.ranks, pairs=pairs, verdict=answer, page=page, path=path, text=text
     )
+
+
+def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:
+    """Return the file for the results of one evaluator of one of the backbones."""
+    return folder / f"{number}-{evaluator}.json"
 
 
 def names_of(weights: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from dino_vit.eval.maps.segmentation import (
     pixel_accuracy,
     train_head,
 )
-from dino_vit.eval.results import evaluation
+from dino_vit.eval.results import asked_output, evaluation
 from dino_vit.models.tokens import FeatureSpec
 
 
@@ -56,6 +56,7 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
         path = frozen.describe_weights()["source"]
         raise ValueError(f"{path} has no patches: its features are made after pooling")
     frozen.check_all_equal()
+    output = asked_output(config, frozen.model.provenance.source)
     train, train_indices, queries, indices = _open(config)
     bank = patch_bank(frozen, train, train_indices, spec, patches=config.patches)
     steps = config.steps or choose_steps(len(bank.images))
@@ -68,7 +69,6 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
         raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
     figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=True)}
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
-    path = None if config.output is None else Path(config.output)
     results = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -79,7 +79,7 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
         "largest_class": {"name": largest, "percent": percent},
         **{name: of._asdict() for name, of in figures.items()},
     }
-    evaluation("dense", path, "linear mIoU", figures["linear"].mean_iou, results)
+    evaluation("dense", output, "linear mIoU", figures["linear"].mean_iou, results)
     rows = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
     text = (
         f"pixels of {plural(images, 'image')}; learned from {plural(len(bank.images), 'other')}: k-NN from "
@@ -87,8 +87,8 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
         f"{format_table(['', 'mIoU %', 'pixels %'], rows)}\n"
         f"{largest}, the largest class, has {percent:.1f} % of the pixels"
     )
-    text += f"\n\n{path}" if path else ""
-    return DenseResult(**figures, measured=measured, path=path, text=text)
+    text += f"\n\n{output}" if output else ""
+    return DenseResult(**figures, measured=measured, path=output, text=text)
 
 
 def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:

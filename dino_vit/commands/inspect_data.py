@@ -15,7 +15,7 @@ from dino_vit.config.commands import InspectConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
@@ -33,6 +33,8 @@ ROWS = 8  # images on the sheet
 
 def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
+    if config.sheet:
+        claim(Path(config.sheet))
     source = open_source(config.source, config.labels, config.mix)
     sources = [config.source] if isinstance(config.source, str) else config.source
     name = printable(", ".join(sources))
@@ -42,7 +44,9 @@ def run(config: InspectConfig) -> Facts:
     sizes = [(image.height, image.width) for image in summary.images]
     facts = describe(name, source, summary, advice_on_size(training, sizes, sources))
     if config.sheet:
-        draw_views(Path(config.sheet), source, summary, training)
+        sheet = draw_views(Path(config.sheet), source, summary, training)
+        with after_figures():
+            write_output(Path(config.sheet), sheet)
         whose = config.pretrain or "recipe=auto; budget.minutes may choose smaller ones"
         log.info("%s: the views that training would use, %s (%s)", config.sheet, training.views.title, whose)
     text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))
@@ -153,8 +157,8 @@ def _counts(counts: Mapping[str, int]) -> str:
     return f"{text} and {len(counts) - LISTED:,} more" if len(counts) > LISTED else text
 
 
-def draw_views(sheet: Path, source: Source, summary: ImageSummary, training: PretrainConfig) -> None:
-    """Write the sheet of the views of some images, an image per row."""
+def draw_views(sheet: Path, source: Source, summary: ImageSummary, training: PretrainConfig) -> bytes:
+    """Draw the sheet of the views of some images, an image per row."""
     pixels = build_pixels(training)
     indices = [image.index for image in summary.images if image.fits(pixels.channels)]
     originals: dict[int, Tensor] = {}
@@ -173,4 +177,4 @@ def draw_views(sheet: Path, source: Source, summary: ImageSummary, training: Pre
     titles = ["image", *(f"global {n + 1}" for n in range(training.views.global_count))]
     titles += [f"local {n + 1}" for n in range(training.views.local_count)]
     names = [source.name(index) for index in originals]
-    write_bytes(sheet, draw_sheet(panels, names=names, titles=titles))
+    return draw_sheet(panels, names=names, titles=titles)

@@ -20,6 +20,8 @@ OWN_KEY = "dino_vit"  # the metadata key under which our files describe themselv
 class StorageError(ValueError):
     """A file is damaged, or could not be written."""
 
+    result: object = None  # of a function whose result could not be written
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: str) -> None:
     """Write a safetensors file with a digest of all its contents."""

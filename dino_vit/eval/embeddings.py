@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
-from dino_vit.core.storage import OWN_KEY, replacing
+from dino_vit.core.outputs import MARK, replacing_output
+from dino_vit.core.storage import OWN_KEY
 from dino_vit.core.text import brief
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
@@ -54,10 +55,10 @@ def write_embeddings(path: Path, embeddings: Embeddings) -> None:
         "index": pa.array(embeddings.indices, pa.int64()),
         "embedding": pa.FixedSizeListArray.from_arrays(flat, width),
     }
-    table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
+    table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata), "file": MARK})
     # Floating-point noise neither compresses nor repeats.
     options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing_output(path) as partial, partial.open("wb") as file:
         parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
 
 

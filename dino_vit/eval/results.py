@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from dino_vit.config.commands import DenseConfig, KnnConfig, LinearConfig
 from dino_vit.config.loading import write_yaml
-from dino_vit.config.settings import Settings, flat, settings_of, values
+from dino_vit.config.settings import Settings, flat, get, settings_of, values
 from dino_vit.core import log
-from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import is_main_process
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
 from dino_vit.core.text import public
 from dino_vit.eval.accuracy import Interval
 
@@ -25,15 +24,25 @@ FOLDER = "eval"  # in that of a run
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
 
 
-def default_output(config: Settings) -> Path:
-    """Return what a command line writes where no output is given.
+def output_of(config: Settings, loaded: str) -> Path:
+    """Return the file for the results of weights that were loaded from a file: as given, or by default."""
+    given = get(config, "output")
+    path = default_output(config, loaded) if given is None else Path(str(given))
+    claim(path)
+    return path
 
-    That is a file for results which is the same for the same weights, data and settings only.
+
+def asked_output(config: Settings, loaded: str) -> Path | None:
+    """Return the same, but in Python none unless it is given."""
+    return output_of(config, loaded) if get(config, "output") or on_console() else None
+
+
+def default_output(config: Settings, loaded: str) -> Path:
+    """Return a file for results that is the same for the same weights, data and settings only.
+
+    Its name has the step that was loaded: the newest checkpoint of a run may be another one by now.
     """
-    folder, _, name = config.writes.rpartition("/")
-    if folder != FOLDER:
-        return Path(config.writes)
-    given, facts = values(config), dict[str, object]()
+    name, given, facts = config.writes.rpartition("/")[2], values(config), dict[str, object]()
     for key, info in settings_of(type(config)).items():
         if key in given and not info.resumable:
             value = given[key]
@@ -42,29 +51,29 @@ def default_output(config: Settings) -> Path:
     mark = hashlib.sha256(json.dumps([name, facts], sort_keys=True).encode()).hexdigest()[:6]
     source = public(str(given[config.positional[0]]))
     data = re.sub(r"[^\w.-]+", "-", "/".join(Path(source).parts[-2:])).strip("-.")[-40:]
-    return _beside(str(given["weights"]), f"{name}-{data}-{mark}.json")
+    return _beside(str(given["weights"]), loaded, f"{name}-{data}-{mark}.json")
 
 
-def _beside(weights: str, name: str) -> Path:
+def _beside(weights: str, loaded: str, name: str) -> Path:
     """Return the file of a name in eval/ of the run of some weights, with their step, or beside them."""
     from dino_vit.weights.hub import is_name  # a run that trains reads no weights
 
     if is_name(weights):
         return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}")
-    path = Path(weights)
-    path = (Checkpoints(path).paths() or [path])[-1]  # of a run the newest, which it is evaluated by
-    if path.is_dir():
-        return path / FOLDER / name
+    path = Path(loaded)
     if path.parent.name == "checkpoints":
         return path.parent.parent / FOLDER / f"{path.stem}.{name}"
+    if Path(weights).is_dir():
+        return Path(weights) / FOLDER / name
     return path.with_name(f"{path.stem}.{name}")
 
 
 def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
     """Write results as JSON on rank 0, and return what the file holds."""
-    content = plain(results)
+    content = {"file": MARK, **plain(results)}
     if is_main_process():
-        write_bytes(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+        with after_figures():
+            write_output(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
     return content
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from dino_vit.core.outputs import MARK
 from dino_vit.core.text import printable, public
 from dino_vit.reports.pictures import Pictures
 from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
@@ -79,7 +80,7 @@ def fill(template: str, **values: Any) -> str:
         loader=PackageLoader("dino_vit.reports", "assets"),
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
-    return environment.get_template(template).render(nonce=secrets.token_urlsafe(), **values)
+    return environment.get_template(template).render(nonce=secrets.token_urlsafe(), mark=MARK, **values)
 
 
 def figures(record: RunRecord) -> dict[str, str]:

@@ -11,27 +11,29 @@ from dino_vit.eval.results import default_output, evaluation, read_evaluations
 GIVEN = {"source": "photos/test", "weights": "runs/first"}
 
 
+def default(loaded="runs/first", **settings):
+    return default_output(KnnConfig(**{**GIVEN, **settings}), str(loaded))
+
+
 def test_results_lie_with_the_weights(tmp_path):
     run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    path = default_output(KnnConfig(source="photos/test", weights=str(run)))
+    path = default(run / "checkpoints" / "step-00000005.safetensors", weights=str(run))
     assert path.parent == run / "eval"
-    assert path.name.startswith("knn-photos-test-")
-    checkpoint = run / "checkpoints" / "step-00000005.safetensors"
-    path = default_output(LinearConfig(source="photos", weights=str(checkpoint)))
+    assert path.name.startswith("step-00000005.knn-photos-test-")
+    checkpoint = str(run / "checkpoints" / "step-00000005.safetensors")
+    path = default_output(LinearConfig(source="photos", weights=checkpoint), checkpoint)
     assert path.parent == run / "eval"
     assert path.name.startswith("step-00000005.linear-photos-")
-    for step in (5, 12):  # after more steps the earlier results of the run stay
-        (run / "checkpoints" / f"step-{step:08}.safetensors").touch()
-        path = default_output(KnnConfig(source="photos/test", weights=str(run)))
-        assert path.parent == run / "eval"
-        assert path.name.startswith(f"step-{step:08}.knn-photos-test-")
-    path = default_output(KnnConfig(source="synthetic:60:16", weights=str(tmp_path / "dino.pth")))
+    run.mkdir()  # without checkpoints, as one of fine-tuning
+    path = default(run / "backbone.safetensors", weights=str(run))
+    assert path.parent == run / "eval"
+    assert path.name.startswith("knn-photos-test-")
+    path = default(tmp_path / "dino.pth", source="synthetic:60:16", weights=str(tmp_path / "dino.pth"))
     assert path.parent == tmp_path
     assert path.name.startswith("dino.knn-synthetic-60-16-")
     secret = "https://user:word@host/photos/a.tar?token=word"
-    assert "word" not in default_output(KnnConfig(source=secret, weights="hf:owner/name")).name
-    path = default_output(KnnConfig(source="a", weights="hf:owner/name"))
+    assert "word" not in default("hf:owner/name", source=secret, weights="hf:owner/name").name
+    path = default("hf:owner/name", source="a", weights="hf:owner/name")
     assert path.name.startswith("hf-owner-name.knn-a-")
 
 
@@ -46,18 +48,15 @@ def test_results_lie_with_the_weights(tmp_path):
     ],
 )
 def test_another_command_has_another_file(changes):
-    path = default_output(KnnConfig(**GIVEN))
-    assert path == default_output(KnnConfig(**GIVEN))
-    assert default_output(KnnConfig(**{**GIVEN, **changes})) != path
+    assert default() == default()
+    assert default(**changes) != default()
 
 
 def test_what_changes_no_result_changes_no_file(tmp_path, monkeypatch):
-    path = default_output(KnnConfig(**GIVEN, batch_size=7, num_workers=1, cache="here", output="there.json"))
-    assert path == default_output(KnnConfig(**GIVEN))
+    assert default(batch_size=7, num_workers=1, cache="here", output="there.json") == default()
     (tmp_path / "photos" / "test").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    absolute = {**GIVEN, "source": str(tmp_path / "photos" / "test")}
-    assert default_output(KnnConfig(**absolute)) == default_output(KnnConfig(**GIVEN))
+    assert default(source=str(tmp_path / "photos" / "test")) == default()
 
 
 def test_the_list_is_read_from_the_files(tmp_path, caplog):

@@ -4,6 +4,7 @@ Several labels of an image, and numbers, are predicted by the mean of the neighb
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, given_sets, labelled_features
 from dino_vit.eval.metrics import TITLES, measure
+from dino_vit.eval.results import asked_output
 from dino_vit.models.tokens import FeatureSpec
 
 _CLASSES_SHOWN = 10
@@ -44,6 +46,7 @@ def run(config: KnnConfig) -> Classification | Any:
 def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Predicted:
     """Do the same with a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
+    path = asked_output(config, frozen.model.provenance.source)
     train, val = given_sets(config)
     queries = labelled_features(frozen, val, spec, "features of the query images")
     bank = queries if train is None else labelled_features(frozen, train, spec, "features of the bank")
@@ -61,7 +64,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
     }
     on = f"on {plural(len(queries), 'image')} of {val.name}, by their neighbours among {among}\n"
     if val.task != "multiclass":
-        return _predict(config, bank, queries, frozen.device, details, on)
+        return _predict(config, path, bank, queries, frozen.device, details, on)
     predictions = classify(bank, queries, config.k, frozen.device)
     figures = {k: of_k.figures() for k, of_k in predictions.items()}
     if len(val.classes) == len(set(queries.targets.tolist())) == 2:
@@ -86,11 +89,12 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
         lines.append(f"ranking by cosine for {asked}: {line}")
     lines.append(_class_table(first, figures[first]["per_class"]))
     title, text = f"k-NN top-1, k={first}", "\n".join(lines)
-    return classification("knn", config.output, title, predictions[first], details, text)
+    return classification("knn", path, title, predictions[first], details, text)
 
 
 def _predict(
     config: KnnConfig,
+    path: Path | None,
     bank: LabelledFeatures,
     queries: LabelledFeatures,
     device: torch.device,
@@ -104,7 +108,7 @@ def _predict(
     metric, first = TITLES[queries.task], config.k[0]
     lines = [f"per cent, {on}", format_table(["k", metric], [[*map(str, row.values())] for row in results])]
     title, details = f"k-NN {metric}, k={first}", details | {"results": results}
-    return judge(config, title, figures[first], bank, queries, details, lines)
+    return judge("knn", path, title, figures[first], bank, queries, details, lines)
 
 
 def classify(

@@ -32,6 +32,7 @@ from dino_vit.eval.linear import (
     train_logistic,
 )
 from dino_vit.eval.metrics import TITLES, measure
+from dino_vit.eval.results import asked_output
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: slightly optimistic (see select=)"
@@ -48,6 +49,7 @@ def run(config: LinearConfig) -> Classification | Any:
 
 def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | Predicted:
     """Do the same with a backbone that is loaded already."""
+    path = asked_output(config, frozen.model.provenance.source)
     train_set, val_set = open_sets(config)
     details: dict[str, Any] = {"method": config.method, "settings": config.model_dump(mode="json")}
     details["weights"] = frozen.describe_weights()
@@ -94,7 +96,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     if val.task != "multiclass":
         figures, metric = score(val, _outputs(best_head, val)[:, 0]), TITLES[val.task]
         text += [f"{title}: {metric} {figures[0].interval} %", how_chosen]
-        return judge(config, f"linear {metric}", figures, train, val, details, text)
+        return judge("linear", path, f"linear {metric}", figures, train, val, details, text)
     predictions = val.predictions(top_classes(best_head, val.features))
     few = few_images(train, val)
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
@@ -105,7 +107,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
         auroc = measure("multiclass", val.indices, margins, val.targets[:, None])[0].interval
         details["best"]["auroc"] = auroc
         text.append(f"AUROC {auroc} %")
-    return classification("linear", config.output, "linear top-1", predictions, details, "\n".join(text))
+    return classification("linear", path, "linear top-1", predictions, details, "\n".join(text))
 
 
 def _fit(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.commands import Result, format_table
-from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
-from dino_vit.core.storage import replacing
+from dino_vit.core.outputs import PNG_MARK, after_figures, write_output
 from dino_vit.core.text import brief, plural
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Interval, Measured
@@ -62,7 +62,8 @@ def score(val: LabelledFeatures, outputs: Tensor) -> list[Measured]:
 
 
 def judge(
-    config: KnnConfig | LinearConfig,
+    command: str,
+    path: Path | None,
     title: str,
     figures: Sequence[Measured],
     train: LabelledFeatures,
@@ -70,7 +71,7 @@ def judge(
     details: Mapping[str, Any],
     lines: Sequence[str],
 ) -> Predicted:
-    """Return what the figures say; with an output write JSON and, of numbers, a plot beside it."""
+    """Return what the figures say; with a path write JSON and, of numbers, a plot beside it."""
     measured, (outputs, targets) = figures[0], figures[0].parts
     columns: dict[str, Sequence[object]] = {figure.title: estimates(figure) for figure in figures}
     means = {figure.title: figure.interval for figure in figures if val.task == "multilabel"}
@@ -82,7 +83,6 @@ def judge(
     per_target, few = dict(zip(val.classes, rows, strict=True)), few_images(train, val)
     text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
     text += [*few_text(few), f"\n{_table(per_target)}\n"]
-    path = None if config.output is None else Path(config.output)
     if path:
         text.append(str(path))
         if val.task == "regression":
@@ -94,7 +94,7 @@ def judge(
         outputs=outputs.float().numpy(),
         measured=replace(measured, title=title.split(",")[0]),
         path=path,
-        details=evaluation(config.writes.split("/")[1], path, title, measured.interval, results),
+        details=evaluation(command, path, title, measured.interval, results),
         text="\n".join(text),
     )
 
@@ -149,6 +149,6 @@ def draw_numbers(path: Path, outputs: Tensor, targets: Tensor, names: Sequence[s
         axis.set_title(brief(name, 40), fontsize=9, parse_math=False)
         axis.set(xlabel="true", ylabel="predicted")
     if is_main_process():
-        with replacing(path) as partial:
-            figure.savefig(partial, dpi=130, format="png")
+        with after_figures():
+            write_output(path, partial(figure.savefig, dpi=130, format="png", metadata=PNG_MARK))
     return path

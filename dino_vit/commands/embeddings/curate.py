@@ -5,9 +5,11 @@ are clustered, then the centroids, and so on. Each level clusters again only wha
 so that these spread over all kinds of images and not over the frequent ones.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from pyarrow.csv import write_csv
 from dino_vit.commands import Result, format_table
 from dino_vit.commands.embeddings.duplicates import find_duplicates
 from dino_vit.config.embeddings import CurateConfig
+from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import Advance, plural, progress
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
@@ -49,6 +51,8 @@ class CurateResult(Result):
 def run(config: CurateConfig) -> CurateResult:
     """Weigh images; with an output, write the file for data.weights, a sheet of clusters and JSON."""
     output = None if config.output is None else Path(config.output)
+    if output:
+        claim(output, output.with_suffix(".json"), output.with_suffix(".png"))
     if not FAISS:
         raise ValueError("curate needs FAISS, which is not installed, or cannot run beside PyTorch (macOS)")
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
@@ -73,11 +77,15 @@ def run(config: CurateConfig) -> CurateResult:
     lines.append(format_table(list(table[0]), [list(map(str, level.values())) for level in table]))
     lines.append(describe_sampling(weights))
     if output:
-        with replacing(output) as partial, partial.open("wb") as file:
-            write_csv(pa.table({"name": names, "weight": weights}), file)
+        file = BytesIO()
+        write_csv(pa.table({"name": names, "weight": weights}), file)
         content = {"settings": config.model_dump(), "images": len(names), "candidates": len(rows)}
-        write_results(output.with_suffix(".json"), {**content, "levels": table})
-        write_bytes(output.with_suffix(".png"), draw_clusters(embeddings, rows, of_rows, levels[-1], random))
+        content |= {"levels": table, "sha256": hashlib.sha256(file.getvalue()).hexdigest()}
+        with after_figures():
+            write_output(output, file.getvalue())  # before the digest that makes it ours
+            write_results(output.with_suffix(".json"), content)
+            sheet = draw_clusters(embeddings, rows, of_rows, levels[-1], random)
+            write_output(output.with_suffix(".png"), sheet)
         lines.append(f"{output}: for `pretrain` with data.weights={output}; beside it a sheet of clusters")
     return CurateResult(names=names, weights=weights, path=output, text="\n".join(lines))
 

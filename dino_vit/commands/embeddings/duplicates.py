@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from dino_vit.commands import Result
 from dino_vit.config.embeddings import DuplicatesConfig
+from dino_vit.core.outputs import after_figures, claim, remove_output, write_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, progress
 from dino_vit.data.labels import below_shared, find_splits, number_labels
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
@@ -66,13 +66,14 @@ class DuplicatesResult(Result):
 def run(config: DuplicatesConfig) -> DuplicatesResult:
     """Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs."""
     output = None if config.output is None else Path(config.output)
+    sheets = [output and output.with_name(output.stem + ending) for ending in SHEETS]
+    claim(*filter(None, (output, *sheets)))
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
     splits, keep = splits_of_names(embeddings.names), config.pairs
     kinds = ClosestPairs(keep, embeddings.labels), ClosestPairs(keep, splits), ClosestPairs(keep)
     linked = find_duplicates(embeddings.values, config.threshold, kinds, device=device)
     conflicts, leaks, pairs = (
-        list_pairs(embeddings, splits, kind, output and output.with_name(output.stem + ending))
-        for kind, ending in zip(kinds, SHEETS, strict=True)
+        list_pairs(embeddings, splits, kind, sheet) for kind, sheet in zip(kinds, sheets, strict=True)
     )
     groups = [[embeddings.names[row] for row in rows] for rows in linked]
     lines = [
@@ -132,8 +133,8 @@ def list_pairs(
         NamedPair((names[a], names[b]), round(cosine, 6), (labels[a], labels[b]), (splits[a], splits[b]))
         for a, b, cosine in pairs
     ]
-    if sheet:
-        sheet.unlink(missing_ok=True)
+    if sheet and not pairs:
+        remove_output(sheet)
     if not (sheet and pairs):
         return PairList(closest, kind.total, None)
     rows = [row for pair in pairs[:PAIRS_SHOWN] for row in pair[:2]]
@@ -145,7 +146,8 @@ def list_pairs(
     of_pairs = [[*two, BLANK] for two in zip(panels[::2], panels[1::2], strict=True)]
     starts = range(0, len(of_pairs), PAIRS_IN_ROW)
     in_rows = [list(chain(*of_pairs[start : start + PAIRS_IN_ROW]))[:-1] for start in starts]
-    write_bytes(sheet, draw_sheet(in_rows))
+    with after_figures():
+        write_output(sheet, draw_sheet(in_rows))
     return PairList(closest, kind.total, sheet)
 
 

@@ -9,6 +9,7 @@ from dino_vit import __version__
 from dino_vit.commands import Result
 from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
+from dino_vit.core.outputs import claim
 from dino_vit.core.text import public
 from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.open import Source, open_source
@@ -29,7 +30,10 @@ class ImageEmbeddings(Result, Embeddings):
 
 def run(config: EmbedConfig) -> ImageEmbeddings:
     """Compute the embeddings of a source, and write them to a file if there is an output."""
-    backbone, output = frozen_backbone(config), None if config.output is None else Path(config.output)
+    output = None if config.output is None else Path(config.output)
+    if output:
+        claim(output)
+    backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     values, indices = cached_features(backbone, source, spec=spec, title=f"embeddings of {config.source}")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dino_vit.commands import Result
 from dino_vit.config.embeddings import SearchConfig
+from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import printable
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
@@ -49,6 +49,8 @@ class SearchResult(Result):
 def run(config: SearchConfig) -> SearchResult:
     """Find the nearest images to each given one; with an output, write a sheet and the same as JSON."""
     output = None if config.output is None else Path(config.output)
+    path = output and output.with_suffix(".json")
+    claim(*filter(None, (output, path)))
     embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
     embedded = embeddings.metadata["source"]
@@ -65,9 +67,9 @@ def run(config: SearchConfig) -> SearchResult:
     for name, images in zip(names, neighbours, strict=True):
         lines.append(f"{name}:")
         lines += [f"  {near.cosine:.4f}  {near.name}  {near.label or ''}".rstrip() for near in images]
-    path = output and output.with_suffix(".json")
     if output and path:
-        write_bytes(output, draw_neighbours(embeddings, queries, names, neighbours))
+        with after_figures():
+            write_output(output, draw_neighbours(embeddings, queries, names, neighbours))
         pairs = zip(names, neighbours, strict=True)
         results = [{"image": name, "nearest": images} for name, images in pairs]
         write_results(path, {"embeddings": str(Path(config.embeddings).absolute()), "results": results})

@@ -5,9 +5,11 @@ Pictures are uint8 (3, H, W).
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
@@ -15,12 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core import Size
-from dino_vit.core.storage import replacing
+from dino_vit.core.outputs import PNG_MARK, write_output
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source
 from dino_vit.views.eval_transform import resize
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _THUMBNAIL_PIXELS = 256
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
@@ -99,9 +104,17 @@ def write_png(picture: Tensor, path: Path) -> None:
     """Write a PNG of exactly the picture's pixels."""
     from PIL import Image
 
-    image = Image.fromarray(rearrange(picture, "c y x -> y x c").contiguous().numpy())
-    with replacing(path) as partial:
-        image.save(partial, "PNG")
+    save_png(Image.fromarray(rearrange(picture, "c y x -> y x c").contiguous().numpy()), path)
+
+
+def save_png(image: "Image", path: Path) -> None:
+    """Write an image of Pillow as a PNG of ours."""
+    from PIL.PngImagePlugin import PngInfo
+
+    about = PngInfo()
+    for key, text in PNG_MARK.items():
+        about.add_text(key, text)
+    write_output(path, partial(image.save, format="PNG", pnginfo=about))
 
 
 def draw_sheet(
@@ -129,7 +142,7 @@ def draw_sheet(
     sheet = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a letter that the font lacks is drawn as a box
-        figure.savefig(sheet, dpi=130, format="png")
+        figure.savefig(sheet, dpi=130, format="png", metadata=PNG_MARK)
     return sheet.getvalue()
 
 
