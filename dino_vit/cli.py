@@ -106,7 +106,7 @@ def _resumable(run: Callable[[Any], Any], config: Settings) -> None:
 
 
 def _with_output(config: Settings) -> Settings:
-    """Return the settings with the output of a command line; that in eval/ is named once weights are loaded."""
+    """Return the settings with the output of a command line; in eval/ it is named after the loaded weights."""
     has_none = config.writes and "/" not in config.writes and values(config)["output"] is None
     return replace(config, {"output": config.writes}) if has_none else config
 

@@ -8,9 +8,10 @@ With `size`, larger images are reduced first.
 import hashlib
 import io
 import os
-import shutil
+import re
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -27,7 +28,7 @@ from dino_vit.commands import Result
 from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
-from dino_vit.core.process import in_threads
+from dino_vit.core.process import in_threads, locked
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
@@ -46,6 +47,9 @@ from dino_vit.views.eval_transform import resize
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
 SUMS = "SHA256SUMS"
+_LOCK = ".lock"  # of `locked`
+# The names of what is written, and of what a killed command leaves.
+_OURS = re.compile(rf"(\d{{6,}}\.tar(\.arrow)?|{CLASS_NAMES}|{SUMS}|{CATALOGUE})|\.(.+)\.\d+\.partial")
 # Of other formats it is their name in lower case.
 _SUFFIXES = {"JPEG": ".jpg", "JPEG 2000": ".jp2", "TIFF": ".tiff", "unknown": ".img"}
 
@@ -75,23 +79,10 @@ def run(config: PackConfig) -> PackResult:
     if config.output is None:
         raise ValueError("output is missing: give the folder to write, or index_only=true")
     output = Path(config.output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} already exists; give another folder, or remove it")
-    if output.exists():
-        try:
-            output.rmdir()
-        except OSError as error:
-            text = f"{output} cannot be replaced ({error.strerror})"
-            raise ValueError(f"{text}; give a folder in it that does not exist") from error
+    _make_way(output)
     source = open_source(config.source, config.labels)
-    incomplete = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(incomplete, ignore_errors=True)  # of an earlier attempt
-    try:
-        packed = pack(source, incomplete, shard_bytes=config.shard_size * 2**20, size=config.size)
-        incomplete.rename(output)
-        sync(output.parent)
-    finally:
-        shutil.rmtree(incomplete, ignore_errors=True)
+    with _incomplete(output) as folder:
+        packed = pack(source, folder, shard_bytes=config.shard_size * 2**20, size=config.size)
     if packed.unreadable:
         examples = "\n  ".join(map(str, packed.unreadable[:10]))
         log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
@@ -104,6 +95,46 @@ def run(config: PackConfig) -> PackResult:
         lines.append(f"{packed.reduced:,} reduced to {shorter}, the others unchanged")
     lines.append(f"verify a copy with: cd {output} && sha256sum --check {SUMS}")
     return replace(packed, shards=shards, text="\n".join(lines))
+
+
+def _make_way(output: Path) -> None:
+    """Remove an empty folder of the name of the output; raise for anything else."""
+    if not os.path.lexists(output):
+        return
+    if not output.is_dir() or any(output.iterdir()):
+        raise ValueError(f"{output} already exists; give another folder, or remove it")
+    try:
+        output.rmdir()
+    except OSError as error:
+        text = f"{output} cannot be replaced ({error.strerror})"
+        raise ValueError(f"{text}; give a folder in it that does not exist") from error
+
+
+@contextmanager
+def _incomplete(output: Path) -> Iterator[Path]:
+    """Yield a hidden folder, which only one command writes to, and which becomes the output at the end."""
+    folder = output.with_name(f".{output.name}.partial")
+    with locked(folder):
+        _clear(folder)  # of an earlier attempt
+        try:
+            yield folder
+            _make_way(output)  # another command may have written it since
+            folder.rename(output)
+        except BaseException:
+            _clear(folder)
+            raise
+        (output / _LOCK).unlink(missing_ok=True)
+        sync(output.parent)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what `pack` writes from a folder; raise if there is more."""
+    others = [path for path in folder.iterdir() if path.name != _LOCK and not _OURS.fullmatch(path.name)]
+    if others:
+        raise ValueError(f"{folder} holds {others[0].name}, which `pack` did not write; move it away")
+    for path in folder.iterdir():
+        if path.name != _LOCK:
+            path.unlink()
 
 
 def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = None) -> PackResult:

@@ -54,6 +54,7 @@ class Checkpoints:
     def __init__(self, run: Path, *, keep_every: int | None = None) -> None:
         self.folder = run / "checkpoints"
         self.keep_every = keep_every
+        self.kept = set[int]()  # steps that stay, whatever an earlier start kept them for
 
     def save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
         """Write the state after `step` steps, then remove the checkpoints that are no longer needed."""
@@ -62,7 +63,10 @@ class Checkpoints:
             count = f"{len(broken)} tensors are" if len(broken) > 1 else "1 tensor is"
             raise NotFinite(f"{count} not finite; the first is {broken[0]}")
         path = self.path(step)
-        described = {**metadata, "kind": "checkpoint", "step": step}
+        if self.keep_every:
+            on_disk = map(_step, self.paths())
+            self.kept |= {each for each in (*on_disk, step) if each % self.keep_every == 0 and each <= step}
+        described = {**metadata, "kind": "checkpoint", "step": step, "kept": sorted(self.kept)}
         write_tensors(path, tensors, json.dumps(described, sort_keys=True))
         self._prune(step, best=metadata.get("best"))  # only now: the new file is complete and on the disk
         return path
@@ -88,12 +92,10 @@ class Checkpoints:
         return sorted(checkpoints, key=_step)
 
     def _prune(self, newest: int, best: Mapping[str, Any] | None) -> None:
-        """Keep the last ones, the best one and every `keep_every`-th; later steps are of an abandoned run."""
+        """Keep the last ones, the best one and those to be kept; later steps are of an abandoned run."""
         steps = [step for path in self.paths() if (step := _step(path)) <= newest]
-        kept = {*steps[-LAST:], best["step"] if best else None}
-        if self.keep_every:
-            kept |= {step for step in steps if step % self.keep_every == 0}
-        outdated = [path for path in self.paths() if _step(path) not in kept]
+        wanted = {*steps[-LAST:], *(self.kept & {*steps}), best["step"] if best else None}
+        outdated = [path for path in self.paths() if _step(path) not in wanted]
         for path in (*outdated, *self.folder.glob(".step-*.partial")):  # of a process that was killed
             path.unlink(missing_ok=True)
 

@@ -39,6 +39,7 @@ from dino_vit.training.metrics import (
     to_json,
 )
 from dino_vit.training.readings import COMPARED, FIGURES
+from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.verdict import TOO_EARLY, WAITING_HELP, Verdict, judge, waits_for_images
 
@@ -160,9 +161,12 @@ class Reporter:
         self.has_advised_on_waiting = False
         folder = self.state.folder
         if self.main:
+            as_before = with_settings(config, {"run.resume": "same"})  # another change would go unnoticed
+            settings = to_yaml(as_before).encode()
+            if not run.resumed:
+                set_earlier_run_aside(folder, settings)
             with self._full_disk_allowed():
-                as_before = with_settings(config, {"run.resume": "same"})  # another change would go unnoticed
-                write_bytes(folder / "config.yaml", to_yaml(as_before).encode())
+                write_bytes(folder / "config.yaml", settings)
             # A run that was killed may have logged steps that come after its last checkpoint.
             self.history = drop_later_records(folder / "metrics.jsonl", self.state.step)
             if self.state.step:

@@ -1,7 +1,9 @@
 """Which checkpoint a run resumes from, and what must still be as it was."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -21,6 +23,8 @@ from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
 from dino_vit.views.sampler import sampling_fingerprint
 
+# What a run writes beside its checkpoints.
+RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unreadable.txt"
 # What the metadata of a checkpoint must have.
 NEEDED = {"architecture", "best", "config", "global_batch", "interval", "nonfinite_steps", "precision"}
 NEEDED |= {"scaler", "seconds", "source", "total_steps"}
@@ -91,6 +95,24 @@ def set_figures_aside(state: TrainingState) -> None:
     lines = (to_json(replace(record, **nothing).to_record()) for record in records)
     write_bytes(metrics, b"".join(line + b"\n" for line in lines))
     baseline.unlink(missing_ok=True)
+
+
+def set_earlier_run_aside(folder: Path, settings: bytes) -> None:
+    """Move the records in the folder of a new run aside, of whatever is without checkpoints.
+
+    If the same run has begun and logged nothing, there is nothing to lose.
+    """
+    records = [path for name in RECORDS if os.path.lexists(path := folder / name)]
+    config, logged = folder / RECORDS[0], {path.name for path in records} - {*RECORDS[:2]}
+    if not records or (not logged and config.is_file() and config.read_bytes() == settings):
+        return
+    numbered = (folder / f"earlier-{number}" for number in count(1))
+    aside = next(path for path in numbered if not os.path.lexists(path))
+    aside.mkdir()
+    for path in records:
+        path.rename(aside / path.name)
+    names = ", ".join(path.name for path in records)
+    log.warning("%s has no checkpoints to resume from, but %s, now in %s", folder, names, aside)
 
 
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:

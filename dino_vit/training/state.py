@@ -301,6 +301,7 @@ class TrainingState:
         if checkpoint.metadata["scaler"]:  # empty except in float16
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
+        self.checkpoints.kept |= {*checkpoint.metadata.get("kept", ())}
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
         self.best, self.evaluated_by = checkpoint.metadata["best"], checkpoint.metadata.get("evaluated_by")
         self.seconds_before = checkpoint.metadata["seconds"]
