@@ -106,7 +106,7 @@ def _resumable(run: Callable[[Any], Any], config: Settings) -> None:
 
 
 def _with_output(config: Settings) -> Settings:
-    """Return the settings with the output of a command line; in eval/ it is named after the loaded weights."""
+    """Return the settings with an output; one in eval/ is named later, after the weights that are loaded."""
     has_none = config.writes and "/" not in config.writes and values(config)["output"] is None
     return replace(config, {"output": config.writes}) if has_none else config
 

@@ -34,6 +34,7 @@ def inspect(config: InspectWeightsConfig) -> Facts:
 def export(config: ExportConfig) -> Written:
     """Write a backbone for another library; as text, the lines that use it."""
     model, path, card = _load(config), Path(config.out), None
+    _refuse_source(model, path)
     for_hub = config.format == "huggingface"
     if for_hub:
         card = model_card(model, license=config.license, evaluation=_evaluation(model, config))
@@ -42,6 +43,13 @@ def export(config: ExportConfig) -> Written:
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
     return Written(path=path, text=text)
+
+
+def _refuse_source(model: LoadedBackbone, path: Path) -> None:
+    """Raise if the weights that were loaded would be overwritten."""
+    read = Path(model.provenance.source)
+    if path.exists() and read.exists() and (path.samefile(read) or path.samefile(read.parent)):
+        raise ValueError(f"{path} would be overwritten, but the weights are read from it; give another name")
 
 
 def _evaluation(model: Backbone, config: ExportConfig) -> str:

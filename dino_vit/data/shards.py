@@ -7,6 +7,7 @@ appears under its name when it is complete; a shard without a copy is read by a 
 import hashlib
 import math
 import os
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -28,6 +29,7 @@ from dino_vit.data.sources.ranges import ByteRangeReader
 from dino_vit.data.sources.source import ShardLayout, Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
+_COPY = re.compile(r"\d+-[0-9a-f]{24}\.(shard|partial)")  # nothing else in the folder is ours to delete
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 RECENT_S = 600  # for which a copy that another run uses is spared
@@ -168,7 +170,7 @@ class LocalCopies:
         kept = set(keep)
         files, total = [], int(self.sizes[shard])
         self.folder.mkdir(parents=True, exist_ok=True)
-        for entry in os.scandir(self.folder):
+        for entry in filter(lambda entry: _COPY.fullmatch(entry.name), os.scandir(self.folder)):
             with suppress(FileNotFoundError):  # another run deletes too
                 status = entry.stat()
                 if entry.name.endswith(PARTIAL):

@@ -18,6 +18,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
 from tests.fuzz.commands import embeddings, resumes, runs, settings, weights
+from tests.fuzz.outputs import outputs
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
 
 Action = Callable[[], object]
@@ -160,4 +161,5 @@ GENERATORS: dict[str, Generator] = {
     "runs": runs,
     "embeddings": embeddings,
     "resumes": resumes,
+    "outputs": outputs,
 }

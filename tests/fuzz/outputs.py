@@ -1,0 +1,117 @@
+"""A generator of outputs that collide with what a command reads, and with files of others in its folder."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from tests.fuzz.commands import command, good_run, good_weights
+from tests.support.images import saved, smooth
+
+PHOTOS = ("photos/cat/a.png", "photos/cat/b.png", "photos/dog/c.png", "photos/dog/d.png", "query.png")
+TEXTS = {
+    "photos/labels.json": '{"a.png": "cat"}',
+    "labels.csv": "path,label\ncat/a.png,x\ncat/b.png,y\ndog/c.png,x\ndog/d.png,y\n",
+    "list.txt": "photos/cat/a.png\nphotos/dog/d.png\n",
+    "notes.txt": "dino-vit wrote features of these",
+    "config.yaml": "k: 2\n",
+}
+STEMS = ("photos", "query", "labels", "e", "out", "list", "maps/sheet-1", "maps/sheet-7", "maps/0-cat-a")
+SUFFIXES = (
+    ".json",
+    ".png",
+    ".csv",
+    ".parquet",
+    ".html",
+    ".overlay.png",
+    ".attention.npy",
+    "-split-leaks.png",
+)
+COMMANDS: dict[str, tuple[str, str]] = {  # with the setting of what it writes, and how that ends
+    "knn photos w.safetensors k=1": ("output", ""),
+    "knn photos w.safetensors k=1 labels=labels.csv": ("output", ""),
+    "linear photos w.safetensors steps=2 rates=[0.1] labels=labels.csv": ("output", ""),
+    "embed list.txt w.safetensors": ("output", ".parquet"),
+    "search e.parquet query.png weights=w.safetensors k=2": ("output", ".png"),
+    "duplicates e.parquet threshold=0.1": ("output", ".json"),
+    "curate e.parquet threshold=null clusters=[2]": ("output", ".csv"),
+    "inspect-data photos": ("sheet", ""),
+    "report run images=4": ("output", ""),
+    "attention photos w.safetensors size=16": ("output", "/"),
+    "attention list.txt w.safetensors size=16": ("output", "/"),
+    "export w.safetensors format=timm overwrite=false": ("out", ".pth"),
+    "pack photos": ("output", "/"),
+}
+
+
+@cache
+def good_embeddings() -> bytes:
+    """Return an embedding file of the weights."""
+    with tempfile.TemporaryDirectory() as name:
+        weights, output = f"{name}/w.safetensors", f"{name}/e.parquet"
+        Path(weights).write_bytes(good_weights()["ours.safetensors"])
+        command(["embed", "synthetic:8:16", weights, f"output={output}"])
+        return Path(output).read_bytes()
+
+
+def outputs(rng: Random, folder: Path) -> Callable[[], object]:
+    """A command whose output is what it reads, or a file or a link that was there; some is ours of before."""
+    files = {name: saved(smooth("RGB"), "PNG") for name in PHOTOS}
+    files |= {name: text.encode() for name, text in TEXTS.items()}
+    files |= {f"run/{name}": data for name, data in good_run().items()}
+    files |= {"w.safetensors": good_weights()["ours.safetensors"], "e.parquet": good_embeddings()}
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    places = [stem + suffix for stem in STEMS for suffix in SUFFIXES]
+    for place in rng.sample(places, rng.randrange(8, 30)):
+        _put(rng, folder / place, folder / rng.choice(sorted(files)))
+    line = rng.choice(sorted(COMMANDS))
+    key, ending = COMMANDS[line]
+    chosen = [place for place in (*places, *files) if place.endswith(ending)] or [
+        "maps",
+        "photos",
+        ".",
+        "out",
+    ]
+    spelt = rng.choice(["{}", "./{}", "maps/../{}", f"{folder}/{{}}"]).format(rng.choice(chosen))
+    argv = [*line.split(), f"{key}={spelt}"]
+    return lambda: _check(folder, argv, twice=rng.random() < 0.3)
+
+
+def _put(rng: Random, place: Path, target: Path) -> None:
+    """Put a file of someone else, or a link, where a command may write."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(place):
+        return
+    match rng.randrange(4):
+        case 0:
+            os.link(target, place)
+        case 1:
+            place.symlink_to(rng.choice([target, target.name, "nowhere"]))
+        case _:
+            place.write_bytes(target.read_bytes() if target.suffix == ".png" else rng.randbytes(20))
+
+
+def _check(folder: Path, argv: list[str], *, twice: bool) -> None:
+    """Run a command in the folder, perhaps twice; whatever was there stays as it was."""
+    before, home = _seen(folder), os.getcwd()
+    os.chdir(folder)
+    try:
+        for _ in range(1 + twice):
+            command(argv)
+    finally:
+        os.chdir(home)
+        changed = [name for name, content in before.items() if _seen(folder).get(name) != content]
+        assert not changed, f"{' '.join(argv)} changed {changed[0]}"
+
+
+def _seen(folder: Path) -> dict[str, tuple[str, bytes]]:
+    """Return the target of each link, and the bytes of each file, but those that `run` writes for itself."""
+    found = {}
+    for path in folder.rglob("*"):
+        link = os.readlink(path) if path.is_symlink() else ""
+        found[str(path.relative_to(folder))] = link, path.read_bytes() if path.is_file() else b""
+    return {name: content for name, content in found.items() if not name.startswith("cache")}
