@@ -527,7 +527,7 @@ def linear(
     task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
     method: Literal["grid", "logistic"] = "grid",
-    select: Literal["source", "train"] = "source",
+    select: Literal["train", "source"] = "train",
     rates: float | collections.abc.Sequence[float] = ...,
     steps: int | None = None,
     cs: float | collections.abc.Sequence[float] = ...,
@@ -560,7 +560,7 @@ def linear(
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
       method=grid                         SGD for each rate and input, or the optima [grid|logistic]
-      select=source                       best head on source, as published; or on a tenth of train [source|train]
+      select=train                        best head on a tenth of train; or on source, as published [train|source]
       rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  of method=grid: learning rates at a batch of 256
       steps=null                          of method=grid; null: ten epochs, from 1,250 to 12,500 steps
       cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  of method=logistic: inverse strengths of the penalty

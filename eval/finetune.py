@@ -44,11 +44,10 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.accuracy import Accuracy, Predictions
+from dino_vit.eval.accuracy import TOP_K, Accuracy, Predictions
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import labelled_features, open_sets
-from dino_vit.eval.linear import TOP_K
 from dino_vit.method import optim
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone

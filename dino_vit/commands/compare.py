@@ -200,7 +200,7 @@ def _evaluate(
     if evaluator == "knn":
         result, title = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen), "k-NN top-1"
     else:
-        result, title = linear.evaluate(LinearConfig(**values, select="train"), frozen), "linear top-1"
+        result, title = linear.evaluate(LinearConfig(**values), frozen), "linear top-1"
     if isinstance(result, Predicted):
         return [result.measured]
     comparison.predictions.setdefault(name, result.predictions)

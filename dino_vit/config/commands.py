@@ -81,8 +81,8 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     examples: ClassVar = ("linear photos runs/pretrain", "linear photos runs/pretrain method=logistic")
     writes: ClassVar = "eval/linear"
     method: Literal["grid", "logistic"] = setting("grid", "SGD for each rate and input, or the optima")
-    select: Literal["source", "train"] = setting(
-        "source", "best head on source, as published; or on a tenth of train"
+    select: Literal["train", "source"] = setting(
+        "train", "best head on a tenth of train; or on source, as published"
     )
     rates: NonEmpty[Positive] = setting(RATES, "of method=grid: learning rates at a batch of 256")
     steps: Count | None = setting(None, "of method=grid; null: ten epochs, from 1,250 to 12,500 steps")

@@ -17,6 +17,7 @@ from torch.distributions import Binomial
 from dino_vit.core.text import plural
 
 RESAMPLES = 1000  # of the images
+TOP_K = 5  # of fewer classes, or as many, the right one is always among the first five
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
 _WEIGHTS = 2**22  # of images, in memory at a time
 _Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
@@ -78,21 +79,25 @@ class Predictions:
         return accuracy(int(correct.sum()), len(correct))
 
     def figures(self) -> dict[str, Any]:
-        """Return the top-1, top-5 and per-class accuracy for a results file, beside those of guesses."""
+        """Return the top-1, top-5 and per-class accuracy for a results file, beside those of guesses.
+
+        Top-5 is None where it is right whatever the answers.
+        """
         present, counts = np.unique(self.targets, return_counts=True)
         correct = np.bincount(self.targets[self.right], minlength=len(self.classes))[present]
         rows = zip(present.tolist(), correct.tolist(), counts.tolist(), strict=True)
         return {
             "top1": self.top(1),
-            "top5": self.top(5),
+            "top5": self.top(TOP_K) if len(self.classes) > TOP_K else None,
             **trivial_baselines(self.targets, self.classes),
             "per_class": {self.classes[target]: accuracy(*of_class) for target, *of_class in rows},
         }
 
     def summary(self) -> str:
         """Return the top-1 and top-5 accuracy as a text, beside that of guesses."""
-        accuracies = f"top-1 {self.top(1)} %, top-5 {self.top(5)} % of {plural(len(self.targets), 'image')}"
-        return f"{accuracies} of {plural(len(self.classes), 'class', 'classes')}; {self.guesses()}"
+        top5 = f", top-5 {self.top(TOP_K)} %" if len(self.classes) > TOP_K else ""
+        images, classes = plural(len(self.targets), "image"), plural(len(self.classes), "class", "classes")
+        return f"top-1 {self.top(1)} %{top5} of {images} of {classes}; {self.guesses()}"
 
     def guesses(self) -> str:
         """Return the accuracy of guesses as a text."""

@@ -21,10 +21,12 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
+from dino_vit.eval.accuracy import TOP_K
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.linear import linear
 from dino_vit.views.sampler import Sampler
@@ -32,7 +34,6 @@ from dino_vit.views.sampler import Sampler
 MOMENTUM = 0.9
 BATCH = 1024  # images per step of a grid
 PENALTIES = tuple(10.0**exponent for exponent in range(-6, 3))  # of ridge regressions
-TOP_K = 5
 _CONVERGED = 1e-4  # the largest gradient of the objective, divided by n·C, that counts as the optimum
 _INITIAL_STD = 0.01
 _MAX_SCORES = 1 << 24  # in memory at a time
@@ -149,6 +150,21 @@ def top_classes(heads: LinearHeads, features: Tensor, *, head: int = 0, k: int =
 def head_scores(heads: LinearHeads, features: Tensor) -> Tensor:
     """Return the logits, or the numbers, of all heads: (n, r, c)."""
     return torch.cat([scores for _, scores in _scores_in_blocks(heads, features)])
+
+
+@torch.no_grad()
+def head_losses(heads: LinearHeads, features: Tensor, targets: Tensor, task: Task) -> Tensor:
+    """Return the mean loss of each head, (r,): cross-entropy, or the squared error of numbers."""
+    total = torch.zeros(len(heads.bias), dtype=torch.double, device=heads.bias.device)
+    for rows, scores in _scores_in_blocks(heads, features):
+        y = repeat(targets[rows].to(scores.device), "n ... -> n r ...", r=scores.shape[1])
+        if task == "multiclass":
+            losses = F.cross_entropy(rearrange(scores, "n r c -> n c r"), y, reduction="none")
+        else:
+            loss = F.mse_loss if task == "regression" else F.binary_cross_entropy_with_logits
+            losses = loss(scores, y.to(scores.dtype), reduction="none").mean(dim=2)
+        total += losses.double().sum(dim=0)
+    return total / len(features)
 
 
 def _scores_in_blocks(heads: LinearHeads, features: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -50,7 +50,7 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
         frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=path, precision="no"))
         (batch,) = frozen.features(open_source("synthetic:60:16"), [range(60)])
         assert found.ranks[name] == pytest.approx(rankme(batch.values), rel=1e-3)
-    linear = dino_vit.linear("synthetic:60:16", select="train", **shared)  # of the last
+    linear = dino_vit.linear("synthetic:60:16", **shared)  # of the last
     assert found.figures["linear top-1"][name].percent == pytest.approx(linear.top1.percent)
     written = json.loads(found.path.read_text())
     assert written["figures"]["k-NN top-1"][name] == vars(found.figures["k-NN top-1"][name])

@@ -8,6 +8,7 @@ from dino_vit.eval import linear
 from dino_vit.eval.linear import (
     count_correct,
     grid_steps,
+    head_losses,
     head_scores,
     initial_weight,
     ridge,
@@ -55,6 +56,23 @@ def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
         optimizer.step()
         schedule.step()
     return probe
+
+
+@pytest.mark.parametrize("task", ["multiclass", "multilabel", "regression"])
+def test_the_loss_of_each_head_is_that_of_its_scores(task, monkeypatch):
+    monkeypatch.setattr(linear, "_MAX_SCORES", 40)  # a few images at a time
+    features, targets = labelled(23, seed=1)
+    if task != "multiclass":
+        targets = F.one_hot(targets, 5).float()
+    (heads,) = trained(*labelled(40, seed=2), columns=[slice(0, 24)], steps=5)
+    naive = {
+        "multiclass": F.cross_entropy,
+        "multilabel": F.binary_cross_entropy_with_logits,
+        "regression": F.mse_loss,
+    }[task]
+    expected = [naive(features @ w.T + b, targets) for w, b in zip(heads.weight, heads.bias, strict=True)]
+    found = head_losses(heads, features, targets, task)
+    torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=0)
 
 
 def test_every_cell_of_the_grid_is_the_single_probe_with_that_setting():

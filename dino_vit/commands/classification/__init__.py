@@ -15,7 +15,7 @@ class Classification(Result):
     """Accuracies on labelled images."""
 
     top1: Accuracy
-    top5: Accuracy
+    top5: Accuracy | None  # of five classes or fewer
     per_class: dict[str, Accuracy] = field(repr=False)  # top-1
     predictions: Predictions = field(repr=False)
     path: Path | None  # of the JSON file, if one was written

@@ -79,7 +79,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
         "few_images": few,
     }
     first, columns = config.k[0], {"top1": "top-1", "top5": "top-5", "auroc": "AUROC"}
-    columns = {name: title for name, title in columns.items() if name in figures[first]}
+    columns = {name: title for name, title in columns.items() if figures[first].get(name)}
     rows = [[str(k), *(str(of_k[name]) for name in columns)] for k, of_k in figures.items()]
     lines = [f"per cent, {on}", format_table(["k", *columns.values()], rows), predictions[first].guesses()]
     lines += few_text(few)

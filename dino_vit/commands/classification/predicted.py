@@ -57,7 +57,7 @@ def score(val: LabelledFeatures, outputs: Tensor) -> list[Measured]:
     figures = measure(val.task, val.indices, outputs, val.targets)
     if math.isnan(figures[0].value):
         what = f"the {len(val):,} images to judge by have no labels, or all the same numbers"
-        raise ValueError(f"{what}: give more images (or select=source, if heads are chosen by so few)")
+        raise ValueError(f"{what}: give more images")
     return figures
 
 

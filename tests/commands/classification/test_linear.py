@@ -1,14 +1,20 @@
 """The linear evaluations as programs, on cached features."""
 
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import dino_vit
 from dino_vit import load_backbone
+from dino_vit.commands.classification.linear import _best_head
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
-from dino_vit.eval.linear import count_correct, train_logistic
+from dino_vit.eval.linear import LinearHeads, count_correct, train_logistic
 from tests.support.backbones import extracted
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two
@@ -35,7 +41,7 @@ def evaluate_in_two(weights, *more):
 
 
 def test_the_grid_reports_every_cell_and_the_best(weights):
-    found, said = evaluate(weights, *FAST)
+    found, said = evaluate(weights, *FAST, "select=source")
     assert found["images"] == {"train": 96, "val": 24}
     cells = [(cell["rate"], cell["blocks"], cell["mean"]) for cell in found["table"]]
     assert cells == [
@@ -57,28 +63,61 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
 
 def test_two_processes_find_what_one_does(weights):
     """With fewer rates than processes."""
-    method = [*FAST, "rates=[0.1]", "select=train"]
+    method = [*FAST, "rates=[0.1]"]
     (one, said), two = evaluate(weights, *method), evaluate_in_two(weights, *method)
     assert "tried; give others" not in said, "of one"
     for key in ("best", "table", "images", "chosen_on"):
         assert two[key] == one[key]
 
 
-def test_the_best_can_be_chosen_on_held_out_training_images(weights):
+def test_the_best_is_chosen_on_held_out_training_images(weights):
     """Here in half precision."""
-    found, said = evaluate(weights, *FAST, "select=train", "precision=bf16")
+    found, said = evaluate(weights, *FAST, "precision=bf16")
     held_out = [cell["held_out"]["correct"] for cell in found["table"]]
     assert found["images"]["train"] == 87
     assert {cell["held_out"]["images"] for cell in found["table"]} == {9}
     assert found["best"]["held_out"]["correct"] == max(held_out)
+    assert found["chosen_on"] == "train"
     assert "chosen on 9 training images" in said
+
+
+def test_random_labels_are_told_by_chance_unless_heads_are_chosen_by_the_answers(tmp_path, weights):
+    """Of two classes, over eight draws of labels: 192 images to judge by."""
+    source = SyntheticSource(length=120, size=16)
+    settings = {"steps": 20, "rates": [0.001, 0.01, 0.1, 1], "precision": "no", "verbose": False}
+    right, names = {"train": 0, "source": 0}, [source.name(index) for index in range(120)]
+    for seed in range(8):
+        drawn = np.random.default_rng(seed).integers(2, size=120)
+        rows = (f"{name},{label}\n" for name, label in zip(names, drawn, strict=True))
+        (tmp_path / "labels.csv").write_text("name,label\n" + "".join(rows))
+        for select in right:
+            given = {"labels": tmp_path / "labels.csv", "seed": seed, "select": select}
+            result = dino_vit.linear("synthetic:120:16", weights, **given, **settings)
+            right[select] += result.top1.correct
+            assert result.details["chosen_on"] == select
+            assert result.top5 is None
+            assert "top-5" not in str(result)
+    by_train, by_source = (accuracy(correct, 192) for correct in right.values())
+    assert by_train.low < 50 < by_train.high
+    assert by_source.percent > 54, "this test would see it"
+
+
+def test_of_heads_that_are_alike_on_few_images_the_loss_decides():
+    """Or where nothing can be judged by the figure, as by numbers that are all the same."""
+    weight = torch.tensor([[-1.0, 1.0], [-3.0, 3.0], [-2.0, 2.0], [5.0, -5.0]])[:, :, None]
+    heads = LinearHeads(weight, torch.zeros(4, 2))
+    few = LabelledFeatures(torch.ones(2, 1), torch.tensor([1, 1]), np.arange(2), ("a", "b"))
+    assert _best_head([heads], [accuracy(correct, 2) for correct in (2, 2, 2, 0)], few) == 1
+    assert _best_head([heads], [accuracy(correct, 2) for correct in (1, 1, 2, 2)], few) == 2
+    numbers = replace(few, targets=torch.tensor([[-2.0, 2.0]] * 2), task="regression")
+    assert _best_head([heads], [math.nan] * 4, numbers) == 2
 
 
 def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_path):
     train, val = write_classes(tmp_path / "train", "abc", 8), write_classes(tmp_path / "val", "bc", 4)
     (train / "a" / "0.png").write_bytes(b"no image")
     found, said = evaluate(weights, *FAST, f"train={train}", source=val)
-    assert found["images"] == {"train": 23, "val": 8}
+    assert found["images"] == {"train": 23 - 2, "val": 8}
     assert set(found["best"]["per_class"]) == {"b", "c"}
     assert "a/0.png" in said
 
@@ -94,7 +133,7 @@ def test_held_out_images_are_those_of_the_seed(weights):
 
 
 def test_a_regression_has_the_best_penalty(weights):
-    found, said = evaluate(weights, "method=logistic", "cs=[0.1, 10]")
+    found, said = evaluate(weights, "method=logistic", "cs=[0.1, 10]", "select=source")
     sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
     train, val = (extracted(model, each.images) for each in sets)
     heads = train_logistic(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)

@@ -102,7 +102,7 @@ def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
     assert knn.per_target["red"]["MAE of a guess"] == pytest.approx(of_mean, rel=1e-5)
     with Image.open(photos / "knn.png") as plot:
         assert plot.width > plot.height > 100
-    linear = dino_vit.linear(photos, weights, labels=labels, **SETTINGS)
+    linear = dino_vit.linear(photos, weights, labels=labels, select="source", **SETTINGS)
     cells = linear.details["table"]
     plain = [cell["score"] for cell in cells if (cell["blocks"], cell["mean"]) == (1, False)]
     backbone = dino_vit.load_backbone(weights)
@@ -116,7 +116,7 @@ def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
 
 @pytest.mark.parametrize("method", ["grid", "logistic"])
 def test_linear_classifiers_learn_several_labels(photos, weights, method):
-    settings = {"labels": photos / "tags.csv", "method": method, "select": "train", **SETTINGS}
+    settings = {"labels": photos / "tags.csv", "method": method, **SETTINGS}
     settings |= {"steps": 300, "rates": [0.01, 1], "cs": [10]}
     result = dino_vit.linear(photos, weights, **settings)
     assert result.per_target["red"]["AP"].value > result.per_target["red"]["AP of a guess"] + 0.3
