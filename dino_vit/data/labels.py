@@ -113,7 +113,7 @@ def below_shared(names: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def find_splits(names: Iterable[bytes]) -> dict[str, tuple[int, int]]:
-    """Return the first and the last index, plus one, of each split among sorted paths.
+    """Return the first and the last index, plus one, of each split, which are all of it among sorted paths.
 
     The first-level folders are splits if there are several and all have names of splits; otherwise empty.
     """

@@ -11,13 +11,14 @@ from PIL import Image
 import dino_vit
 from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicates, unite
+from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicates, splits_of_names, unite
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.embeddings import embedded_panels, read_embeddings
+from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_embeddings, write_embeddings
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone, extracted
+from tests.support.embeddings import METADATA
 from tests.support.hub import offline, snapshot
 from tests.support.images import write_synthetic
 
@@ -239,6 +240,19 @@ def test_test_images_among_those_to_learn_from_are_found(tmp_path, weights, fold
     again = dino_vit.duplicates(tmp_path / "e.parquet", threshold=1, output=found.path, verbose=False)
     assert again.split_leaks == ([], 0, None)
     assert not found.split_leaks.sheet.exists(), "a sheet of the earlier call"
+
+
+def test_splits_are_found_whatever_the_order_of_the_images(tmp_path):
+    """As in embeddings of a data set in Python, which come in its own order."""
+    values, path = np.eye(6, dtype=np.float32)[[0, 1, 2, 0, 2, 1]], tmp_path / "e.parquet"
+    names = ["train/a", "test/b", "train/c", "test/d", "train/e", "train/f"]
+    metadata, labels = {"shape": [6], **METADATA}, [None] * 6
+    rows = {"values": values, "names": names, "labels": labels, "indices": np.arange(6)}
+    write_embeddings(path, Embeddings(**rows, metadata=metadata))
+    found = dino_vit.duplicates(path, threshold=1, verbose=False)
+    splits = {pair.images: pair.splits for pair in found.split_leaks.closest}
+    assert splits == {("train/a", "test/d"): ("train", "test"), ("test/b", "train/f"): ("test", "train")}
+    assert splits_of_names(["train/a", "test/b", "bus/c"]) == [None] * 3
 
 
 def test_a_threshold_that_nearly_all_images_pass_is_said(embedded):

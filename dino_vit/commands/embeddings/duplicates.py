@@ -117,11 +117,11 @@ def advice_on_threshold(pairs: PairList, images: int) -> list[str]:
 
 
 def splits_of_names(names: Sequence[str]) -> list[str | None]:
-    """Return the split of each image by the first-level folder in its name, such as train."""
-    splits: list[str | None] = [None] * len(names)
-    for split, (start, stop) in find_splits(below_shared([name.encode() for name in names])).items():
-        splits[start:stop] = [split] * (stop - start)
-    return splits
+    """Return the split of each image by the first-level folder in its name, such as train, in any order."""
+    paths = [path.decode() for path in below_shared([name.encode() for name in names])]
+    splits = find_splits(map(str.encode, paths))
+    folders = (path.partition("/") for path in paths)
+    return [folder if slash and folder in splits else None for folder, slash, _ in folders]
 
 
 def list_pairs(
