@@ -167,7 +167,10 @@ class CataloguedSource(ShardedSource):
 
     @cached_property
     def stamp(self) -> str:
-        """A digest of the catalogue, and of the times of local shards: an image may be replaced in one."""
+        """A digest of the catalogue, and of the times of local shards: an image may be replaced in one.
+
+        Remote shards are what the catalogue says: of another one no image could be read.
+        """
         digest = hashlib.sha256(self.catalogue.path.read_bytes())
         if not self.ranges.is_remote:
             digest.update(file_signatures(list(self.catalogue)).tobytes())

@@ -84,7 +84,7 @@ class _HubRows:
     def __init__(self, dataset: Any) -> None:
         from datasets import Image
 
-        from dino_vit.data.sources.tables import find_columns
+        from dino_vit.data.sources.tables import find_columns, holds_paths
 
         if dataset.format["type"] == "custom":
             log.warning("the transform of the Dataset is not applied: its images are read as they are stored")
@@ -97,7 +97,7 @@ class _HubRows:
         self.classes = self.columns.classes
         self.images = rows.select_columns([self.columns.image])
         # Of the rows and of all that was done with them; files that they name can change.
-        self.fingerprint = None if len(self) and isinstance(self[0], str) else dataset._fingerprint
+        self.fingerprint = None if holds_paths(rows.data.table, self.columns) else dataset._fingerprint
 
     def __len__(self) -> int:
         return len(self.images)

@@ -38,6 +38,11 @@ from dino_vit.views.eval_transform import FAR, eval_transform_of
 from dino_vit.weights import load_backbone
 
 _VERSION = 6  # of the files, and of how images are prepared
+NOT_KEPT = (
+    "the features are not kept for another time, as nothing tells when these images change: URLs in a list, "
+    "files of a server without ETag and time of change, or an object of Python code without a fingerprint"
+)
+_SAID = set[str]()  # by the fingerprint of the images
 
 
 def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
@@ -72,8 +77,8 @@ def cached_features(
     They are read from the cache file whose name is a hash of all that they depend on (weights, images,
     transform, tokens, precision), or computed and written there first. All processes must call it; they
     share the work. Unreadable images are left out with a warning. Another device or batch
-    size may round the last bits differently. What is interrupted starts again. Features of an object of
-    Python code are not kept, unless its fingerprint says whether its images are still the same.
+    size may round the last bits differently. What is interrupted starts again. Features are not kept where
+    nothing tells whether the images are still the same (`stamp_of`).
     """
     chosen = range(len(source)) if indices is None else indices
     if not len(chosen):
@@ -82,11 +87,15 @@ def cached_features(
     if is_main_process():
         _say_what_is_unlike(frozen, source, chosen)
     stamp = stamp_of(source)
+    keeps = not any_process(stamp is None)
+    if not keeps and source.fingerprint not in _SAID and is_main_process():
+        _SAID.add(source.fingerprint)
+        log.info(NOT_KEPT)
     inputs = {
         "version": _VERSION,
         "weights": frozen.weights_digest,
         "source": source.fingerprint,
-        "files": time.time_ns() if stamp is None else stamp,
+        "files": stamp if keeps else time.time_ns(),
         "indices": None if indices is None else digest({"indices": torch.as_tensor(indices)}, {}),
         "transform": asdict(frozen.transform),
         "features": asdict(spec),
@@ -97,8 +106,9 @@ def cached_features(
     path = (frozen.cache or cache_folder() / "features") / f"{key:015x}.safetensors"
     tensors = _read(path)
     if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors["indices"]))):
-        tensors = _compute(path, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
-    if stamp is None:
+        to = path if keeps or world_size() > 1 else None
+        tensors = _compute(to, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
+    if not keeps:
         wait_for_all()  # until each has read them
         path.unlink(missing_ok=True)
     if tensors is None:
@@ -157,7 +167,7 @@ def _readable_again(frozen: FrozenBackbone, source: Source, left_out: Sequence[i
 
 
 def _compute(
-    path: Path,
+    path: Path | None,
     frozen: FrozenBackbone,
     source: Source,
     indices: Sequence[int],
@@ -165,7 +175,7 @@ def _compute(
     title: str,
     description: str,
 ) -> dict[str, Tensor] | None:
-    """Compute features in all processes, each a batch in turn, and write them on rank 0.
+    """Compute features in all processes, each a batch in turn, and write them on rank 0 if there is a path.
 
     Return them if there is one process, which does not need the file.
     """
@@ -191,7 +201,7 @@ def _compute(
         raise ValueError(f"none of {len(indices):,} images can be read{first}")
     tensors = {"values": values[: len(kept)], "indices": torch.tensor(kept)}
     try:
-        if is_main_process():
+        if path and is_main_process():
             write_tensors(path, tensors, description)
     except StorageError as error:
         if processes > 1:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -132,6 +133,22 @@ def test_images_that_are_replaced_are_noticed_though_they_are_as_long_and_as_old
         store_in(tmp_path / "cache", open_source(str(spec)))
         assert sum(computed) == 200
         pixels[77] = pixels[77, ::-1]  # none of the images that a look at a few reads
+
+
+def test_features_of_images_behind_a_list_of_urls_are_those_of_the_images_now(tmp_path, computed, caplog):
+    """What is behind a URL may be replaced without a trace; that such features are not kept is said once."""
+    caplog.set_level("INFO")
+    (tmp_path / "list.txt").write_text("\n".join(f"memory://urls/{number}.bmp" for number in range(5)))
+    features = []
+    for value in (20, 200):
+        for number in range(5):
+            data = saved(Image.new("RGB", (16, 16), (value + number, 0, 0)), "BMP")
+            fsspec.filesystem("memory").pipe(f"/urls/{number}.bmp", data)
+        features.append(store_in(tmp_path / "cache", open_source(str(tmp_path / "list.txt")))[0])
+    assert sum(computed) == 10
+    assert not np.array_equal(*features)
+    assert caplog.text.count("the features are not kept for another time") == 1
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 class Code:

@@ -43,6 +43,7 @@ class Server(ThreadingHTTPServer):
         self.statuses: dict[str, list[int]] = {}  # of the next answers, by name
         self.longer: dict[str, int] = {}  # bytes that are stated and not there, by name
         self.down = False
+        self.tells_versions = True
         self.lock = threading.Lock()
 
     def handle_error(self, *_: object) -> None:
@@ -121,8 +122,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.send_header("Content-Range", f"bytes {start}-{end - 1}/{whole}")
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
-        self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
+        if self.server.tells_versions:
+            self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
         self.end_headers()
         if fault == "drip":
             with suppress(OSError):  # until the client hangs up

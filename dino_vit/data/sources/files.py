@@ -24,14 +24,17 @@ R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
 
 FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no folder
-UNKNOWN = -1  # version of a file, in a catalogue that was written elsewhere
+UNKNOWN = -1  # version of a remote file that no one tells, or in a catalogue that was written elsewhere
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 AGAIN = (408, 425, 429)  # HTTP: of the refusals (400 to 499), those after which to ask again
 OF_ITS_OWN_S = 30  # for which an image is requested that may be on a server of its own
-# What file systems call the version of a file. Not fsspec's `ukey`, which over HTTP is the same whatever the
-# file holds.
-VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModified", "Last-Modified")
+# What file systems call the version of a file, or the time of its last change. Not fsspec's `ukey`, which
+# over HTTP is the same whatever the file holds.
+VERSIONS = (
+    *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "sha", "blob_id"),
+    *("LastModified", "Last-Modified", "last_modified", "updated", "modified", "modify", "mtime"),
+)
 
 Stop = threading.Event | Event
 process_stops: Stop = threading.Event()  # another one in a DataLoader worker
@@ -196,19 +199,14 @@ def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
     def ask(system: Any, inner: str) -> dict[str, Any]:
         if fresh:
             system.invalidate_cache()
-        info = dict(system.info(inner, **time_limit(system)))
-        return {**info, "version": _version(info) or system.ukey(inner)}
+        return dict(system.info(inner, **time_limit(system)))
 
     return remotely(url, ask)
 
 
 def remote_signature(info: dict[str, Any]) -> FileSignature:
-    version = info.get("version") or _version(info)  # in a listing as far as it has one
-    return info.get("size") or 0, zlib.crc32(str(version).encode()), 0
-
-
-def _version(info: dict[str, Any]) -> object:
-    return next((info[key] for key in VERSIONS if info.get(key)), None)
+    version = next((info[key] for key in VERSIONS if info.get(key)), None)
+    return info.get("size") or 0, UNKNOWN if version is None else zlib.crc32(str(version).encode()), 0
 
 
 def list_remote(root: str) -> dict[str, FileSignature]:

@@ -31,7 +31,7 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
-from dino_vit.data.sources.files import file_signatures, is_url
+from dino_vit.data.sources.files import UNKNOWN, file_signatures, is_url
 
 TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
@@ -101,7 +101,7 @@ class Index:
     file_signatures: NDArray[np.int64]  # only where the index was opened, not where it was unpickled
 
     def __init__(self, data: pa.Buffer, path: Path) -> None:
-        self._path = path
+        self.path = path
         end = data.size - TRAILER.size
         (start,) = TRAILER.unpack(data[max(end, 0) :])
         items = pa.ipc.open_file(data[start:end]).get_batch(0)
@@ -111,7 +111,7 @@ class Index:
         self.images = data[:start]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._path, self.metadata["began"])
+        return _reopen, (self.path, self.metadata["began"])
 
 
 class IndexedSource:
@@ -122,7 +122,11 @@ class IndexedSource:
         self.classes = [printable(name) for name in index.metadata["classes"]]
         splits = index.metadata["splits"].items()
         self.splits = {printable(name): range(*indices) for name, indices in splits}
-        self.fingerprint, self.stamp = str(index.metadata["fingerprint"]), str(index.metadata["stamp"])
+        self.fingerprint = str(index.metadata["fingerprint"])
+        # Of some remote files no server tells whether they changed; they may even be as long.
+        size, version, _ = index.file_signatures.T
+        told = not ((size >= 0) & (version == UNKNOWN)).any()
+        self.stamp = str(index.metadata["stamp"]) if told else None
 
     def __len__(self) -> int:
         return len(self.index.names)

@@ -296,6 +296,8 @@ class ListSource(PathSource):
             return IndexContents(names=names, sizes=sizes, labels=labels)
 
         super().__init__(open_index("list", path, build, files, signatures))
+        if len(local) < len(paths):
+            self.stamp = None
 
     def _check_missing(self, paths: Sequence[str], missing: NDArray[np.int64]) -> None:
         """Refuse a list without any file that exists, and warn of those that do not."""

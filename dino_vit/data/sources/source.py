@@ -77,9 +77,10 @@ class Subset:
 def stamp_of(source: Source) -> str | None:
     """Return a digest of the size, version and times of each file of a source, as it was opened.
 
-    Where the fingerprint alone identifies the images, it is empty. None: nothing tells whether they changed.
+    It is empty where the fingerprint alone identifies the images, which a source must say: its `stamp` is "".
+    None: nothing tells whether they changed.
     """
-    return getattr(unwrapped(source), "stamp", "")
+    return getattr(unwrapped(source), "stamp", None)
 
 
 def unwrapped(source: Source) -> Source:

@@ -47,7 +47,7 @@ class SyntheticSource:
             )
         self.length, self.size, self.seed = length, size, seed
         self.classes = list(PATTERNS)
-        self.fingerprint = f"synthetic-{VERSION}-{length}-{size}-{seed}"
+        self.stamp, self.fingerprint = "", f"synthetic-{VERSION}-{length}-{size}-{seed}"
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self._y, self._x = axis[:, None], axis[None, :]
 
@@ -102,7 +102,7 @@ class SceneSource(SyntheticSource):
         names = list(PATTERNS)
         self.classes = [f"{names[i % 10]} {1 + i // 10}" if i >= 10 else names[i] for i in range(classes)]
         of_classes = f"-{classes}" if classes != len(PATTERNS) else ""
-        self.fingerprint = f"scenes-{SCENES_VERSION}-{length}-{size}-{seed}{of_classes}"
+        self.stamp, self.fingerprint = "", f"scenes-{SCENES_VERSION}-{length}-{size}-{seed}{of_classes}"
 
     def read(self, index: int) -> Tensor:
         classes, covers = self._regions(index)

@@ -146,12 +146,24 @@ def _pick_image(path: str, names: list[str]) -> str | None:
     )
 
 
+def holds_paths(table: pa.Table, columns: TableColumns) -> bool:
+    """Tell whether some images of a table are files elsewhere, which may be replaced without a trace."""
+    images = table.column(columns.image)
+    if not columns.nested or images.type.get_field_index("path") < 0:
+        return False
+    data, paths = (pc.struct_field(images, name) for name in ("bytes", "path"))
+    return bool(pc.any(pc.and_(pc.is_null(data), pc.is_valid(paths))).as_py())
+
+
 class ParquetSource(IndexedSource):
     """The images in Parquet files, unpacked into the index."""
 
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         self._spec, self._files = spec, list(files)
         super().__init__(open_index("parquet", spec, self._build, self._files))
+        if self.stamp is None:
+            text = "%s: its server does not tell when it changes; delete %s, which has its images, if it did"
+            log.warning(text, spec, self.index.path)
 
     def read(self, index: int) -> bytes:
         start, size = (int(self.index.columns[name][index]) for name in ("start", "size"))
@@ -205,6 +217,8 @@ class HubSource(IndexedSource):
         self._columns = find_columns(self._spec, first.features.arrow_schema)
         files = [str(file["filename"]) for data in self._splits.values() for file in data.cache_files]
         super().__init__(open_index("hub", self._spec, self._build, files))
+        if any(holds_paths(data.data.table, self._columns) for data in self._splits.values()):
+            self.stamp = None
 
     def read(self, index: int) -> bytes:
         split, row = (int(self.index.columns[name][index]) for name in ("split", "row"))

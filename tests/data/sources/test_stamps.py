@@ -1,0 +1,110 @@
+"""What tells whether the images of a source were replaced: every kind, local and behind a server."""
+
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from dino_vit.core.storage import write_bytes
+from dino_vit.data.custom import CustomSource
+from dino_vit.data.sources.files import remote_signature
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import Joined, stamp_of
+from dino_vit.data.sources.tables import HubSource
+from tests.support.image_sets import write_tar
+from tests.support.images import saved
+from tests.support.remote import serving
+
+KINDS = ["photos", "photos/{a,b}.bmp", "list.txt", "set.tar", "set.zip", "set.parquet"]
+
+
+def write_images(folder, value):
+    """Write two images in all kinds of sources, as large whatever the value."""
+    shutil.rmtree(folder / "photos", ignore_errors=True)
+    files = {f"{name}.bmp": saved(Image.new("RGB", (8, 8), (value, 0, 0)), "BMP") for name in "ab"}
+    for name, data in files.items():
+        write_bytes(folder / "photos" / name, data)
+    write_tar(folder / "set.tar", files)
+    shutil.make_archive(str(folder / "set"), "zip", folder / "photos")
+    pq.write_table(pa.table({"image": list(files.values())}), folder / "set.parquet", compression="none")
+    np.save(folder / "set.npy", np.full((2, 8, 8, 3), value, np.uint8))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "set.npy"])
+def test_local_images_that_are_replaced_have_another_stamp(tmp_path, kind):
+    (tmp_path / "list.txt").write_text("photos/a.bmp\nphotos/b.bmp\n")
+    stamps = []
+    for value in (1, 2):
+        write_images(tmp_path, value)
+        stamps.append(stamp_of(open_source(str(tmp_path / kind))))
+    assert stamps[0] != stamps[1]
+    assert None not in stamps
+
+
+@pytest.mark.parametrize("tells_versions", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_behind_a_server_have_a_stamp_if_it_tells_their_versions(
+    tmp_path, kind, tells_versions, caplog
+):
+    """No server is asked for each image of a folder or a list."""
+    stamps, listed = [], kind in ("photos", "list.txt")
+    with serving(tmp_path) as server:
+        server.tells_versions = tells_versions
+        (tmp_path / "list.txt").write_text(f"{server.url}/photos/a.bmp\n{server.url}/photos/b.bmp\n")
+        for value in (1, 2):
+            write_images(tmp_path, value)
+            spec = str(tmp_path / kind) if kind == "list.txt" else f"{server.url}/{kind}"
+            stamps.append(stamp_of(open_source(spec)))
+        assert not (listed and any(request.name.endswith(".bmp") for request in server.requests))
+    if tells_versions and not listed:
+        assert stamps[0] != stamps[1]
+        assert None not in stamps
+    else:
+        assert stamps == [None, None]
+    unpacked = kind == "set.parquet" and not tells_versions
+    assert ("its server does not tell when it changes" in caplog.text) == unpacked
+
+
+def test_a_source_that_says_nothing_has_no_stamp():
+    class Silent:
+        fingerprint = "of names"
+
+    generated = open_source("synthetic:4:16")
+    assert stamp_of(generated) == ""
+    assert stamp_of(Joined(["a"], [generated])) == ""
+    assert stamp_of(Joined(["a", "b"], [generated, CustomSource([np.zeros((8, 8, 3), np.uint8)])])) is None
+    assert stamp_of(Silent()) is None
+
+
+@pytest.mark.parametrize("key", ["ETag", "md5Hash", "LastModified", "mtime", "modified"])
+def test_a_version_is_what_a_file_system_calls_so(key):
+    first, again, other = (remote_signature({"size": 3, "name": "a", key: value}) for value in "xxy")
+    assert first == again != other
+    assert remote_signature({"size": 3, "name": "a", "created": 1}) == (3, -1, 0)
+
+
+def test_a_data_set_of_the_hub_that_names_files_has_no_stamp(tmp_path, monkeypatch):
+    """The files of its rows are elsewhere, and may be replaced."""
+    write_images(tmp_path, 1)
+    path = str(tmp_path / "photos/a.bmp")
+    for number, image in enumerate([{"bytes": None, "path": path}, {"bytes": b"", "path": path}, None]):
+        rows = pa.table({"image": [{"bytes": b"x", "path": None}, image]})
+        monkeypatch.setattr("dino_vit.data.sources.tables._load_splits", lambda _, rows=rows: splits_of(rows))
+        assert (stamp_of(HubSource(f"o/{number}")) is None) == (number == 0)
+
+
+def splits_of(rows):
+    """What `datasets` gives for one split."""
+
+    class Split:
+        data = type("Data", (), {"table": rows, "column": rows.column})
+        features = type("Features", (), {"arrow_schema": rows.schema})
+        cache_files = ()
+
+        def __len__(self):
+            return len(rows)
+
+    return {"train": Split()}
