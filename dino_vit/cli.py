@@ -1,7 +1,6 @@
 """The console command `dino-vit`, whose commands are in `dino_vit.commands.COMMANDS`."""
 
 import argparse
-import ctypes
 import logging
 import os
 import re
@@ -16,10 +15,9 @@ import dino_vit
 from dino_vit.commands import COMMANDS, Result, working
 from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
 from dino_vit.config.settings import Settings, values
-from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
+from dino_vit.core.process import REQUEUE, Interruption, is_foreseen, is_rank_0, keep_freed_memory
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt(3)
 GREETING = """\
 Start here, with your own folder of images in place of photos:
 
@@ -62,10 +60,7 @@ def tune_process() -> None:
     # Linux clears each page that it hands out: use large pages, and let glibc keep those of freed tensors. A
     # step takes a tenth less time, with DINOv2's loss a third. The peak of memory grows by up to 13 %.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
+    keep_freed_memory()
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -164,6 +159,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         return f"out of memory: use a smaller batch, smaller images or a smaller network. {first_line}", 2
     if isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):
         advice = "If memory ran out, use fewer workers or smaller batches. Run the same command again"
+        if "Bus error" in text:
+            advice = "Give more shared memory (docker run --shm-size=8g) or set data.workers=0"
         return f"{text.strip(' .')}. {advice}", REQUEUE
-    foreseen = isinstance(error, ValueError | OSError) or hasattr(error, "exit_code")
-    return text if foreseen else "", getattr(error, "exit_code", 2)
+    return text if is_foreseen(error) else "", getattr(error, "exit_code", 2)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -52,6 +52,9 @@ class ConfigError(ValueError):
         self.problems = texts = tuple(problems)
         many = f"{len(texts)} settings are wrong:\n  - " + "\n  - ".join(texts)
         super().__init__(texts[0] if len(texts) == 1 else many)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ConfigError, (self.problems,)
 
 
 class Settings(BaseModel):

@@ -1,6 +1,8 @@
-"""This process: whether it prints, its threads, signals that stop its run, the lock on its output folder."""
+"""This process: what it prints, its memory, threads, errors for other processes, signals, and its lock."""
 
+import ctypes
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -20,6 +22,9 @@ R = TypeVar("R")
 THREADS = 16  # they mostly wait for disks and networks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt(3)
+_locked_here = set[Path]()
+_lock = threading.Lock()
 
 
 def is_rank_0() -> bool:
@@ -50,8 +55,8 @@ class Interruption:
             self.leave()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if number == signal.SIGINT and is_rank_0():
-            # sys.stderr may be in the middle of a write.
-            os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
+            with suppress(OSError):  # sys.stderr may be in the middle of a write
+                os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
 
     def leave(self) -> NoReturn:
         """Leave as ctrl-C does, or with the exit code that asks for the continuation of the run."""
@@ -62,22 +67,19 @@ class Interruption:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of an output folder on rank 0, or raise if another living process holds it."""
+    """Hold the lock of an output folder on rank 0, or raise if another run holds it."""
     if not is_rank_0():
         yield
         return
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    with open(path, "a+b", buffering=0) as file:
+    with _locked_in_process(folder), open(path, "a+b", buffering=0) as file:
         try:
             # DataLoader workers, which outlive a killed run by some seconds, would inherit that of `flock`.
             lockf(file, LOCK_EX | LOCK_NB)
         except (PermissionError, BlockingIOError):
-            raise ValueError(
-                f"another run is using {folder} (process {path.read_text()}): wait until it ends, or give "
-                "another output"
-            ) from None
+            raise _in_use(folder, path.read_text()) from None
         except OSError as error:  # as Lustre without its option -o flock
             log.warning("%s cannot be locked (%s): start no second run in this folder", path, error.strerror)
         with suppress(OSError):  # a full disk is no reason to stop: the text is for people
@@ -90,6 +92,67 @@ def locked(folder: Path) -> Iterator[None]:
                 if not existed and os.listdir(folder) == [path.name]:  # nothing was written
                     path.unlink()
                     folder.rmdir()
+
+
+@contextmanager
+def _locked_in_process(folder: Path) -> Iterator[None]:
+    """Hold a folder in this process: the lock of a file is shared by all threads, and lost by any `close`."""
+    resolved = folder.resolve()
+    with _lock:
+        if resolved in _locked_here:
+            raise _in_use(folder, f"{os.getpid()}, this one")
+        _locked_here.add(resolved)
+    try:
+        yield
+    finally:
+        _locked_here.remove(resolved)
+
+
+def _in_use(folder: Path, process: str) -> ValueError:
+    return ValueError(
+        f"another run is using {folder} (process {process}): wait until it ends, or give another output"
+    )
+
+
+def is_foreseen(error: BaseException) -> bool:
+    """Tell whether an error is a sentence for users, rather than our bug or that of their code."""
+    return isinstance(error, ValueError | OSError) or hasattr(error, "exit_code")
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error that reaches another process: itself, or its text if it cannot be pickled."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    except Exception:  # of the code of any library
+        pass
+    foreseen = is_foreseen(error)
+    plain = ValueError(str(error)) if foreseen else RuntimeError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        plain.add_note(note)
+    if hasattr(error, "exit_code"):
+        vars(plain)["exit_code"] = error.exit_code
+    return plain
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors, which Linux would clear again page by page."""
+    _mallopt((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
+
+
+def release_freed_memory() -> None:
+    """Undo this in a worker: its memory would only grow, as images have many sizes.
+
+    The thresholds are those at which glibc arrives by itself, unless they were set before.
+    """
+    _mallopt((M_MMAP_MAX, 65_536), (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**26))
+
+
+def _mallopt(*settings: tuple[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    for setting in settings if mallopt else ():
+        mallopt(*setting)
 
 
 def in_threads(

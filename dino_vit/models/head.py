@@ -4,6 +4,7 @@ Parameters are named as in the 2021 DINO code, so that its checkpoints load by n
 in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncBatchNorm.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -144,10 +145,23 @@ class AcrossProcesses(_BatchNorm):
                 normalised = following(normalised)
         return normalised
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (type(self).__bases__[1],), self.__dict__
+
+
+@cache
+def _across_processes(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    return type(kind.__name__, (AcrossProcesses, kind), {})
+
+
+def _blank(kind: type[_BatchNorm]) -> nn.Module:
+    """Return a layer without its state, to unpickle one whose class has no name of its own."""
+    of_all = _across_processes(kind)
+    return of_all.__new__(of_all)
+
 
 def convert_sync_batchnorm(network: nn.Module) -> None:
     """Let every BatchNorm of a network take its statistics over all processes."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, AcrossProcesses):
-            kind = type(module)
-            module.__class__ = type(kind.__name__, (AcrossProcesses, kind), {})
+            module.__class__ = _across_processes(type(module))

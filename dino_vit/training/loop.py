@@ -20,7 +20,14 @@ from dino_vit.config.pretrain import PHASES, PretrainConfig
 from dino_vit.config.settings import get
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, NotFinite
-from dino_vit.core.distributed import START, all_reduce_mean, any_process, broadcast_int, limit_waits
+from dino_vit.core.distributed import (
+    START,
+    all_reduce_mean,
+    any_process,
+    broadcast_int,
+    limit_waits,
+    world_size,
+)
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, wait_for_device
@@ -47,6 +54,7 @@ from dino_vit.training.resolve import NO_FIT, Fit, start_choices, with_choices
 from dino_vit.training.setup import open_context, set_up
 from dino_vit.training.state import ADVICE, WARM_UP, TrainingState
 from dino_vit.views.loader import Batch
+from dino_vit.views.workers import NoBatch
 
 TIMED = 4  # steps, at least, to measure the speed
 MEASURED = 0.03  # of the minutes, at most, for the steps before those, and for more of them
@@ -86,9 +94,14 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         state.interval.restart()
     state.begin_pace()
     interruption.in_steps, first = True, state.step
-    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
+    batches = state.loader.batches(state.step, lambda: interruption.received is not None)
+    with contextlib.closing(batches), state.writer:
         while state.step < state.plan.total_steps:
-            take_step(state, batches)
+            try:
+                take_step(state, batches)
+            except NoBatch:
+                stop_without_batch(state, reporter)
+                interruption.leave()
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stops = any_process(interruption.received is not None or state.interval.seems_stuck)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
@@ -110,6 +123,17 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         save(state, reporter, last=True)
     reporter.finish()
     return True
+
+
+def stop_without_batch(state: TrainingState, reporter: Reporter) -> None:
+    """Save what can be saved when a run that was asked to stop would wait for images first."""
+    # Others may be in the middle of the step, and so is this process after a micro-batch.
+    if world_size() == 1 and state.config.optim.accumulate == 1:
+        save(state, reporter, wait=True)
+        reporter.stop()
+    else:
+        finish_save(state, reporter, wait=True)
+    reporter.warn(f"step {state.step:,}: stopped while no images came")
 
 
 def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:

@@ -24,7 +24,7 @@ from dino_vit.data.sources.source import MixedSource, ShardLayout, Source, image
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import PREFETCH, Loader, choose_workers
+from dino_vit.views.loader import PREFETCH, Loader
 from dino_vit.views.sampler import (
     BatchSpec,
     GlobalOrder,
@@ -34,6 +34,7 @@ from dino_vit.views.sampler import (
     WeightedWindowOrder,
     WindowOrder,
 )
+from dino_vit.views.workers import choose_workers
 
 if TYPE_CHECKING:
     from dino_vit.views.masks import Masking

@@ -1,17 +1,13 @@
 """Batches of views, from any step on; bit for bit the same with any number of DataLoader workers."""
 
-import logging
 import multiprocessing
-import os
-import signal
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from multiprocessing.synchronize import Event
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from dino_vit.core import Size, log
-from dino_vit.core.process import STOP_SIGNALS
-from dino_vit.core.runtime import cores_of_a_process
+from dino_vit.core import Size
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
-from dino_vit.data.sources.files import SourceLost, raise_if_lost
+from dino_vit.data.sources.files import raise_if_lost
 from dino_vit.data.sources.open import Source
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries, interleave
 from dino_vit.views.sampler import BatchSpec, Sampler
+from dino_vit.views.workers import LOOK_S, handed_over, init_worker, signals_blocked, wait_for_batch
 
 if TYPE_CHECKING:
     from dino_vit.views.masks import Masking
@@ -43,7 +38,6 @@ REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the 
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
 PREFETCH = 2  # batches that each worker makes ahead
-MOST_WORKERS = 16  # more rarely help, but cost memory
 
 
 @contextmanager
@@ -81,7 +75,7 @@ class Batch:
 
 
 @dataclass(kw_only=True, eq=False)
-class Loader(Dataset[Batch | Exception]):
+class Loader(Dataset[Any]):
     """Read, decode and crop the images of each step, in `workers` DataLoader workers that last for the run.
 
     With `augment` they apply the augmentation too, and return float32 views: four times the memory. With
@@ -104,26 +98,33 @@ class Loader(Dataset[Batch | Exception]):
         for index, view in enumerate(self.views):
             self.by_size.setdefault(view.size, []).append(index)
 
-    def batches(self, position: int = 0) -> Generator[Batch]:
-        """Yield the batches from a step on, without end; closing the iterator ends the workers."""
+    def batches(
+        self, position: int = 0, is_stopping: Callable[[], bool] = lambda: False
+    ) -> Generator[Batch]:
+        """Yield the batches from a step on, without end; closing the iterator ends the workers.
+
+        When the run is asked to stop and no batch comes for some seconds, this raises NoBatch.
+        """
         stops = multiprocessing.Event()
-        loader: DataLoader[Batch | Exception] = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             replace(self, prefetch=()),  # whose threads stay in this process
             batch_size=None,
             sampler=self.sampler.batch_specs(position),
             num_workers=self.workers,
             prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
+            timeout=LOOK_S if self.workers else 0,
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
-            worker_init_fn=partial(_init_worker, stops, files.timeout_s),
+            worker_init_fn=partial(init_worker, stops, files.timeout_s),
         )
-        with _signals_blocked():
+        with signals_blocked():
             batches: Any = iter(loader)
         try:
             with ExitStack() as threads:
                 for prefetch in self.prefetch:  # after the fork of the workers, which would inherit its files
                     threads.enter_context(prefetch.running(position))
-                for taken, batch in enumerate(batches):
+                for taken in count():
+                    batch = wait_for_batch(batches, is_stopping)
                     for prefetch in self.prefetch:
                         prefetch.position = position + taken // self.sampler.accumulate
                         if prefetch.failure:
@@ -138,12 +139,9 @@ class Loader(Dataset[Batch | Exception]):
             if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
                 batches._shutdown_workers()
 
-    def __getitem__(self, spec: BatchSpec) -> Batch | Exception:
+    def __getitem__(self, spec: BatchSpec) -> Any:
         """Make a batch in a worker; return errors, which the DataLoader would wrap in a traceback."""
-        try:
-            return self.make(spec)
-        except (ValueError, SourceLost) as error:
-            return error
+        return handed_over(partial(self.make, spec))
 
     def make(self, spec: BatchSpec) -> Batch:
         """Make one batch in this process."""
@@ -211,32 +209,6 @@ class Loader(Dataset[Batch | Exception]):
             f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
             "Check that the source is complete and can be reached."
         )
-
-
-def choose_workers(given: int | None, processes: int) -> int:
-    """Return the DataLoader workers of each process: as given, else its cores but the one it needs itself."""
-    return min(cores_of_a_process(processes) - 1, MOST_WORKERS) if given is None else given
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Hold signals back while workers start: they inherit this, and must not die before they ignore them."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _init_worker(stops: Event, timeout_s: float, number: int) -> None:
-    """Ignore signals sent to all processes of a run, which needs its workers to finish the step."""
-    files.process_stops, files.timeout_s = stops, timeout_s  # no worker goes on waiting for a server
-    if number:
-        log.setLevel(logging.ERROR)  # one says that a server does not answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if stops.is_set() else None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 class UnreadableImages:

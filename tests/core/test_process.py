@@ -2,12 +2,15 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dino_vit.config.settings import ConfigError
 from dino_vit.core import process
-from dino_vit.core.process import Interruption, locked
+from dino_vit.core.process import Interruption, locked, portable
 from tests.support.runs import command_here, server
 
 
@@ -77,6 +80,44 @@ def test_a_lock_is_held_until_its_process_dies(tmp_path):
     for _ in range(2):
         with locked(tmp_path / "run"):
             pass
+
+
+def test_threads_of_a_process_do_not_share_a_folder(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with ThreadPoolExecutor(1) as other, locked(tmp_path / "run"):
+        for name in ("run", "link"):
+            text = other.submit(refusal_of, tmp_path / name).result()
+            assert f"another run is using {tmp_path / name} (process {os.getpid()}, this one)" in text
+        # The other thread has not let go of the file, which any `close` in this process would.
+        waiting = server.Process(target=hold, args=(tmp_path / "run", server.Event()))
+        waiting.start()
+        waiting.join()
+        assert waiting.exitcode == 1
+        assert other.submit(refusal_of, tmp_path / "another").result() is None
+    assert refusal_of(tmp_path / "run") is None
+
+
+def refusal_of(folder):
+    try:
+        with locked(folder):
+            return None
+    except ValueError as error:
+        return str(error)
+
+
+def test_an_error_that_cannot_be_pickled_becomes_its_text():
+    class Local(ValueError):
+        exit_code = 75
+
+    copy = portable(Local("a sentence"))
+    assert (type(copy), str(copy), copy.exit_code) == (ValueError, "a sentence", 75)
+    for error in (KeyError("x"), OSError(errno.ENOENT, "not there"), ConfigError(["a", "b"])):
+        assert portable(error) is error
+    unlike = UnicodeDecodeError("utf-8", b"x", 0, 1, "odd")
+    unlike.lock = threading.Lock()
+    unlike.add_note("in a worker")
+    copy = portable(unlike)
+    assert (type(copy), str(copy), copy.__notes__) == (ValueError, str(unlike), ["in a worker"])
 
 
 def test_only_a_new_folder_in_which_nothing_was_written_goes(tmp_path):

@@ -1,9 +1,13 @@
+import copy
+import pickle
+
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dino_vit.models.head import DINOHead
+from dino_vit.models.head import DINOHead, convert_sync_batchnorm
 
 SMALL = {"in_dim": 6, "prototypes": 20, "hidden_dim": 16, "bottleneck_dim": 8}
 
@@ -71,3 +75,16 @@ def test_features_are_normalised_in_float32_under_autocast(dtype):
         assert head(torch.randn(4, 6)).dtype == dtype
     assert features.dtype == torch.float32
     torch.testing.assert_close(features.norm(dim=1), torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, timm.layers.BatchNormAct2d])
+def test_a_batch_norm_of_all_processes_can_be_copied_and_pickled(kind):
+    network = torch.nn.Sequential(kind(4), torch.nn.Identity())
+    convert_sync_batchnorm(network)
+    x = torch.randn(8, 4, *[3, 3][: 2 * (kind is not torch.nn.BatchNorm1d)])
+    network(x)
+    network.eval()
+    for copied in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert type(copied[0]) is type(network[0])
+        assert isinstance(copied[0], kind)
+        assert torch.equal(copied(x), network(x))

@@ -65,8 +65,8 @@ def start_late(init, *arguments):
 
 def test_workers_live_through_signals_until_the_loader_is_closed(monkeypatch):
     """A signal to all processes of a run must not take the workers, which the step still needs."""
-    start = partial(start_late, loader._init_worker)  # the second is still starting when they come
-    monkeypatch.setattr(loader, "_init_worker", start)
+    start = partial(start_late, loader.init_worker)  # the second is still starting when they come
+    monkeypatch.setattr(loader, "init_worker", start)
     plan = Sampler(length=500, batch_size=8, seed=7)
     batches = Loader(source=SyntheticSource(length=500), views=VIEWS, sampler=plan, workers=2).batches()
     next(batches)

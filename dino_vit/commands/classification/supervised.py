@@ -21,8 +21,9 @@ from dino_vit.eval.labelled import LabelledSubset
 from dino_vit.eval.results import plain
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import Loader, choose_workers
+from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
+from dino_vit.views.workers import choose_workers
 
 
 class SupervisedLoader:

@@ -122,9 +122,8 @@ def _open_folder(root: str) -> Source:
     try:
         return FolderSource(root)
     except NoImages as error:
-        if not error.containers:
+        if not (names := error.args[2]):
             raise
-        names = error.containers
     suffixes = sorted(set(map(suffix_of, names)))
     splits = sorted({match[1].lower() for name in names if (match := _SPLIT.search(name))})
     if len(suffixes) > 1 or len(splits) > 1:
@@ -204,16 +203,14 @@ def _glob(system: Any, pattern: str) -> list[str]:
 
 
 class NoImages(ValueError):
-    """A folder without images, and the archives in it."""
+    """A folder without images: its path, the other files in it, and the archives among them."""
 
-    def __init__(self, root: str, others: Sequence[str], containers: Sequence[str]) -> None:
-        suffixes = Counter(map(suffix_of, others)).most_common(5)
+    def __str__(self) -> str:
+        suffixes = Counter(map(suffix_of, self.args[1])).most_common(5)
         counts = ", ".join(f"{count} {printable(suffix) or 'without a suffix'}" for suffix, count in suffixes)
-        super().__init__(
-            (f"{root} contains no images, only {counts}. " if counts else f"{root} contains no files. ")
-            + f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
-        )
-        self.containers = sorted(containers)
+        content = f"no images, only {counts}" if counts else "no files"
+        advice = f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
+        return f"{self.args[0]} contains {content}. {advice}"
 
 
 class PathSource(IndexedSource):
@@ -261,7 +258,7 @@ def _images_among(root: str, files: Sequence[str]) -> list[str]:
     others = [name for name in others if not os.path.basename(name).startswith(".")]
     containers = [name for name in others if suffix_of(name) in CONTAINERS]
     if not names:
-        raise NoImages(root, others, containers)
+        raise NoImages(root, others, sorted(containers))
     if containers:
         text = "%s is read as a folder of images, without the %s in it, such as %s"
         log.warning(text, root, plural(len(containers), "archive"), printable(containers[0]))
