@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from statistics import median
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image, read_item
 from dino_vit.data.images.formats import format_of
-from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
+from dino_vit.data.images.pixels import NOT_FINITE, Pixels, kind_of, unit_scale
+from dino_vit.data.limits import MAX_PIXELS, one_image
 from dino_vit.data.sources.files import raise_if_lost
 from dino_vit.data.sources.source import Source
 
@@ -41,8 +43,9 @@ class ImageInfo:
 
     @property
     def deep(self) -> bool:
-        """Tell whether 8 bits are not enough."""
-        return self.kind not in ("uint8", "bool")
+        """Tell whether 8 bits are not enough, of 32 and 64 bits, which lists become, by the values."""
+        wide = self.kind in ("int32", "int64", "uint32", "uint64")
+        return self.kind not in ("uint8", "bool") and not (wide and self.high <= 255)
 
     def fits(self, channels: int) -> bool:
         """Tell whether the image can be converted to this number of channels."""
@@ -120,30 +123,34 @@ def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = 
     return ImageSummary(images=images, unreadable=unreadable)
 
 
+@one_image()
 def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
         item = read_item(source, index)
         image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
-        color = len(image)
-        if not isinstance(item, Tensor) and color in (2, 4):
+        (channels, height, width), kind = image.shape[:3], kind_of(image)
+        values = image.numpy().real  # NumPy has min and max of more types than torch
+        low, high = float(values.min()), float(values.max())
+        del image, values  # before it is decoded again
+        color = channels
+        if not isinstance(item, Tensor) and channels in (2, 4):
             color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     except UnreadableImage as error:
         return error
-    if not image.isfinite().all():
+    if not isfinite(low) or not isfinite(high):
         return UnreadableImage(name, NOT_FINITE)
-    values = image.numpy().real  # NumPy has min and max of more types than torch
     return ImageInfo(
         index=index,
         format="array" if isinstance(item, Tensor) else format_of(item),
         file_bytes=0 if isinstance(item, Tensor) else len(item),
-        height=image.shape[1],
-        width=image.shape[2],
+        height=height,
+        width=width,
         channels=color,
-        alpha=color < len(image),
-        kind=kind_of(image),
-        low=float(values.min()),
-        high=float(values.max()),
+        alpha=color < channels,
+        kind=kind,
+        low=low,
+        high=high,
     )
 
 
@@ -172,11 +179,17 @@ def channel_statistics(source: Source, indices: Sequence[int], pixels: Pixels) -
     )
 
 
+@one_image()
 def _image_statistics(source: Source, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
     try:
-        image = unit_scale(read_image(source, index, pixels))
+        image = read_image(source, index, pixels)
     except UnreadableImage as error:
         return error
-    variance, mean = (moment.double() for moment in torch.var_mean(image, dim=(1, 2), correction=0))
-    return torch.stack((mean, variance + mean**2, image.amax(dim=(1, 2)).double()))
+    return torch.stack([_moments(unit_scale(channel)) for channel in image], dim=1)
+
+
+def _moments(values: Tensor) -> Tensor:
+    """Return the mean, the mean square and the highest of some values."""
+    variance, mean = (moment.double() for moment in torch.var_mean(values, correction=0))
+    return torch.stack((mean, variance + mean**2, values.amax().double()))

@@ -2,7 +2,6 @@
 
 import os
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 from PIL.Image import Image
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from dino_vit.core.text import brief, printable
 from dino_vit.data.images import formats
-from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
+from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.limits import MAX_PIXELS, one_image, read_regular
 from dino_vit.data.sources.source import Source
 
 
@@ -36,7 +36,7 @@ def read_item(source: Source, index: int) -> bytes | Tensor:
     """Return item `index` of a source as it is stored."""
     try:
         return source.read(index)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         raise unreadable(source.name(index), error) from error
 
 
@@ -49,7 +49,7 @@ def decode_item(
             alpha, most = pixels.keeps_alpha, pixels.max_pixels
             item = decode(item, name, alpha=alpha, max_pixels=most, reduction=reduction)
         return pixels.conform(item)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         raise unreadable(name, error) from error
 
 
@@ -67,7 +67,7 @@ def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | os.PathLike):
-        return Path(image).read_bytes()
+        return read_regular(image)
     if isinstance(image, Image):
         return formats.by_pillow(image, pixels.keeps_alpha, pixels.max_pixels)
     if isinstance(image, np.ndarray):
@@ -80,8 +80,10 @@ def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
     )
 
 
-def unreadable(name: str, error: OSError | ValueError) -> UnreadableImage:
+def unreadable(name: str, error: OSError | ValueError | MemoryError) -> UnreadableImage:
     """Return the error of an image that its source cannot read."""
+    if isinstance(error, MemoryError):
+        return UnreadableImage(name, "there is not enough memory for it")
     return UnreadableImage(name, (isinstance(error, OSError) and error.strerror) or str(error))
 
 
@@ -104,12 +106,13 @@ def decode(
         kinds = ", ".join(sorted({*formats.KINDS.values(), *formats.BRANDS.values()}, key=str.lower))
         raise UnreadableImage(name, f"its format is none of {kinds}")
     try:
-        if kind == "JPEG":
-            return formats.read_jpeg(data, alpha, max_pixels, reduction)
-        reader = formats.READERS[kind]
-        if isinstance(reader, type):
-            return formats.by_pillow(reader(BytesIO(data)), alpha, max_pixels)
-        return reader(data, alpha, max_pixels)
+        with one_image():
+            if kind == "JPEG":
+                return formats.read_jpeg(data, alpha, max_pixels, reduction)
+            reader = formats.READERS[kind]
+            if isinstance(reader, type):
+                return formats.by_pillow(reader(BytesIO(data)), alpha, max_pixels)
+            return reader(data, alpha, max_pixels)
     except Exception as error:  # decoders raise anything on damaged files
         message = str(error).partition("\n")[0]
         reason = message if " " in message else f"{type(error).__name__} {message}".strip()

@@ -7,9 +7,10 @@ the rest.
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from io import BytesIO
+from itertools import chain
 from math import ceil
 from multiprocessing import parent_process
 from threading import Lock
@@ -37,6 +38,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.data.limits import PIXELS, hold
 
 if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
@@ -52,6 +54,7 @@ _WITH_ALPHA = ("LA", "RGBA")
 # Values of TIFF tags.
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB = 0, 1, 2
 _UNSPECIFIED = 0  # use of an extra sample; others are alpha
+_STRIP = 2**22  # pixels of a picture that are converted at a time
 _PAGES = ("Q", "I")  # axes of TIFF of unknown meaning
 _ORIENTATION = 274  # the tag, of TIFF and of EXIF
 
@@ -223,8 +226,29 @@ def by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
     if getattr(file, "is_animated", False) and parent_process() is None:
         _say_first_frame(file.format or "image")
     file.load()
-    image = ImageOps.exif_transpose(file)
-    return _to_tensor(np.array(image if image.mode == mode else image.convert(mode)))
+    ImageOps.exif_transpose(file, in_place=True)
+    parts = (file.crop(box) for box in _strips(*file.size))
+    arrays = (np.array(part if part.mode == mode else part.convert(mode)) for part in parts)
+    return _joined(arrays, file.height)
+
+
+def _strips(width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield boxes of some rows each, as Pillow makes copies of what it converts."""
+    rows = max(1, _STRIP // width)
+    return ((0, top, width, min(top + rows, height)) for top in range(0, height, rows))
+
+
+def _joined(strips: Iterator[NDArray[Any]], height: int) -> Tensor:
+    """Return strips (h, W) or (h, W, C) of an image as a tensor (C, H, W)."""
+    first = _to_tensor(next(strips))
+    if first.shape[1] == height:
+        return first
+    image = first.new_empty(first.shape[0], height, first.shape[2])
+    top = 0
+    for strip in chain([first], map(_to_tensor, strips)):
+        image[:, top : top + strip.shape[1]] = strip
+        top += strip.shape[1]
+    return image
 
 
 @cache
@@ -245,11 +269,13 @@ def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
 
 
 def _check_size(width: int, height: int, channels: int, max_pixels: int) -> None:
-    """Refuse an empty image, and one that would fill the memory."""
+    """Refuse an empty image, and one that would fill the memory; wait until others leave room for it."""
     if not width * height * channels:
         raise ValueError("the image has no pixels")
-    if width * height * ceil(channels / 4) > max_pixels:
+    pixels = width * height * ceil(channels / 4)
+    if pixels > max_pixels:
         raise ValueError(f"{width} × {height} pixels exceed data.max_pixels={max_pixels}")
+    hold(PIXELS, pixels)
 
 
 def _to_tensor(array: NDArray[Any]) -> Tensor:

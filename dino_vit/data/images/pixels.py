@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.data.limits import MAX_PIXELS
 
-MAX_PIXELS = 200_000_000
+_STRIP = 2**22  # values that are converted at a time
 NOT_FINITE = "it contains infinite or NaN values; replace them first"
 IMAGENET_NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of RGB
 
@@ -23,7 +25,7 @@ class Pixels:
     - Depth: `bits` 8 gives uint8, 16 gives float32 in [0, 1].
     - Scale: `range` holds the values that become 0 and 1; values beyond are clipped. The default is 0 and the
       largest value of the type (1 for floating point); values beyond are an error. Integers of 32 and
-      64 bits, which lists become, go to 255 or 65,535 if no value of the image is larger.
+      64 bits, which lists become, go to the largest value of so many `bits`: 255 or 65,535.
 
     An error is a ValueError, and makes an image unreadable.
     """
@@ -43,8 +45,24 @@ class Pixels:
         image = self._with_channels(image)
         if image.dtype == torch.uint8 and self.bits == 8 and self.range is None:
             return image
-        scaled = self._scaled(image)
-        return scaled.mul_(255).round_().to(torch.uint8) if self.bits == 8 else scaled.float()
+        low, high = self._ends(image)
+        conformed = torch.empty(image.shape, dtype=self.dtype)
+        rows = max(1, _STRIP // (len(image) * image.shape[2]))
+        lowest, highest = inf, -inf
+        for part, out in zip(image.split(rows, dim=1), conformed.split(rows, dim=1), strict=True):
+            values = part.to(_exact(image.dtype), copy=True)
+            least, most = (float(value) for value in values.aminmax())
+            if not -inf < least <= most < inf:
+                raise ValueError(NOT_FINITE)
+            lowest, highest = min(lowest, least), max(highest, most)
+            scaled = values.sub_(low).div_(high - low).clamp_(0, 1)
+            out.copy_(scaled.mul_(255).round_() if self.bits == 8 else scaled)
+        if self.range is None and (lowest < low or highest > high):
+            raise ValueError(
+                f"its {kind_of(image)} values go from {lowest:g} to {highest:g}, beyond {low:g} to {high:g}; "
+                "set data.range=[low, high], the values that become 0 and 1"
+            )
+        return conformed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,28 +78,22 @@ class Pixels:
             raise ValueError(f"the number of channels is {len(image)}, but must be {self.channels}")
         return image
 
-    def _scaled(self, image: Tensor) -> Tensor:
-        """Return floating-point values from 0 to 1."""
+    def _ends(self, image: Tensor) -> tuple[float, float]:
+        """Return the values that become 0 and 1: a function of the type, never of the values of one image."""
         if image.dtype.is_complex:
             raise ValueError(f"{kind_of(image)} values cannot be converted to brightness")
-        has_unit_range = image.dtype.is_floating_point or image.dtype == torch.bool
-        low, high = self.range or (0.0, 1.0 if has_unit_range else float(torch.iinfo(image.dtype).max))
-        if image.dtype == torch.uint8 and high > 255:
-            raise ValueError(f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; use one depth")
-        exact = torch.float32 if image.dtype.itemsize <= 2 or image.dtype == torch.float32 else torch.float64
-        values = image.to(exact, copy=True)
-        least, most = (float(value) for value in values.aminmax())
-        if not -float("inf") < least <= most < float("inf"):
-            raise ValueError(NOT_FINITE)
-        if self.range is None and image.dtype.itemsize > 2 and not has_unit_range and least >= 0:
-            high = next((white for white in (255.0, 65535.0) if most <= white), high)
-            _say_white(kind_of(image), high)
-        if self.range is None and (least < low or most > high):
-            raise ValueError(
-                f"its {kind_of(image)} values go from {least:g} to {most:g}, beyond {low:g} to {high:g}; set "
-                "data.range=[low, high], the values that become 0 and 1"
-            )
-        return values.sub_(low).div_(high - low).clamp_(0, 1)
+        if self.range:
+            if image.dtype == torch.uint8 and self.range[1] > 255:
+                low, high = self.range
+                raise ValueError(f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; use one depth")
+            return self.range
+        if image.dtype.is_floating_point or image.dtype == torch.bool:
+            return 0.0, 1.0
+        if image.dtype.itemsize <= 2:
+            return 0.0, float(torch.iinfo(image.dtype).max)
+        white = float(2**self.bits - 1)
+        _say_white(kind_of(image), white)
+        return 0.0, white
 
 
 RGB = Pixels()
@@ -89,7 +101,12 @@ RGB = Pixels()
 
 @cache
 def _say_white(kind: str, white: float) -> None:
-    log.warning("images of %s with values up to %g are taken to have white at %g", kind, white, white)
+    log.warning("images of %s have white at %g; data.range=[low, high] sets another", kind, white)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return a floating-point type that holds the values of a type."""
+    return torch.float32 if dtype.itemsize <= 2 or dtype == torch.float32 else torch.float64
 
 
 def kind_of(image: Tensor) -> str:

@@ -16,6 +16,7 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
+from dino_vit.data.limits import check_bytes
 from dino_vit.data.shards import LocalCopies, ShardedSource
 from dino_vit.data.sources.files import changed, exists, open_file, read_file, short_names
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
@@ -25,10 +26,11 @@ from dino_vit.data.sources.source import ShardLayout, is_image
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
-DECOMPRESS: dict[int, Callable[[bytes], bytes]] = {
-    zipfile.ZIP_STORED: bytes,
-    zipfile.ZIP_DEFLATED: partial(zlib.decompress, wbits=-15),
-    zipfile.ZIP_BZIP2: bz2.decompress,
+# Given the bytes of a member and the largest size that it may have, return its content.
+DECOMPRESS: dict[int, Callable[[bytes, int], bytes]] = {
+    zipfile.ZIP_STORED: lambda data, _: data,
+    zipfile.ZIP_DEFLATED: lambda data, most: zlib.decompressobj(-15).decompress(data, most),
+    zipfile.ZIP_BZIP2: lambda data, most: bz2.BZ2Decompressor().decompress(data, most),
 }
 HEADERS = 2**12  # bytes that are requested for a header in a remote archive
 TAR_BLOCK = 512  # bytes of the header before a member
@@ -125,22 +127,25 @@ def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
 def read_member(source: ShardedSource, shard: int, member: Mapping[str, int]) -> bytes:
     """Return a member that has the checksum in the index, which in a tar is mostly that of its header."""
     header = TAR_BLOCK if member["method"] == HEADER else 0
+    check_bytes(max(member["stored"], member["size"]), "it")
     data = source.read_range(shard, member["start"] - header, member["stored"] + header)
     if not header:
-        return decompress(data, member["method"], member["crc"])
+        return decompress(data, member["method"], member["size"], member["crc"])
     if zlib.crc32(data[:header]) != member["crc"]:
         raise changed(source.ranges.paths[shard])
     return data[header:]
 
 
-def decompress(data: bytes, method: int, crc: int) -> bytes:
-    """Decompress a member of a zip, and check its checksum; `zipfile` takes half as long again."""
+def decompress(data: bytes, method: int, size: int, crc: int) -> bytes:
+    """Decompress a member of a zip, and check its size and checksum; `zipfile` takes half as long again."""
     if method not in DECOMPRESS:
         raise OSError(f"compression method {method} is not supported")
     try:
-        content = DECOMPRESS[method](data)
+        content = DECOMPRESS[method](data, size + 1)
     except (zlib.error, ValueError, OSError) as error:
         raise OSError(f"it cannot be decompressed: {error}") from error
+    if len(content) != size:
+        raise OSError(f"it has not the {size:,} bytes that the archive states")
     if zlib.crc32(content) != crc:
         raise OSError("its checksum does not match the archive's")
     return content

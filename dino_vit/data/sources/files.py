@@ -7,7 +7,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedReader, RawIOBase
 from itertools import chain, count
 from multiprocessing.synchronize import Event
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.process import REQUEUE, in_threads
 from dino_vit.core.text import brief, progress
+from dino_vit.data.limits import BYTES, MAX_BYTES, hold, open_regular, read_regular
+from dino_vit.data.sources.http import LongFile, WholeFile, read_range, read_whole
 
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
@@ -27,6 +30,7 @@ FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no fo
 UNKNOWN = -1  # version of a remote file that no one tells, or in a catalogue that was written elsewhere
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
+AT_ONCE = 2**24  # bytes of a file that one of several threads may read before it asks for more
 AGAIN = (408, 425, 429)  # HTTP: of the refusals (400 to 499), those after which to ask again
 OF_ITS_OWN_S = 30  # for which an image is requested that may be on a server of its own
 # What file systems call the version of a file, or the time of its last change. Not fsspec's `ukey`, which
@@ -143,10 +147,6 @@ def time_limit(system: Any) -> dict[str, float]:
     return {"timeout": min(REQUEST_TIMEOUT_S, timeout_s)} if system.async_impl else {}
 
 
-class WholeFile(OSError):
-    """A server does not know how to send a part of a file."""
-
-
 def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: float | None = None) -> R:
     """Read from a remote file, again and again if it fails, until the time is over or `stop` is set."""
     seconds = min(timeout_s, seconds or timeout_s)
@@ -154,7 +154,7 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: f
     for attempt in count():
         try:
             return work()
-        except ChangedFile:
+        except (ChangedFile, LongFile):
             raise
         except OSError as error:
             if refusal := _refusal(error):
@@ -225,21 +225,11 @@ def list_remote(root: str) -> dict[str, FileSignature]:
 def request(url: str, start: int, size: int) -> bytes:
     """Return a range of a remote file; what fails is an OSError."""
 
-    async def check(answer: Any) -> None:
-        """Refuse what is more than was asked for, before it is read into memory."""
-        length = answer.content_length
-        if answer.ok and (length is None or length > size):
-            answered = "any length" if length is None else f"{length:,} bytes"
-            text = f"{url}: the server answers with {answered}, where {size:,} bytes were asked for"
-            raise WholeFile(text) if answer.status == 200 else OSError(text)
-
     def ask(system: Any, inner: str) -> Any:
-        limits: dict[str, Any] = {**time_limit(system)}
         if is_http(url):
-            headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-            limits |= {"headers": headers, "raise_for_status": check}
+            return read_range(system, inner, start, size, time_limit(system))
         # By name: another argument comes first on S3.
-        return system.cat_file(inner, start=start, end=start + size, **limits)
+        return system.cat_file(inner, start=start, end=start + size, **time_limit(system))
 
     return check_length(remotely(url, ask), size, url)
 
@@ -282,14 +272,29 @@ def is_folder(path: str) -> bool:
 
 
 def read_file(path: str, seconds: float | None = None) -> bytes:
+    """Read a file of at most `MAX_BYTES`; of a large remote one no other thread reads meanwhile."""
     if not is_url(path):
-        with open(path, "rb", buffering=0) as file:
-            return file.readall()
+        return read_regular(path)
+    for limit in (AT_ONCE, MAX_BYTES):
+        hold(BYTES, limit)
+        with suppress(LongFile):
+            return retry(partial(_request_whole, path, limit), path, seconds=seconds)
+    raise ValueError(f"{path} has more than the {MAX_BYTES:,} bytes that a file may have")
 
-    def ask() -> bytes:
-        return remotely(path, lambda system, inner: system.cat_file(inner, **time_limit(system)))
 
-    return retry(ask, path, seconds=seconds)
+def _request_whole(url: str, limit: int) -> bytes:
+    """Return a remote file of up to `limit` bytes."""
+
+    def ask(system: Any, inner: str) -> Any:
+        limits = time_limit(system)
+        if is_http(url):
+            return read_whole(system, inner, limit, limits)
+        size = system.info(inner, **limits).get("size")
+        if size and size > limit:
+            raise LongFile(f"{url} has more than {limit:,} bytes")
+        return system.cat_file(inner, **({"start": 0, "end": size} if size else {}), **limits)
+
+    return remotely(url, ask)
 
 
 def read_image_file(path: str, seconds: float | None) -> bytes:
@@ -312,7 +317,7 @@ def raise_if_lost(unreadable: Exception) -> None:
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
     """Open a file for random access; of a remote one at least `buffer` bytes are requested at a time."""
     if not is_url(path):
-        return open(path, "rb")
+        return open_regular(path)
     size = retry(lambda: remote_info(path), path).get("size")
     if size is None:
         raise OSError(f"{path} has no known size, so it cannot be read at random")

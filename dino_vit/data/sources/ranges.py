@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.data.limits import open_regular
 from dino_vit.data.sources.files import (
     UNKNOWN,
     changed,
@@ -67,7 +68,8 @@ class _Descriptor:
     """An open file, closed when it is no longer used: opening one takes a request to a file server."""
 
     def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY)
+        with open_regular(path) as file:
+            self.number = os.dup(file.fileno())
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

@@ -16,6 +16,7 @@ from dino_vit.core import Size, log
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.limits import one_image
 from dino_vit.data.sources.masks import MaskedSource
 from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_ahead
 from dino_vit.models.tokens import FeatureSpec
@@ -40,8 +41,9 @@ def read_resized(
 ) -> tuple[Tensor, Tensor]:
     """Return an image at the size at which the crop covers its shorter side, times a scale, and its mask."""
     mask = source.mask(index)
-    image = read_image(source, index, transform.pixels)
-    return resize(image, transform.cover_size(mask.shape, scale), transform.interpolation), mask
+    with one_image():
+        image = read_image(source, index, transform.pixels)
+        return resize(image, transform.cover_size(mask.shape, scale), transform.interpolation), mask
 
 
 def read_windows(transform: EvalTransform, source: MaskedSource, index: int) -> Windows:

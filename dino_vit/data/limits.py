@@ -1,0 +1,112 @@
+"""What files of others may take: regular files alone, so many bytes each, so much at a time in all threads.
+
+A file of some kilobytes may decompress to gigabytes, a server may send without an end, a pipe may never be
+written to. Sizes are checked before anything of that size is made.
+"""
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from dino_vit.core.text import brief
+
+MAX_BYTES = 2**30  # of an image file, wherever it is stored, and of a list or a file of labels
+MAX_PIXELS = 200_000_000  # of an image; of all that are decoded at a time, too
+
+
+def check_bytes(size: int, name: str) -> None:
+    """Refuse what is larger than a file may be, and wait until this thread may hold so many bytes."""
+    if size > MAX_BYTES:
+        raise ValueError(f"{brief(name, 1000)} has {size:,} bytes; a file may have {MAX_BYTES:,}")
+    hold(BYTES, size)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; refuse a pipe or a device, which may never answer or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe waits for someone who writes
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe"}
+    kind = next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "a device")
+    raise ValueError(f"{brief(os.fspath(path), 1000)} is {kind}; only regular files are read")
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Read a regular file as long as it is now, however it grows."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        check_bytes(size, os.fspath(path))
+        return file.read(size)
+
+
+class Budget:
+    """What the threads of this process may hold together; more than all of it, one thread alone."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.free = total, total
+        self._turn, self._changed = threading.Lock(), threading.Condition()
+
+    def take(self, amount: int) -> int:
+        """Wait for an amount, and return what was taken."""
+        amount = min(amount, self.total)
+        with self._turn, self._changed:  # who came first goes first, also if it needs more
+            self._changed.wait_for(lambda: self.free >= amount)
+            self.free -= amount
+        return amount
+
+    def give(self, amount: int) -> None:
+        """Give back what was taken."""
+        with self._changed:
+            self.free += amount
+            self._changed.notify_all()
+
+
+BYTES, PIXELS = Budget(MAX_BYTES), Budget(MAX_PIXELS)
+
+
+class _Held(threading.local):
+    """What this thread holds for its image; None outside `one_image`."""
+
+    amounts: dict[Budget, int] | None = None
+
+
+_held = _Held()
+
+
+@contextmanager
+def one_image() -> Iterator[None]:
+    """Within the block this thread works on one image, whose bytes and then pixels count until its end."""
+    if _held.amounts is not None:
+        yield
+        return
+    _held.amounts = {}
+    try:
+        yield
+    finally:
+        amounts, _held.amounts = _held.amounts, None
+        for budget, amount in amounts.items():
+            budget.give(amount)
+
+
+def hold(budget: Budget, amount: int) -> None:
+    """Wait until this thread may hold so much for its image."""
+    if _held.amounts is None:
+        return
+    before = _held.amounts.pop(budget, 0)
+    budget.give(before)  # or two that want more would wait for each other
+    _held.amounts[budget] = budget.take(max(before, amount))
+
+
+def _release_all() -> None:
+    """Let a forked process begin anew: the threads that hold something are not in it."""
+    BYTES.__init__(BYTES.total)
+    PIXELS.__init__(PIXELS.total)
+    _held.amounts = None
+
+
+os.register_at_fork(after_in_child=_release_all)
