@@ -253,7 +253,7 @@ def inspect_data(
       labels=null                         file of labels by name, .csv or .json; null: the source's own
       count=2000                          images to inspect, evenly spread over the source; null: all
       max_pixels=200000000                a larger image is not decoded
-      sheet=null                          PNG to write of the views that training would use; null: none
+      sheet=null                          PNG to write of the views that training would use; null: none [FILE.png]
       pretrain=null                       config file of the training to show views of; null: recipe=auto
       as_json=false                       print JSON, with every unreadable image
     """
@@ -450,7 +450,7 @@ def report(
     The settings and their defaults:
 
       run=...                             folder of the run
-      output=null                         file to write; null: report.html in the folder of the run
+      output=null                         file to write; null: report.html in the folder of the run [FILE.html]
       source=null                         where the images are now; null: where the run read them
       images=500                          images on the map; with more, their pictures are smaller
     """
@@ -507,7 +507,7 @@ def knn(
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
       blocks=1                            last blocks whose tokens are joined
       shots=null                          by so few images of each class, drawn by the seed; null: by all
-      output=null                         JSON file; null: in eval/ of the run, in Python none
+      output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
 def linear(
@@ -564,7 +564,7 @@ def linear(
       rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  of method=grid: learning rates at a batch of 256
       steps=null                          of method=grid; null: ten epochs, from 1,250 to 12,500 steps
       cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  of method=logistic: inverse strengths of the penalty
-      output=null                         JSON file; null: in eval/ of the run, in Python none
+      output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
 def dense(
@@ -615,7 +615,7 @@ def dense(
       k=20                                neighbours of a patch
       patches=50000                       patches that neighbours are among, about; as many of each image
       steps=null                          of the linear head; null: 32 epochs, but from 500 to 40,000
-      output=null                         JSON file; null: in eval/ of the run, in Python none
+      output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
 def compare(

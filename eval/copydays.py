@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Written, format_table
-from dino_vit.config.commands import RESULTS
+from dino_vit.config.commands import RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.runtime import start_processes
@@ -58,7 +58,7 @@ class CopydaysConfig(Settings):
     pairs: str | None = setting(None, "CSV file of query,original; null: equal first four characters")
     size: Dimension | None = setting(None, "side in pixels; null: that of the weights")
     batch_size: Dimension = setting(32, "images per forward pass")
-    output: str | None = RESULTS
+    output: JsonFile | None = RESULTS
     writes: ClassVar = "eval/copydays"
 
     positional: ClassVar = ("originals",)

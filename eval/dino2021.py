@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from dino_vit.cli import run_program
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.supervised import EpochTraining, SupervisedLoader
-from dino_vit.config.commands import RESULTS, CachedConfig, SupervisedConfig
+from dino_vit.config.commands import RESULTS, CachedConfig, JsonFile, SupervisedConfig
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, write_output
@@ -53,7 +53,7 @@ class Dino2021Config(SupervisedConfig, CachedConfig):
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
-    output: str | None = RESULTS
+    output: JsonFile | None = RESULTS
 
     def contradictions(self) -> Iterator[str]:
         """Yield what the published heads do not read."""

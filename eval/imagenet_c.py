@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Written, format_table
-from dino_vit.config.commands import RESULTS, CachedConfig
+from dino_vit.config.commands import RESULTS, CachedConfig, JsonFile
 from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
 from dino_vit.data.sources.open import open_source
@@ -70,7 +70,7 @@ class ImageNetCConfig(CachedConfig):
         (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), "learning rates at a batch of 256"
     )
     seed: Seed = setting(0, "of all random numbers")
-    output: str | None = RESULTS
+    output: JsonFile | None = RESULTS
     writes: ClassVar = "eval/imagenet-c"
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Written, format_table
-from dino_vit.config.commands import RESULTS
+from dino_vit.config.commands import RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, NonEmpty, Positive, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
@@ -61,7 +61,7 @@ class OxfordParisConfig(Settings):
     boxes: bool = setting(False, "cut queries to the boxes of the ground truth")
     scales: NonEmpty[Positive] = setting((1.0, 0.7071, 0.5), "sizes to take the mean of the features at")
     longest: Dimension = setting(512, "pixels of the longer side of an image, at most")
-    output: str | None = RESULTS
+    output: JsonFile | None = RESULTS
     writes: ClassVar = "eval/oxford-paris"
 
     positional: ClassVar = ("source",)

@@ -22,6 +22,9 @@ Byte = Annotated[int, Field(ge=0, le=255)]
 IGNORED = 255  # pixels of a mask that belong to no class
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
 MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
+JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
+PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
+HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
 OF_PYTHON = "in Python none"
 RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {OF_PYTHON}", resumable=True)
 
@@ -72,7 +75,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     shots: Count | None = setting(None, "by so few images of each class, drawn by the seed; null: by all")
-    output: str | None = RESULTS
+    output: JsonFile | None = RESULTS
 
 
 class LinearConfig(SupervisedConfig, CachedConfig):
@@ -87,7 +90,7 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     rates: NonEmpty[Positive] = setting(RATES, "of method=grid: learning rates at a batch of 256")
     steps: Count | None = setting(None, "of method=grid; null: ten epochs, from 1,250 to 12,500 steps")
     cs: NonEmpty[Positive] = setting(CS, "of method=logistic: inverse strengths of the penalty")
-    output: str | None = RESULTS
+    output: JsonFile | None = RESULTS
 
 
 class DenseConfig(BackboneConfig):
@@ -107,7 +110,7 @@ class DenseConfig(BackboneConfig):
     k: Few = setting(20, "neighbours of a patch")
     patches: Count = setting(50_000, "patches that neighbours are among, about; as many of each image")
     steps: Count | None = setting(None, "of the linear head; null: 32 epochs, but from 500 to 40,000")
-    output: str | None = RESULTS
+    output: JsonFile | None = RESULTS
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
@@ -173,7 +176,7 @@ class InspectConfig(Settings):
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
-    sheet: str | None = setting(None, "PNG to write of the views that training would use; null: none")
+    sheet: PngFile | None = setting(None, "PNG to write of the views that training would use; null: none")
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable image")
 
@@ -198,7 +201,7 @@ class ReportConfig(Settings):
     positional: ClassVar = ("run",)
 
     run: str = Field(description="folder of the run")
-    output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
+    output: HtmlFile | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: Sources | None = setting(None, "where the images are now; null: where the run read them")
     images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 

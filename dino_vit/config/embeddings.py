@@ -4,15 +4,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from dino_vit.config.commands import OF_PYTHON, CachedConfig, Precision
+from dino_vit.config.commands import OF_PYTHON, CachedConfig, JsonFile, PngFile, Precision
 from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
 
 Cosine = Annotated[float, Field(gt=-1, le=1)]
 ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parquet"])]
-PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
 CsvFile = Annotated[str, Field(pattern=r"\.csv$", examples=["FILE.csv"])]
-JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
 
 
 class EmbedConfig(CachedConfig):
