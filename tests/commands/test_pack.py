@@ -1,4 +1,5 @@
 import subprocess
+import sys
 import tarfile
 
 import numpy as np
@@ -14,6 +15,8 @@ from dino_vit.data.images.formats import format_of
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import items
 from tests.support.images import png16, smooth
+
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture
@@ -114,6 +117,41 @@ def test_a_folder_that_cannot_be_replaced_is_said_before_the_work(photos, tmp_pa
     (tmp_path / "packed").symlink_to(tmp_path / "disk")
     assert main(["pack", str(photos), str(tmp_path / "packed")]) == 2
     assert "cannot be replaced (Not a directory); give a folder in it" in capsys.readouterr().err
+
+
+def test_two_commands_do_not_write_to_one_output(photos, tmp_path, capsys):
+    command = ["pack", str(photos), str(tmp_path / "out")]
+    folder = tmp_path / ".out.partial"
+    program = (
+        f"from dino_vit.core.process import *\nwith locked(Path({str(folder)!r})): print(flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], **PIPES) as process:
+        process.stdout.readline()  # it has the lock
+        assert main(command) == 2
+        assert "another run is using" in capsys.readouterr().err
+        process.communicate("\n")
+    (tmp_path / ".out.partial").mkdir()
+    for name in (".lock", "000000.tar", ".000001.tar.77.partial", "of-a-user.txt"):
+        (tmp_path / ".out.partial" / name).write_text("left")
+    assert main(command) == 2
+    assert "holds of-a-user.txt, which `pack` did not write" in capsys.readouterr().err
+    (tmp_path / ".out.partial" / "of-a-user.txt").unlink()
+    assert main(command) == 0, "after one that was killed"
+    assert len(open_source(str(tmp_path / "out"))) == 5
+    assert not list(tmp_path.glob(".*")) + list((tmp_path / "out").glob(".*"))
+
+
+def test_an_output_that_came_meanwhile_stays(photos, tmp_path, monkeypatch, capsys):
+    def come_late(*arguments, **options):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text("of a user")
+        return pack(*arguments, **options)
+
+    monkeypatch.setattr("dino_vit.commands.pack.pack", come_late)
+    assert main(["pack", str(photos), str(tmp_path / "out")]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def pack_reduced(folder, output):

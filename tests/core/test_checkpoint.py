@@ -27,6 +27,10 @@ def test_the_last_two_the_best_and_every_nth_are_kept(tmp_path):
     every = Checkpoints(tmp_path / "b", keep_every=10)
     write(every, 5, 10, 15, 20, 25, 30, 35)
     assert kept(every) == [10, 20, 30, 35]
+    later = Checkpoints(tmp_path / "b", keep_every=15)
+    later.kept = {*every.newest().metadata["kept"]}
+    write(later, 40, 45, 50, 55)
+    assert kept(later) == [10, 20, 30, 45, 50, 55], "and what another start kept"
     best = Checkpoints(tmp_path / "c")
     write(best, 5)
     write(best, 10, 15, 20, best=5)

@@ -137,6 +137,11 @@ def test_objects_that_move_are_followed(weights, tmp_path):
         figures = json.loads(written.path.read_text())
         assert list(figures["videos"]) == ["bear", "car"]
         assert figures["J"] > 80
+    truth = root / "Annotations" / "480p"
+    before = (truth / "bear" / "00000.png").read_bytes()
+    with pytest.raises(ValueError, match=r"00000\.png already exists, and dino-vit did not write it"):
+        run(DavisConfig(**settings, output=str(truth)))
+    assert (truth / "bear" / "00000.png").read_bytes() == before
     with Image.open(tmp_path / "out" / "car" / "00004.png") as written:
         assert written.getpalette()[9:12] == [255, 0, 0]
         assert set(np.unique(np.array(written))) == {0, 3}

@@ -1,0 +1,63 @@
+"""What is in the folder of a run before it starts is not lost."""
+
+import pytest
+
+from dino_vit.cli import main
+from dino_vit.training.resume import set_earlier_run_aside
+from tests.support.runs import arguments, steps
+from tests.support.training import trained
+
+FEW = {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+FEW |= {"run.checkpoint_every": 1}
+OTHERS = {
+    "config.yaml": "seed: 7  # written by hand\n",
+    "metrics.jsonl": '{"step": 400}\n',
+    "starts.jsonl": "{}\n",
+    "baseline.json": "{}",
+    "unreadable.txt": "a.png: broken\n",
+    "notes.txt": "of a user",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in OTHERS.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_records_without_checkpoints_are_set_aside(folder, caplog):
+    """Of a run that ended before its first checkpoint, or whose checkpoints were moved away."""
+    (folder / "earlier-1").mkdir()
+    assert main(arguments(folder, FEW)) == 0
+    assert "has no checkpoints to resume from, but config.yaml, starts.jsonl, metrics.jsonl" in caplog.text
+    notes = OTHERS["notes.txt"]
+    assert (folder / "notes.txt").read_text() == notes
+    aside = {path.name: path.read_text() for path in (folder / "earlier-2").iterdir()}
+    assert aside | {"notes.txt": notes} == OTHERS
+    assert "seed: 0" in (folder / "config.yaml").read_text()
+    assert main(arguments(folder, FEW)) == 0, "resumes"
+    assert not (folder / "earlier-3").exists()
+
+
+def test_a_mistake_moves_nothing(folder, capsys):
+    assert main(arguments(folder, {**FEW, "data.source": "nowhere"})) == 2
+    assert {path.name: path.read_text() for path in folder.iterdir() if path.name in OTHERS} == OTHERS
+    assert not (folder / "earlier-1").exists()
+
+
+def test_the_same_run_that_logged_nothing_starts_again(tmp_path):
+    for name in ("config.yaml", "starts.jsonl"):
+        (tmp_path / name).write_text("seed: 0\n")
+    set_earlier_run_aside(tmp_path, b"seed: 0\n")
+    assert not (tmp_path / "earlier-1").exists()
+    set_earlier_run_aside(tmp_path, b"seed: 1\n")
+    assert (tmp_path / "earlier-1" / "config.yaml").exists()
+
+
+def test_what_was_kept_stays_without_the_setting(tmp_path):
+    trained(tmp_path, {**FEW, "budget.steps": 4, "run.keep_every": 2})
+    changed = {**FEW, "run.resume": "changed"}
+    trained(tmp_path, {**changed, "budget.steps": 6})
+    trained(tmp_path, {**changed, "budget.steps": 8})
+    assert steps(tmp_path) == [2, 4, 7, 8]
