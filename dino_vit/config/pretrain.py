@@ -250,12 +250,17 @@ def _check_lengths(config: PretrainConfig) -> Iterator[str]:
 
 
 def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
-    """Refuse a scaled learning rate outside of the sane range."""
+    """Refuse a scaled learning rate outside of the sane range, and what takes all of the weights."""
     lr = scaled_lr(optim.lr, global_batch, optim.lr_scaling)
     lowest, highest = SANE_LR[optim.name]
     if not lowest <= lr <= highest:
         text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
         yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
+    decay = max(optim.weight_decay, optim.weight_decay_end)
+    if optim.name != "lars" and lr * decay >= 1:  # which scales updates to the weights
+        key = "weight_decay" if decay == optim.weight_decay else "weight_decay_end"
+        text = f"optim.{key}={decay:g} at a learning rate of {lr:.3g} takes more than the weights in a step"
+        yield f"{text}; lower it"
 
 
 def in_steps(epochs: float, steps_per_epoch: int) -> Fraction:

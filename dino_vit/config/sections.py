@@ -43,7 +43,11 @@ HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
 START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
 PositiveShare = Annotated[Positive, Field(le=1)]
-Share = tuple[PositiveShare, PositiveShare]
+# Of the area of an image: less than a pixel would be the whole image.
+Area = Annotated[float, Field(ge=1e-3, le=1)]
+Share = tuple[Area, Area]
+Minutes = Annotated[float, Field(ge=0.01, le=1e6)]  # PyTorch counts them in nanoseconds
+Sigma = Annotated[float, Field(ge=1e-12, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
 
 
@@ -203,7 +207,7 @@ class AugmentSettings(Settings):
     hue: Annotated[float, Field(ge=0, le=0.5)] = setting(0.1, "shift by up to this part of the colour circle")
     grey: Probability = setting(0.2, "probability of conversion to grey")
     blur: Triple = setting((1.0, 0.1, 0.5), "probability of a Gaussian blur")
-    blur_sigma: tuple[Positive, Positive] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
+    blur_sigma: tuple[Sigma, Sigma] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
     module: str | None = setting(None, "python:MODULE:NAME, a module on batches of views instead of these")
 
@@ -236,7 +240,8 @@ class Optim(Settings):
     warmup_epochs: NonNegative = setting(10.0, "epochs of linear warm-up")
     weight_decay: NonNegative = setting(0.04, "weight decay at the start")
     weight_decay_end: NonNegative = setting(0.4, "weight decay at the end, after a cosine")
-    clip: Positive = setting(3.0, "largest norm of a gradient")
+    # With less, AdamW's epsilon is larger than the gradients, and nothing learns.
+    clip: Annotated[float, Field(ge=1e-3, le=1e9)] = setting(3.0, "largest norm of a gradient")
     clip_mode: Literal["tensor", "module", "global", "none"] = setting("tensor", "what the norm is over")
     freeze_last_layer_epochs: NonNegative = setting(1.0, "epochs before the prototypes learn")
     layer_decay: PositiveShare | None = setting(None, "factor on lr per block towards the input")
@@ -249,7 +254,7 @@ class Teacher(Settings):
 
     weights: str | None = setting(None, "run or weights of a frozen teacher; null: the student's average")
     patch_weight: NonNegative = setting(1.0, "weight of patches, with a frozen teacher without heads")
-    momentum: Probability = setting(0.996, "EMA momentum at the start; 1 at the end, after a cosine")
+    momentum: BelowOne = setting(0.996, "EMA momentum at the start; 1 at the end, after a cosine")
 
 
 class Budget(Settings):
@@ -290,7 +295,7 @@ class Run(Settings):
     keep_every: Count | None = setting(None, "steps between checkpoints that stay", resumable=True)
     verbose: bool = setting(False, "print all that is chosen at the start, with reasons", resumable=True)
     trackers: tuple[str, ...] = setting((), "Accelerate trackers, as [tensorboard]", resumable=True)
-    peer_timeout: Positive = setting(10.0, "minutes to wait for another rank", resumable=True)
+    peer_timeout: Minutes = setting(10.0, "minutes to wait for another rank", resumable=True)
     resume: Literal["same", "changed", "never"] = setting("same", "resume with what settings", resumable=True)
 
     @property

@@ -129,6 +129,9 @@ def make_plan(
     if optim.min_lr > lr:
         text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {batch}"
         problems.append(f"{text}; lower it")
+    if config.loss.koleo_weight and config.data.batch_size * world_size == 1:
+        text = f"loss.koleo_weight={config.loss.koleo_weight:g} keeps the images of a forward pass apart"
+        problems.append(f"{text}, but data.batch_size=1 is one image; raise it, or set loss.koleo_weight=0")
     if problems:
         raise ConfigError(problems)
     head_epochs = config.init.head_epochs if config.init else 0.0

@@ -25,7 +25,7 @@ SMALL = {
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1}
 ROTARY = {"model.positions": "rotary", "model.rotary_rescale": 2, "model.drop_path": 0.2}
 AGAIN = {"model.grad_checkpointing": "true", "model.patch_drop": 0.5}
-ALONE = {**PATCHES, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"}
+ALONE = {"loss.patch_weight": 1, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"}
 CASES = {  # beside the recipes themselves, whose kernels are counted below
     "rotary": {**ROTARY, "run.precision": "fp16", "optim.clip_mode": "module", "optim.accumulate": 2},
     "recomputation": {**AGAIN, "optim.name": "sgd", "optim.layer_decay": 0.9},

@@ -112,6 +112,12 @@ def test_evaluations_are_due_after_epochs_parts_of_them_or_steps(override: str, 
         ([], {"images": 100, "world_size": 2}, "100 images do not fill a global batch of 128"),
         (["budget.steps=100"], {"images": 64_000, "world_size": 1}, "set optim.warmup_epochs=0.01"),
         (["optim.lr=5e-3"], {"images": 100_000, "world_size": 16}, "is 0.02 at a global batch of 1024"),
+        (
+            ["optim.weight_decay_end=2000"],
+            {"images": 6400, "world_size": 8},
+            "optim.weight_decay_end=2000 at a learning rate of 0.001 takes more than the weights in a step",
+        ),
+        (["loss.koleo_weight=0.1", "data.batch_size=1"], {"images": 640, "world_size": 1}, "is one image"),
         (["optim.lr=2e-7", "optim.min_lr=0"], {"images": 6400, "world_size": 1}, "learns between"),
         (
             ["optim.lr=2e-6"],
