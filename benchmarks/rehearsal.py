@@ -29,7 +29,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,6 +36,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed._tools import fake_collectives  # noqa: F401  # of torch 2.10
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -76,6 +76,7 @@ class Stream:
     """Stand in for a stream or an event of CUDA: whatever is asked of it is done."""
 
     device = CUDA
+    stream_id, device_index, device_type = 0, 0, 1
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -92,6 +93,7 @@ OF_CUDA: dict[str, Any] = {
     "current_stream": Stream,
     "stream": lambda _: nullcontext(),
     "current_device": lambda: 0,
+    "set_device": lambda _: None,
     "get_device_capability": lambda *_: (9, 0),
 }
 
@@ -238,6 +240,7 @@ def one_of_two() -> Iterator[None]:
     """Be the first of two processes with GPUs, whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with ExitStack() as stack:
+        stack.enter_context(patch.dict("os.environ", {"LOCAL_RANK": "0"}))
         stack.enter_context(patch("torch.distributed.new_group", lambda **_: dist.group.WORLD))
         # Which would bring together what the others found on their hosts.
         stack.enter_context(patch("dino_vit.training.setup.in_all_processes", nullcontext))
@@ -267,11 +270,20 @@ def _is_pinned(tensor: Tensor) -> bool:
 def _in_background(args: Sequence[Any], kwargs: Mapping[str, Any], *, target: Tensor, source: Tensor) -> bool:
     """Tell whether a copy is one transfer from or to pinned memory, which the host does not wait for."""
     if target is source:  # the new tensor is laid out as it, if it has no gaps
-        direct = kwargs.get("dtype") in (None, source.dtype) and is_non_overlapping_and_dense_or_false(source)
+        direct = kwargs.get("dtype") in (None, source.dtype) and _has_no_gaps(source)
     else:
         direct = _layout(target) == _layout(source)
     of_host = source if isinstance(target, FakeTensor) else target
     return direct and (kwargs.get("non_blocking") or True in args[2:]) and _is_pinned(of_host)
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != size:
+            return False
+        size *= max(length, 1)
+    return True
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
