@@ -23,13 +23,14 @@ from dino_vit.config.commands import (
 )
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
-from dino_vit.core.distributed import is_main_process
+from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
+from dino_vit.data.sources.source import describe_images
 from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
@@ -63,8 +64,8 @@ def run(config: CompareConfig) -> ComparisonResult:
     start_processes()
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
-    comparison = Comparison(source=open_compared(config))
-    evaluators = choose_evaluators(config, comparison.source)
+    source, evaluators = agree("images", lambda: open_measured(config), _describe_measured)
+    comparison = Comparison(source=source)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
@@ -142,6 +143,16 @@ def open_compared(config: CompareConfig) -> Source:
     """Open the images; a published set with masks has folders that are no classes."""
     published = config.masks is None and config.labels is None and recognise(config.source)
     return open_masks(config.source) if published else open_source(config.source, config.labels)
+
+
+def open_measured(config: CompareConfig) -> tuple[Source, list[Evaluator]]:
+    """Open the images, and choose what is measured of them."""
+    source = open_compared(config)
+    return source, choose_evaluators(config, source)
+
+
+def _describe_measured(opened: tuple[Source, list[Evaluator]]) -> str:
+    return f"{describe_images(opened[0])}, measured by {', '.join(opened[1]) or 'none'}"
 
 
 def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from dino_vit.commands import Result, format_table
 from dino_vit.config.commands import DenseConfig
+from dino_vit.core.distributed import agree
 from dino_vit.core.text import plural
 from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.published import recognise
+from dino_vit.data.sources.source import describe_images
 from dino_vit.eval.accuracy import Interval, Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone, warn_of_unreadable
@@ -57,7 +59,7 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
         raise ValueError(f"{path} has no patches: its features are made after pooling")
     frozen.check_all_equal()
     output = asked_output(config, frozen.model.provenance.source)
-    train, train_indices, queries, indices = _open(config)
+    train, train_indices, queries, indices = agree("images with masks", lambda: _open(config), _describe)
     bank = patch_bank(frozen, train, train_indices, spec, patches=config.patches)
     steps = config.steps or choose_steps(len(bank.images))
     head = train_head(frozen, train, bank, spec, steps)
@@ -106,6 +108,12 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
     if list(train.classes) != list(queries.classes):
         raise ValueError(f"{train_spec} has different classes from {config.source}")
     return train, range(len(train)), queries, range(len(queries))
+
+
+def _describe(opened: tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]) -> str:
+    train, train_indices, queries, indices = opened
+    learned, judged = describe_images(train), describe_images(queries)
+    return f"{len(indices):,} of {judged} to judge, {len(train_indices):,} of {learned} to learn from"
 
 
 def pixel_figures(measured: Measured, classes: Sequence[str]) -> PixelFigures:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.core import log
-from dino_vit.core.distributed import copy_full_tensor
+from dino_vit.core.distributed import copy_from_rank_0, from_rank_0, in_all_processes
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
 
 NAME = re.compile(r"step-\d{8,}\.safetensors")
@@ -38,6 +38,11 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.metadata["step"])
+
+    def outline(self) -> "Checkpoint":
+        """Return it with tensors that have no values: what rank 0 tells the others."""
+        tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -82,6 +87,26 @@ class Checkpoints:
             advice = "move the folder away to start again"
             raise StorageError(f"none of the checkpoints in {self.folder} can be read; {advice}")
         return None
+
+    def exist_on_rank_0(self) -> bool:
+        """Tell whether rank 0 has checkpoints; other processes need not see its folder."""
+        with in_all_processes():
+            return from_rank_0(lambda: bool(self.paths()))
+
+    def newest_of_rank_0(self) -> Checkpoint | None:
+        """Return the newest checkpoint as `newest` does; in other processes than rank 0 its outline.
+
+        `restore` gives them the values, so that one process reads and checks them.
+        """
+        read = list[Checkpoint | None]()
+
+        def outline() -> Checkpoint | None:
+            read.append(self.newest())
+            return read[0] and read[0].outline()
+
+        with in_all_processes():
+            outlined = from_rank_0(outline)
+        return read[0] if read else outlined
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.safetensors"
@@ -167,7 +192,7 @@ def collect(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str,
 
 @torch.no_grad()
 def restore(checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
-    """Restore modules and optimiser from a checkpoint that has exactly their tensors."""
+    """Restore modules and optimiser from a checkpoint of rank 0 that has exactly their tensors."""
     targets, tensors = collect(modules, optimizer), checkpoint.tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
     saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -181,4 +206,4 @@ def restore(checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer:
         )
     # Nothing was changed so far: a checkpoint that does not fit leaves everything as it is.
     for name, target in targets.items():
-        copy_full_tensor(target, tensors[name])
+        copy_from_rank_0(target, tensors[name])

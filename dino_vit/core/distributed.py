@@ -5,6 +5,7 @@ No other module uses torch.distributed.
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,11 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_vit.core import log
+from dino_vit.core.process import portable
+from dino_vit.core.text import brief
 
 Items = TypeVar("Items", bound=Sequence[Any])
 T = TypeVar("T")
 _shares_work = ContextVar("_shares_work", default=False)
 CONNECT = timedelta(minutes=2)  # for gloo, if NCCL has connected
+_RAISED = "in_all_processes"  # marks an error that all processes raise
 START = timedelta(minutes=30)  # for collectives until `limit_waits`: each host sets up at its own pace
 
 
@@ -84,17 +88,51 @@ def share_work(work: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any
     """Return `work(items)`, to which each process of `in_all_processes` contributes its part."""
     if not _shares_work.get():
         return list(work(items))
-    outcome: Sequence[T] | Exception
+    parts = _gathered("files", lambda: list(work(rank_slice(items))))
+    return [result for part in parts for result in part]
+
+
+def agree(what: str, work: Callable[[], T], describe: Callable[[T], str]) -> T:
+    """Return what `work` returns; if it fails in one process, or they see different things, all raise that.
+
+    `describe` says what a process sees, in a text that differs where the work of all would.
+    """
+    if world_size() == 1:
+        return work()
+    results = list[T]()
+
+    def view() -> tuple[str, str]:
+        results.append(work())
+        return socket.gethostname(), describe(results[0])
+
+    views = _gathered(what, view)
+    ranks: dict[str, list[str]] = {}
+    for number, (host, seen) in enumerate(views):
+        ranks.setdefault(seen, []).append(f"rank {number} on {host}")
+    if len(ranks) > 1:
+        texts = (f"{brief(', '.join(names), 200)}: {seen}" for seen, names in ranks.items())
+        raise ValueError(f"the processes see different {what}. {'; '.join(texts)}")
+    return results[0]
+
+
+def _gathered(what: str, work: Callable[[], T]) -> list[T]:
+    """Return what `work` returns in each process, or raise the first error of any in all of them."""
+    outcome: tuple[str, T | None, Exception | None]
     try:
-        outcome = work(rank_slice(items))
+        outcome = what, work(), None
     except Exception as error:
-        outcome = error
+        if hasattr(error, _RAISED):
+            raise
+        outcome = what, None, portable(error)
     outcomes: list[Any] = [None] * world_size()
     dist.all_gather_object(outcomes, outcome, group=_hosts()[0])
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return [result for results in outcomes for result in results]
+    error = next((error for *_, error in outcomes if error is not None), None)
+    if error is None and any(other != what for other, *_ in outcomes):  # one sees a folder, another an archive
+        error = ValueError(f"the processes see different {what}: let all of them see the same files")
+    if error is not None:
+        vars(error)[_RAISED] = True
+        raise error
+    return [result for _, result, _ in outcomes]
 
 
 def rank_slice(items: Items) -> Items:
@@ -242,14 +280,21 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_full_tensor(target: Tensor, source: Tensor) -> None:
-    """Copy a full tensor into one that FSDP may have sharded."""
-    if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import DTensor, distribute_tensor
+def copy_from_rank_0(target: Tensor, source: Tensor) -> None:
+    """Copy a full tensor of rank 0 into one of each process, which FSDP may have sharded."""
+    if world_size() > 1:
+        is_sharded = hasattr(target, "full_tensor")
+        on_hosts = target.is_cpu and not is_sharded  # NCCL takes no tensors of the CPU
+        group, device = _hosts() if on_hosts else (None, target.device)
+        full = source.contiguous().to(device) if rank() == 0 else torch.empty_like(source, device=device)
+        if is_sharded:
+            from torch.distributed.tensor import DTensor, distribute_tensor
 
-        assert isinstance(target, DTensor)
-        mesh, placements = target.device_mesh, target.placements
-        source = distribute_tensor(source.to(target.device), mesh, placements, src_data_rank=None)
+            assert isinstance(target, DTensor)
+            source = distribute_tensor(full, target.device_mesh, target.placements)
+        else:
+            dist.broadcast(full, src=0, group=group)
+            source = full
     target.copy_(source)
 
 

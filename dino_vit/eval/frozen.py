@@ -16,6 +16,7 @@ from torch import Tensor
 from dino_vit.config.commands import BackboneConfig, CachedConfig
 from dino_vit.core import height_width, log
 from dino_vit.core.distributed import (
+    agree,
     all_gather,
     any_process,
     broadcast_int,
@@ -30,7 +31,7 @@ from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.index import cache_folder
-from dino_vit.data.sources.source import Source, spread, stamp_of
+from dino_vit.data.sources.source import Source, describe_images, spread, stamp_of
 from dino_vit.data.statistics import inspect_images
 from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_batches
 from dino_vit.models.tokens import CLS, FeatureSpec
@@ -84,6 +85,8 @@ def cached_features(
     if not len(chosen):
         raise ValueError("there are no images to compute features of")
     frozen.check_all_equal()
+    of_some = "" if indices is None else digest({"indices": torch.as_tensor(indices)}, {})
+    agree("images", lambda: source, lambda _: f"{len(chosen):,} of {describe_images(source)}{of_some}")
     if is_main_process():
         _say_what_is_unlike(frozen, source, chosen)
     stamp = stamp_of(source)
@@ -96,7 +99,7 @@ def cached_features(
         "weights": frozen.weights_digest,
         "source": source.fingerprint,
         "files": stamp if keeps else time.time_ns(),
-        "indices": None if indices is None else digest({"indices": torch.as_tensor(indices)}, {}),
+        "indices": of_some or None,
         "transform": asdict(frozen.transform),
         "features": asdict(spec),
         "precision": frozen.precision,

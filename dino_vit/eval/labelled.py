@@ -16,6 +16,7 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Task
 from dino_vit.core import log
+from dino_vit.core.distributed import agree
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural
 from dino_vit.data.labels import choose_splits, describe_use
@@ -106,7 +107,22 @@ class LabelledSubset:
 
 
 def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
-    """Open the training and the validation set: those given, or splits; with neither, all images are one."""
+    """Open the training and the validation set: those given, or splits; with neither, all images are one.
+
+    All processes must see the same.
+    """
+
+    def describe(sets: tuple[LabelledSubset | None, LabelledSubset]) -> str:
+        of_each = (each for each in reversed(sets) if each)
+        return " and ".join(
+            f"{plural(len(each), 'image')} of {plural(len(each.classes), 'class', 'classes')} ({each.fingerprint})"
+            for each in of_each
+        )
+
+    return agree("labelled images", lambda: _given_sets(config), describe)
+
+
+def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
     source, train = open_source(config.source, config.labels), None
     if config.train is None:
         val = open_subset(config.source, source, config.task)

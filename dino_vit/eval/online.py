@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core import Size, log
-from dino_vit.core.distributed import all_gather, rank_slice, world_size
+from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.core.storage import digest
+from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.data.targets import read_targets
@@ -184,6 +186,12 @@ class OnlineEvaluation:
         self.row = {index: row for row, index in enumerate(self.indices)}
         targets = read_targets(source, self.indices)
         self.task, self.targets = targets.task, torch.from_numpy(targets.values)
+        agree("images to evaluate", lambda: self, OnlineEvaluation._describe)
+
+    def _describe(self) -> str:
+        facts = {"indices": torch.tensor(self.indices), "targets": self.targets}
+        labels = self.task if self.has_labels else "no labels"
+        return f"{plural(len(self.indices), 'image')}, {labels} ({digest(facts, {})[:16]})"
 
     def __call__(self, backbone: Backbone) -> OnlineFigures:
         """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""

@@ -258,7 +258,7 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
     of them, six at most.
     """
     minutes, start = config.budget.minutes, time.monotonic()
-    if minutes is None or Checkpoints(Path(config.output)).paths():
+    if minutes is None or Checkpoints(Path(config.output)).exist_on_rank_0():
         return NO_FIT
     context = open_context(config, start_processes())
     log.info("measuring how long a step and an evaluation take ...")

@@ -12,7 +12,6 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import result_changes
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
-from dino_vit.core.distributed import all_equal
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
@@ -31,23 +30,18 @@ NEEDED |= {"scaler", "seconds", "source", "total_steps"}
 
 
 def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
-    """Return the checkpoint to resume from, which must be the same one in all processes."""
+    """Return the checkpoint to resume from, which rank 0 reads."""
     checkpoints = Checkpoints(Path(config.output))
-    if config.run.resume == "never" and checkpoints.paths():
+    if config.run.resume == "never" and checkpoints.exist_on_rank_0():
         raise ValueError(
             f"{config.output} already holds a run, and run.resume=never does not overwrite it; "
             "give another output, or move that folder away"
         )
-    resumed = checkpoints.newest()
+    resumed = checkpoints.newest_of_rank_0()
     if resumed and (missing := NEEDED - resumed.metadata.keys()):
         raise ValueError(
             f"{resumed.path} is not a checkpoint that this version resumes from: it lacks "
             f"{', '.join(sorted(missing))}; give another output, or move that folder away"
-        )
-    if not all_equal(resumed.step if resumed else 0):
-        raise ValueError(
-            f"the processes found this run at different steps; {config.output} must be one folder that "
-            "all nodes share"
         )
     return resumed
 

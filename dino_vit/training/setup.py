@@ -15,12 +15,11 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.config.settings import get, given_keys, result_changes
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.distributed import apply_fsdp, in_all_processes
+from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
-from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
@@ -32,9 +31,9 @@ from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
-from dino_vit.views.build import build_augment, build_eval_transform, build_loader
+from dino_vit.views.build import build_augment, build_eval_transform, build_loader, open_images
 from dino_vit.views.loader import UnreadableImages
-from dino_vit.views.sampler import describe_sampling, read_sampling_weights
+from dino_vit.views.sampler import describe_sampling
 
 
 class ReadyRun(NamedTuple):
@@ -109,10 +108,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    with in_all_processes():
-        data = config.data
-        source = open_source(data.source or data.images, data.labels, data.mix)
-    sampling = read_sampling_weights(source, config.data.weights) if config.data.weights else None
+    source, sampling = open_images(config)
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:
         fit = Fit(resumed.metadata["total_steps"])

@@ -14,13 +14,24 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit import __version__
 from dino_vit.config.objects import find, is_object
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import values
 from dino_vit.core import Size
+from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
-from dino_vit.data.sources.source import MixedSource, ShardLayout, Source, images_per_epoch, parts_of
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import (
+    MixedSource,
+    ShardLayout,
+    Source,
+    describe_images,
+    images_per_epoch,
+    parts_of,
+)
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
@@ -33,11 +44,18 @@ from dino_vit.views.sampler import (
     ShardUses,
     WeightedWindowOrder,
     WindowOrder,
+    read_sampling_weights,
+    sampling_fingerprint,
 )
 from dino_vit.views.workers import choose_workers
 
 if TYPE_CHECKING:
     from dino_vit.views.masks import Masking
+
+# What may differ between the processes of a run.
+OF_A_HOST = {"output", "data.source", "data.labels", "data.weights", "data.workers", "data.cache"}
+OF_A_HOST |= {"data.cache_gb", "augment.module"}
+Images = tuple[Source, NDArray[np.float64] | None]  # and how often each is drawn
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -87,6 +105,24 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
     assert mean is not None, "measured when the configuration is completed"
     assert std is not None
     return mean, std
+
+
+def open_images(config: PretrainConfig) -> Images:
+    """Open the images of a run, and their sampling weights; all processes must see the same."""
+    data = config.data
+
+    def open_both() -> Images:
+        source = open_source(data.source or data.images, data.labels, data.mix)
+        return source, read_sampling_weights(source, data.weights) if data.weights else None
+
+    def describe(images: Images) -> str:
+        weights = "" if images[1] is None else f", weights {sampling_fingerprint(images[1])}"
+        return f"{describe_images(images[0])}{weights}"
+
+    shared = [f"{key}={value}" for key, value in values(config, given=True).items() if key not in OF_A_HOST]
+    with in_all_processes():
+        agree("settings", lambda: shared, lambda _: f"{', '.join(shared)} (dino-vit {__version__})")
+        return agree("images", open_both, describe)
 
 
 def build_augment(

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from torch.testing import assert_close
 
+from dino_vit.core import checkpoint
 from tests.support.processes import finish, free_port, pair, run_in_two, srun_environs, torchrun_environs
 from tests.support.runs import (
     Run,
@@ -123,11 +124,26 @@ def test_a_batch_that_processes_cannot_make_up_is_refused(alone):
         opened(alone, {**ONE, "data.batch_size": 6})
 
 
-def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
+def test_one_process_reads_the_checkpoint_and_others_need_not_see_the_folder(tmp_path):
     settings = {**TWO, "optim.warmup_epochs": 0}
     run(tmp_path / "one", {**settings, "data.batch_size": 16, "budget.steps": 3})
+    hashed = [partial(note_hashed, tmp_path / f"hashed{rank}") for rank in "01"]
     started = [
-        Run(tmp_path / folder, {**settings, "run.resume": "changed"}, environ=environ)
-        for folder, environ in zip(("one", "two"), torchrun_environs(), strict=True)
+        Run(tmp_path / folder, {**settings, "run.resume": "changed"}, environ=environ, before=note)
+        for folder, environ, note in zip(("one", "two"), torchrun_environs(), hashed, strict=True)
     ]
-    assert all("found this run at different steps; " in said for said in finish(started, 2))
+    assert "resuming after step 3" in finish(started)[0]
+    read = [(tmp_path / f"hashed{rank}").exists() for rank in "01"]
+    assert read == [True, False]
+    assert not (tmp_path / "two").exists()
+
+
+def note_hashed(path):
+    """Have the process note that it reads tensors of a file."""
+    read_tensors = checkpoint.read_tensors
+
+    def read_and_note(*arguments):
+        path.touch()
+        return read_tensors(*arguments)
+
+    checkpoint.read_tensors = read_and_note

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
-from dino_vit.core.distributed import all_equal, is_main_process, rank, to_device, world_size
+from dino_vit.core.distributed import is_main_process, rank, to_device, world_size
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledSubset
@@ -100,7 +100,7 @@ class EpochTraining(ABC):
         self.facts = plain(facts)
         self.checkpoints = Checkpoints(folder)
         self.history: list[dict[str, Any]] = []  # the figures of every finished epoch
-        if checkpoint := self.checkpoints.newest():
+        if checkpoint := self.checkpoints.newest_of_rank_0():
             saved = checkpoint.metadata.get("facts") or {}
             changed = sorted(key for key, value in self.facts.items() if value != saved.get(key))
             if changed:
@@ -109,8 +109,6 @@ class EpochTraining(ABC):
             restore(checkpoint, {"model": module}, optimizer)
             self.history = checkpoint.metadata["history"]
             log.info("%s: resuming after epoch %d", folder, len(self.history))
-        if not all_equal(len(self.history)):
-            raise ValueError(f"the processes found {folder} at different epochs: let nodes share it")
 
     @abstractmethod
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:

@@ -83,6 +83,11 @@ def stamp_of(source: Source) -> str | None:
     return getattr(unwrapped(source), "stamp", None)
 
 
+def describe_images(source: Source) -> str:
+    """Say what a process sees, so that others can be compared with it."""
+    return f"{plural(len(source), 'image')} ({source.fingerprint})"
+
+
 def unwrapped(source: Source) -> Source:
     """Return the source whose images a subset has, or one with other labels."""
     while isinstance(source, Subset):

@@ -14,11 +14,18 @@ from torch import Tensor
 
 from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, rank_slice, world_size
+from dino_vit.core.distributed import (
+    agree,
+    all_gather,
+    in_all_processes,
+    rank_slice,
+    share_work,
+    world_size,
+)
 from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.masks import MaskedSource, open_watched
-from dino_vit.data.sources.source import spread
+from dino_vit.data.sources.source import describe_images, spread
 from dino_vit.eval.accuracy import Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
@@ -39,7 +46,7 @@ class OnlineSegmentation:
         self.grid = backbone.grid_of(*evaluation.transform.size)
         self.patches = spread(math.prod(self.grid), PATCHES)
         indices = spread(len(source), IMAGES)
-        self.learned, self.judged = self._read_classes(indices[::2]), self._read_classes(indices[1::2])
+        self.learned, self.judged = self._classes_of(indices[::2]), self._classes_of(indices[1::2])
         classes, targets = (torch.cat([*part.values()]) for part in (self.learned, self.judged))
         classes = classes[classes < IGNORED]
         if len(torch.unique(classes)) < 2 or (targets == IGNORED).all():
@@ -62,20 +69,33 @@ class OnlineSegmentation:
         interval = self._measure(predicted, judged).interval
         return {"miou": interval.percent, "miou_error": (interval.high - interval.low) / (2 * 1.96)}
 
-    def _read_classes(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Return the classes of patches by image; name what is left out."""
-        classes = dict[int, Tensor]()
+    def _classes_of(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Return the classes of patches by image; name what is left out.
+
+        Each process reads some of the masks, so that all leave out the same.
+        """
+        with in_all_processes():
+            read = share_work(self._read_classes, indices)
+        for _, classes in read:
+            if isinstance(classes, str):
+                log.warning("left out: %s", classes)
+        of_images = {index: classes for index, classes in read if isinstance(classes, Tensor)}
+        if not of_images:
+            raise ValueError("there are too few masks that can be read")
+        return of_images
+
+    def _read_classes(self, indices: Sequence[int]) -> list[tuple[int, Tensor | str]]:
+        """Return images with the classes of their patches, or why their masks cannot be read."""
+        read = list[tuple[int, Tensor | str]]()
         for index in indices:
             try:
                 mask = self.evaluation.transform.place_mask(self.source.mask(index))
             except UnreadableImage as error:
-                log.warning("left out: %s", error)
+                read.append((index, str(error)))
             else:
                 of_patches = patch_classes(mask[None], self.grid, len(self.source.classes)).flatten()
-                classes[index] = of_patches[self.patches].long()
-        if not classes:
-            raise ValueError("there are too few masks that can be read")
-        return classes
+                read.append((index, of_patches[self.patches].long()))
+        return read
 
     def _features(self, backbone: Backbone, classes: dict[int, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the features (n, D) of patches, and their classes image by image."""
@@ -102,8 +122,12 @@ def open_segmentation(
     spec: str, evaluation: OnlineEvaluation, backbone: Backbone
 ) -> tuple[OnlineSegmentation | None, list[str]]:
     """Return the evaluation by the masks of a source, if it has some, and what is to be said of it."""
+
+    def open_masked() -> MaskedSource | None:
+        return open_watched(spec, evaluation.source) if backbone.has_patches else None
+
     try:
-        masked = open_watched(spec, evaluation.source) if backbone.has_patches else None
+        masked = agree("masks", open_masked, lambda masked: describe_images(masked) if masked else "none")
         if masked is None:
             return None, []
         segmentation = OnlineSegmentation(masked, evaluation, backbone)

@@ -1,0 +1,124 @@
+"""Processes that see different images, labels or masks say so, all of them, before any work."""
+
+import os
+import socket
+
+import pytest
+import torch.multiprocessing as mp
+
+import dino_vit
+from dino_vit.core.distributed import agree, end_processes, in_all_processes, share_work
+from dino_vit.core.runtime import start_processes
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.eval.maps.online import open_segmentation
+from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.eval_transform import eval_transform_of
+from tests.support.images import write_classes, write_synthetic
+from tests.support.processes import finish, torchrun_environs
+from tests.support.runs import Run, server
+
+FEW = {"data.batch_size": 4, "optim.warmup_epochs": 0}
+
+
+def pair_of(tmp_path, *settings):
+    environs = torchrun_environs()
+    started = [Run(tmp_path / "run", of_rank, environ=e) for of_rank, e in zip(settings, environs, strict=True)]
+    return finish(started, 2)
+
+
+def write_images(folder, count):
+    for number in range(count):
+        write_synthetic(folder / f"{number}.png", number)
+
+
+def test_a_run_on_different_images_does_not_begin(tmp_path):
+    for number in (20, 19):
+        write_images(tmp_path / f"photos-{number}", number)
+    settings = [{**FEW, "data.source": tmp_path / f"photos-{number}"} for number in (20, 19)]
+    host = socket.gethostname()
+    for said in pair_of(tmp_path, *settings):
+        assert "dino-vit pretrain: the processes see different images. " in said
+        assert f"rank 0 on {host}: 20 images (images-20-" in said
+        assert f"rank 1 on {host}: 19 images (images-19-" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_rank_cannot_open_all_report(tmp_path):
+    write_images(tmp_path / "photos", 8)
+    settings = [{**FEW, "data.source": tmp_path / name} for name in ("photos", "missing")]
+    for said in pair_of(tmp_path, *settings):
+        assert f"dino-vit pretrain: '{tmp_path}/missing' does not exist" in said
+
+
+def test_ranks_with_different_settings_do_not_begin(tmp_path):
+    for said in pair_of(tmp_path, {"optim.lr": 0.03}, {"optim.lr": 0.02}):
+        assert "the processes see different settings" in said
+        assert "optim.lr=0.02" in said
+
+
+def test_commands_compare_what_their_ranks_see(tmp_path):
+    write_classes(tmp_path / "photos0", "ab", 8)
+    write_classes(tmp_path / "photos1", "ab", 7)
+    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=1, heads=2)
+    dino_vit.save_backbone(model, tmp_path / "weights.safetensors", mean=(0.5,) * 3, std=(0.2,) * 3)
+    arguments = torchrun_environs(), tmp_path
+    mp.start_processes(check_commands, arguments, nprocs=2, start_method=server.get_start_method())
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
+
+
+def check_commands(rank, environs, folder):
+    os.environ.update(environs[rank], DINO_VIT_CACHE=str(folder / f"cache{rank}"))
+    start_processes()
+    photos, labels = folder / f"photos{rank}", folder / f"labels{rank}.csv"
+    rows = [f"a/{number}.png,{'xy'[number % 2]}\n" for number in range(8 - rank)]
+    labels.write_text("name,label\n" + "".join(rows))
+    scenes = f"synthetic:scenes:{8 + rank}:32"
+    calls = [("knn", photos, "labelled images"), ("linear", photos, "labelled images")]
+    calls += [("embed", photos, "images"), ("dense", scenes, "images with masks")]
+    for name, source, what in calls:
+        check_command(name, what, source, folder)
+    check_command("compare", "images", photos, folder, untrained=True)
+    check_command("knn", "labelled images", folder / "photos0", folder, labels=labels)
+    check_masks(rank)
+    check_agreement(rank)
+    (folder / f"done{rank}").touch()
+    end_processes()
+
+
+def check_command(name, what, source, folder, **settings):
+    with pytest.raises(ValueError, match=f"the processes see different {what}. rank 0 on .*; rank 1"):
+        getattr(dino_vit, name)(source, folder / "weights.safetensors", verbose=False, **settings)
+
+
+def check_masks(rank):
+    """A mask that one rank cannot read is left out by all."""
+    source = SceneSource(length=12, size=32)
+    mask = source.mask
+
+    def mask_of(index):
+        if rank == 1 and index == 6:
+            raise UnreadableImage("6.png", "the mask is on a broken disk")
+        return mask(index)
+
+    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=1, heads=2)
+    evaluation = OnlineEvaluation(source=source, transform=eval_transform_of(model), seed=0)
+    source.mask = mask_of
+    segmentation, said = open_segmentation("synthetic:scenes:12:32", evaluation, model)
+    assert said == ["the run is evaluated by masks: patches of 6 images are classified by those of 5 others"]
+    assert 0 <= segmentation(model)["miou"] <= 100
+
+
+def check_agreement(rank):
+    def fail_on_one():
+        if rank:
+            raise KeyError("of rank 1")
+        with in_all_processes():
+            return share_work(list, range(10))
+
+    with pytest.raises(KeyError, match="of rank 1"):
+        agree("things", fail_on_one, str)
+    with pytest.raises(ValueError, match="the processes see different"):
+        agree("folders" if rank else "archives", lambda: 1, str)
+    assert agree("things", lambda: 7 + rank, lambda _: "the same") == 7 + rank
