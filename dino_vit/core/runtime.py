@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Literal
 
@@ -66,24 +66,50 @@ def launched_for_shards() -> bool:
 
 def cores_of_a_process(processes: int) -> int:
     """Return the number of cores for each process on this machine, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if task := os.environ.get("SLURM_CPUS_PER_TASK"):  # a task is one process, or a launcher of several
-        cores, processes = min(cores, int(task)), 1
-    return max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", processes)), 1)
+    environ, cores = os.environ, os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    task, local = environ.get("SLURM_CPUS_PER_TASK"), environ.get("LOCAL_WORLD_SIZE")
+    cores = min(cores, int(task)) if task else cores
+    if environ.get("WORLD_SIZE") == str(_tasks(environ)):  # each task is a process, which may be bound already
+        of_node = max(cores, int(environ.get("SLURM_CPUS_ON_NODE", "0")))
+        share = cores if task else min(cores, of_node // int(local or processes))
+    else:  # a task is a launcher of several
+        share = cores // int(local or (1 if task else processes))
+    return max(share, 1)
+
+
+def _tasks(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that srun started."""
+    return int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
 
 
 def adopt_slurm(environ: MutableMapping[str, str]) -> None:
     """Set the variables of torchrun from those of SLURM, so that `srun` starts one process per task."""
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
+    tasks = _tasks(environ)
     if "RANK" in environ or "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ or tasks == 1:
         return
     environ["RANK"] = environ["SLURM_PROCID"]
     environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
     environ["WORLD_SIZE"] = str(tasks)
+    if local := tasks_on_node(environ):
+        environ["LOCAL_WORLD_SIZE"] = str(local)
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     environ.setdefault("MASTER_ADDR", first_host(nodes))
     # Below the ephemeral ports.
     environ.setdefault("MASTER_PORT", str(10_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000))
+
+
+def tasks_on_node(environ: Mapping[str, str]) -> int | None:
+    """Return how many tasks of srun this node has, by a list such as `4(x2),3`, if SLURM says it."""
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
+    nodes = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
+    node = int(environ.get("SLURM_NODEID", "0"))
+    if node < len(nodes):
+        return nodes[node]
+    given = environ.get("SLURM_NTASKS_PER_NODE")
+    return int(given) if given else None
 
 
 def choose_interface(environ: MutableMapping[str, str]) -> None:

@@ -25,6 +25,8 @@ from dino_vit.core.distributed import (
     all_reduce_mean,
     any_process,
     broadcast_int,
+    from_rank_0,
+    in_all_processes,
     limit_waits,
     world_size,
 )
@@ -265,7 +267,10 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
     config = with_choices(config, start_choices(config, context))
     choices: list[Choice] = []
     samples = spread(len(context.source), INSPECTED)
-    images = inspect_images(context.source, samples, max_pixels=config.data.max_pixels)
+    with in_all_processes():
+        images = from_rank_0(
+            lambda: inspect_images(context.source, samples, max_pixels=config.data.max_pixels)
+        )
     ladder = network_ladder(config, images.image_size)
     step, evaluation = measured_seconds(replace(config, ladder[0].settings) if ladder else config)
     if ladder:

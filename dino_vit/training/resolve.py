@@ -25,7 +25,7 @@ from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
 from dino_vit.config.settings import get, given_keys, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
-from dino_vit.core.distributed import all_gather
+from dino_vit.core.distributed import from_rank_0, in_all_processes
 from dino_vit.core.text import plural
 from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.source import Source, images_per_epoch, parts_of, spread
@@ -94,7 +94,10 @@ def resolve_config(
     A run that resumes keeps what was chosen at its start.
     """
     source, resumed, max_pixels = context.source, context.resumed, config.data.max_pixels
-    summary = inspect_images(source, spread(len(source), INSPECTED), max_pixels=max_pixels)
+    with in_all_processes():  # others may fail to read another image
+        summary = from_rank_0(
+            lambda: inspect_images(source, spread(len(source), INSPECTED), max_pixels=max_pixels)
+        )
     images = images_per_epoch(source)
     made: dict[str, Choice] = {}
 
@@ -130,7 +133,7 @@ def resolve_config(
     if config.data.bits is None:
         add([Choice("data.bits", summary.bits, "as the images have")])
     add(_order_choices(config, context))
-    statistics, notes = _pixel_statistics(config, source, context.device)
+    statistics, notes = _pixel_statistics(config, source)
     add(statistics)
     add(_batch_choices(config, context))
     notes.insert(0, summary.describe(build_pixels(config)))
@@ -281,18 +284,17 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
 
 
 def _pixel_statistics(
-    config: PretrainConfig, source: Source, device: torch.device
+    config: PretrainConfig, source: Source
 ) -> tuple[list[Choice], list[str]]:
     """Measure mean and std where they are open, and check that images can be read as configured."""
     open_names = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)
     indices = spread(len(source), MEASURED if open_names else INSPECTED)
-    measured = channel_statistics(source, indices, pixels)
-    # Of rank 0, as others may sum in another order.
-    mean, std = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()
+    with in_all_processes():
+        measured = from_rank_0(lambda: channel_statistics(source, indices, pixels))
     choices = []
     for name in open_names:
-        values = tuple(float(f"{value:.4g}") for value in (mean if name == "mean" else std))
+        values = tuple(float(f"{value:.4g}") for value in getattr(measured, name))
         choices.append(Choice(f"data.{name}", values, f"measured on {measured.images} images"))
         if name == "std" and min(values) <= 0:
             raise ValueError(

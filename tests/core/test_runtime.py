@@ -35,6 +35,47 @@ def test_srun_is_adopted():
     }
 
 
+@pytest.mark.parametrize(
+    ("environ", "local"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}, "4"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, "4"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, "3"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1(x10)", "SLURM_NODEID": "5"}, "1"),
+        ({"SLURM_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, "8"),
+        ({"SLURM_TASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "2"}, "2"),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, "4"),
+        ({}, None),
+    ],
+)
+def test_the_tasks_of_a_node_are_the_local_processes(environ, local):
+    taken = adopted(SLURM_STEP_NUM_TASKS="11", SLURM_STEP_NODELIST="gpu[1-3]", **environ)
+    assert taken.get("LOCAL_WORLD_SIZE") == local
+
+
+# On a node of 64 cores with tasks of srun, as documented: bound to their cores or not.
+@pytest.mark.parametrize(
+    ("cores", "environ", "of_each"),
+    [
+        (64, {"SLURM_CPUS_ON_NODE": "64"}, 16),
+        (16, {"SLURM_CPUS_ON_NODE": "64"}, 16),
+        (1, {"SLURM_CPUS_ON_NODE": "4"}, 1),
+        (64, {}, 16),
+        (64, {"SLURM_CPUS_PER_TASK": "12", "SLURM_CPUS_ON_NODE": "64"}, 12),
+        (12, {"SLURM_CPUS_PER_TASK": "12", "SLURM_CPUS_ON_NODE": "48"}, 12),
+    ],
+)
+def test_a_task_of_srun_has_its_share_of_the_cores(monkeypatch, cores, environ, of_each):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    taken = {**STEP, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}
+    adopt_slurm(taken)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**taken, **environ}.items():
+        monkeypatch.setenv(name, value)
+    assert cores_of_a_process(8) == of_each
+
+
 def test_a_host_that_is_called_127_0_1_1_is_reached_by_its_default_route(monkeypatch):
     try:
         route = subprocess.run(["ip", "route", "show", "default"], capture_output=True, text=True, check=True)
@@ -109,11 +150,12 @@ def test_precision_is_native_bfloat16_or_none(monkeypatch):
         ({"SLURM_CPUS_PER_TASK": "6"}, 16, 6),
         ({"SLURM_CPUS_PER_TASK": "64"}, 16, 8),
         ({"SLURM_CPUS_PER_TASK": "8", "LOCAL_WORLD_SIZE": "4"}, 16, 2),
+        ({"SLURM_CPUS_ON_NODE": "64", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 16, 2),
     ],
 )
 def test_a_process_has_its_share_of_the_cores(monkeypatch, environ, processes, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
