@@ -332,7 +332,7 @@ def pretrain(
       data.order=null                     of all images or some shards; null: by source [global|window]
       data.window=16                      shards that data.order=window mixes at a time
       data.cache=null                     copies of remote shards; null: ~/.cache/dino-vit
-      data.cache_gb=50                    size of data.cache; 0: a request for each image
+      data.cache_gb=50                    of data.cache, and of indexes; 0: no copies
       data.timeout=180                    seconds until a remote file that fails ends a run
       data.channels=3                     of an image; grey is repeated to make 3, alpha counts in 2 and 4
       data.bits=null                      8: bytes; 16: anything deeper; null: as the images have [8|16]
@@ -466,6 +466,7 @@ def knn(
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
     cache: str | os.PathLike[str] | None = None,
+    cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
@@ -498,6 +499,7 @@ def knn(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
+      cache_gb=50                         most GB of features and indexes, the latest used
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
@@ -521,6 +523,7 @@ def linear(
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
     cache: str | os.PathLike[str] | None = None,
+    cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
@@ -554,6 +557,7 @@ def linear(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
+      cache_gb=50                         most GB of features and indexes, the latest used
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
@@ -629,6 +633,7 @@ def compare(
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
     cache: str | os.PathLike[str] | None = None,
+    cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
@@ -659,6 +664,7 @@ def compare(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
+      cache_gb=50                         most GB of features and indexes, the latest used
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
@@ -712,6 +718,7 @@ def embed(
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "no",
     cache: str | os.PathLike[str] | None = None,
+    cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
     output: str | os.PathLike[str] | None = None,
     tokens: Literal["cls", "mean", "cls+mean", "patches", "all"] = "cls",
@@ -736,6 +743,7 @@ def embed(
       num_workers=null                    threads that read images; null: by the cores
       precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
+      cache_gb=50                         most GB of features and indexes, the latest used
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
       output=null                         null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]

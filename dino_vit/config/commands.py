@@ -9,7 +9,18 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from dino_vit.config.sections import Fit, Side, Sources, WeightsFormat
-from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Positive, Seed, Settings, Task, setting
+from dino_vit.config.settings import (
+    Count,
+    Dimension,
+    Few,
+    NonEmpty,
+    NonNegative,
+    Positive,
+    Seed,
+    Settings,
+    Task,
+    setting,
+)
 
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
@@ -47,6 +58,7 @@ class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
     cache: str | None = setting(None, "folder of features; null: features/ in DINO_VIT_CACHE", resumable=True)
+    cache_gb: NonNegative = setting(50.0, "most GB of features and indexes, the latest used", resumable=True)
 
 
 class SupervisedConfig(Settings):

@@ -69,7 +69,7 @@ class Data(Settings):
     order: Literal["global", "window"] | None = setting(None, "of all images or some shards; null: by source")
     window: Few = setting(16, "shards that data.order=window mixes at a time")
     cache: str | None = setting(None, "copies of remote shards; null: ~/.cache/dino-vit", resumable=True)
-    cache_gb: NonNegative = setting(50.0, "size of data.cache; 0: a request for each image", resumable=True)
+    cache_gb: NonNegative = setting(50.0, "of data.cache, and of indexes; 0: no copies", resumable=True)
     timeout: Positive = setting(180.0, "seconds until a remote file that fails ends a run", resumable=True)
     channels: Dimension = setting(3, "of an image; grey is repeated to make 3, alpha counts in 2 and 4")
     bits: Literal[8, 16] | None = setting(None, "8: bytes; 16: anything deeper; null: as the images have")

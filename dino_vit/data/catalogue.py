@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from dino_vit.core.cache import keep
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import expand_braces, plural, printable
@@ -86,6 +87,8 @@ class Catalogue(Sequence[str]):
             self.images = np.from_dlpack(batch["images"])
             flat: Any = np.from_dlpack(batch["signature"].values)
             self.signatures: NDArray[np.int64] = flat.reshape(-1, 3)
+            if is_url(folder):
+                keep(path, self)  # a copy in the cache folder
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
             raise stale(f"{path} is damaged or not a catalogue: {error}") from error
         if self.metadata["version"] != VERSION:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import brief
 from dino_vit.data.sources.files import ChangedFile, Refused, SourceLost, retry
-from dino_vit.data.sources.index import cache_folder
+from dino_vit.data.sources.index import SHARDS, cache_folder
 from dino_vit.data.sources.ranges import ByteRangeReader
 from dino_vit.data.sources.source import ShardLayout, Source, Subset
 
@@ -77,7 +77,7 @@ class LocalCopies:
     def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
         """`digest` returns the one of a shard that a catalogue states, empty if there is none."""
         self.ranges, self.digest, self.sizes = ranges, digest, ranges.file_signatures[:, 0]
-        self.folder, self.limit = cache_folder() / "shards", math.inf
+        self.folder, self.limit = cache_folder() / SHARDS, math.inf
 
     def name(self, shard: int) -> str:
         """Return the name of a copy, beginning with the number of its shard; another if that changed."""

@@ -48,6 +48,7 @@ class FrozenBackbone:
     autocast: torch.dtype | None = None
     threads: int | None = None  # that read images; None: one per core, at most 8
     cache: Path | None = None  # folder of cached features; None: that of all caches
+    cache_gb: float = 50.0  # how large all caches may become together
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dino_vit.config.commands import BackboneConfig, CachedConfig
 from dino_vit.core import height_width, log
+from dino_vit.core.cache import keep
 from dino_vit.core.distributed import (
     agree,
     all_gather,
@@ -30,7 +32,7 @@ from dino_vit.core.storage import StorageError, digest, read_tensors, write_tens
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.index import cache_folder
+from dino_vit.data.sources.index import FEATURES, bound_caches, cache_folder
 from dino_vit.data.sources.source import Source, describe_images, spread, stamp_of
 from dino_vit.data.statistics import inspect_images
 from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_batches
@@ -54,14 +56,16 @@ def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
     if precision != "no":
         log.info("features are computed in %s; precision=no computes them in float32", precision)
     size = None if config.size is None else height_width(config.size)
-    cache = config.cache if isinstance(config, CachedConfig) else None
+    caches: dict[str, Any] = {}
+    if isinstance(config, CachedConfig):
+        caches = {"cache": None if config.cache is None else Path(config.cache), "cache_gb": config.cache_gb}
     return FrozenBackbone(
         model=model,
         transform=eval_transform_of(model, size=size, fit=config.fit),
         batch_size=config.batch_size,
         autocast=DTYPES[precision] if precision != "no" else None,
         threads=config.num_workers or min(cores_of_a_process(world_size()), 16),
-        cache=None if cache is None else Path(cache),
+        **caches,
     )
 
 
@@ -106,11 +110,13 @@ def cached_features(
     }
     # That of rank 0, as nodes may have copies of the images, with times of their own.
     key = broadcast_int(int(digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:15], 16))
-    path = (frozen.cache or cache_folder() / "features") / f"{key:015x}.safetensors"
+    path = (frozen.cache or cache_folder() / FEATURES) / f"{key:015x}.safetensors"
     tensors = _read(path)
     if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors["indices"]))):
         to = path if keeps or world_size() > 1 else None
         tensors = _compute(to, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
+        if is_main_process():
+            bound_caches(frozen.cache_gb, frozen.cache, spared=path)
     if not keeps:
         wait_for_all()  # until each has read them
         path.unlink(missing_ok=True)
@@ -120,7 +126,9 @@ def cached_features(
         )
     warn_of_unreadable(source, chosen, tensors["indices"])
     check_finite(tensors["values"], frozen.model)
-    return tensors["values"].numpy(), tensors["indices"].numpy()
+    values = tensors["values"].numpy()
+    keep(path, values)  # which may be mapped from the file
+    return values, tensors["indices"].numpy()
 
 
 def _say_what_is_unlike(frozen: FrozenBackbone, source: Source, indices: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from dino_vit.core.distributed import (
     broadcast_int,
     from_rank_0,
     in_all_processes,
+    is_main_process,
     limit_waits,
     world_size,
 )
@@ -36,6 +37,7 @@ from dino_vit.core.runtime import start_processes, wait_for_device
 from dino_vit.core.storage import StorageError
 from dino_vit.core.text import progress
 from dino_vit.data.sources.files import retrying
+from dino_vit.data.sources.index import bound_caches
 from dino_vit.data.sources.source import spread
 from dino_vit.data.statistics import INSPECTED, inspect_images
 from dino_vit.method.objective import output_statistics
@@ -79,6 +81,8 @@ def pretrain(
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
             run = set_up(config, accelerator, fit_to_minutes(config))
+            if config.data.cache_gb and is_main_process():
+                bound_caches(config.data.cache_gb)
             with Reporter(run, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
                 finished = train(run.state, reporter, interruption)
                 accelerator.wait_for_everyone()

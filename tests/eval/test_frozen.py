@@ -1,5 +1,6 @@
 """Features on disk: the same whoever computes them, and computed again only when they must be."""
 
+import gc
 import os
 from dataclasses import replace
 
@@ -175,6 +176,27 @@ def test_features_of_an_object_are_kept_only_if_it_has_a_fingerprint(tmp_path, c
     for _ in range(2):
         store_in(tmp_path, CustomSource(given))
     assert sum(computed) == 30
+
+
+def test_the_cache_keeps_the_features_that_were_used_last(tmp_path, computed, caplog, monkeypatch):
+    monkeypatch.setenv("DINO_VIT_CACHE", str(tmp_path / "indexes"))
+    caplog.set_level("INFO")
+    names = {}
+    for seed in (0, 1, 2):
+        store_in(tmp_path, SyntheticSource(length=50, seed=seed))
+        names |= {path.name: seed for path in tmp_path.iterdir() if path.name not in names}
+        for path in tmp_path.iterdir():
+            os.utime(path, (seed + names[path.name], 0))
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    store_in(tmp_path, SyntheticSource(length=50, seed=0))  # used last
+    kept = store_in(tmp_path, SyntheticSource(length=50, seed=3), cache_gb=size / 1e9)
+    assert len(kept[0]) == 50
+    assert {names.get(path.name, 3) for path in tmp_path.iterdir()} == {0, 2, 3}
+    assert "1 file that had not been used for longest" in caplog.text
+    del kept
+    gc.collect()
+    store_in(tmp_path, SyntheticSource(length=50, seed=4), cache_gb=0)
+    assert len(list(tmp_path.iterdir())) == 1, "the latest stays"
 
 
 def test_damaged_features_are_computed_again(tmp_path, computed):

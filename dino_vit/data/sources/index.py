@@ -1,8 +1,8 @@
 """The index of a source: name and label of each item, in an Arrow file that all processes map into memory.
 
 It is built once, in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE_HOME or ~/.cache), and again
-when what it was built from has changed. It may be deleted at any time. A source whose images cannot be read
-at random (Parquet) unpacks them into the same file:
+when what it was built from has changed. It may be deleted while no process uses it. A source whose images
+cannot be read at random (Parquet) unpacks them into the same file:
 
     images, if unpacked | padding | items: an Arrow file | where the items start
 
@@ -27,6 +27,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
+from dino_vit.core.cache import bound, keep
 from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable
@@ -38,6 +39,7 @@ ALIGNMENT = 64  # of the items in the file, so that their columns are mapped wit
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
 VERSION = 7  # of what an index holds
+FEATURES, SHARDS = "features", "shards"  # folders of other files in that of the indexes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,7 @@ class Index:
         self.columns = {name: np.from_dlpack(items[name]) for name in items.schema.names if name != "name"}
         self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
         self.images = data[:start]
+        keep(path, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.metadata["began"])
@@ -149,6 +152,12 @@ def cache_folder() -> Path:
     if given:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino-vit"
+
+
+def bound_caches(gigabytes: float, features: Path | None = None, spared: Path | None = None) -> None:
+    """Delete indexes and features, used longest ago, until all fit; and copies of shards left incomplete."""
+    folder = cache_folder()
+    bound([folder, features or folder / FEATURES, folder / SHARDS], gigabytes, spared)
 
 
 def open_index(

@@ -1,4 +1,5 @@
 import errno
+import gc
 import multiprocessing
 import os
 import pickle
@@ -8,7 +9,7 @@ import pytest
 
 import dino_vit.data.sources.index
 from dino_vit.data.labels import number_labels
-from dino_vit.data.sources.index import IndexContents, open_index
+from dino_vit.data.sources.index import IndexContents, bound_caches, open_index
 from dino_vit.data.sources.open import FolderSource, open_source
 from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
 
@@ -156,6 +157,23 @@ def test_pickles_are_small_and_refuse_another_index(tmp_path):
     FolderSource(tmp_path)
     with pytest.raises(ValueError, match=r"was rebuilt while .* start again"):
         pickle.loads(pickled)
+
+
+def test_an_index_in_use_stays_however_full_the_cache_is(tmp_path, cache):
+    write_folder(tmp_path / "used")
+    write_folder(tmp_path / "other")
+    source, stays = open_source(str(tmp_path / "used")), {*cache.glob("*.arrow")}
+    open_source(str(tmp_path / "other"))
+    gc.collect()
+    assert len({*cache.glob("*.arrow")}) == 2
+    bound_caches(0)
+    assert {*cache.glob("*.arrow")} == stays
+    assert pickle.loads(pickle.dumps(source)).name(0) == source.name(0), "as a worker opens it"
+    del source
+    gc.collect()
+    bound_caches(0)
+    assert not {*cache.glob("*.arrow")}
+    assert len(open_source(str(tmp_path / "used"))) == 5
 
 
 def until(condition, seconds=30):
