@@ -25,6 +25,7 @@ from dino_vit.core.cache import keep
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import expand_braces, plural, printable
+from dino_vit.data.limits import open_regular
 from dino_vit.data.shards import LocalCopies, ShardedSource
 from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, class_names, read_member
 from dino_vit.data.sources.files import (
@@ -79,6 +80,7 @@ class Catalogue(Sequence[str]):
 
     def __init__(self, folder: str, path: Path) -> None:
         self.folder, self.path = folder, path
+        open_regular(path).close()  # Arrow would wait for a pipe
         try:
             with pa.memory_map(str(path)) as file:
                 batch = pa.ipc.open_file(file).get_batch(0)

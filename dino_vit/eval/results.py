@@ -17,6 +17,7 @@ from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
 from dino_vit.core.text import public
+from dino_vit.data.limits import read_regular
 from dino_vit.eval.accuracy import Interval
 
 CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
@@ -115,7 +116,7 @@ def read_evaluations(run: Path) -> list[Evaluation]:
 
 
 def _read(path: Path) -> Evaluation:
-    content = json.loads(path.read_bytes())
+    content = json.loads(read_regular(path))
     command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure
     figure = content.get("figure") or {"title": ""}
     settings = flat(content.get("settings") or {})

@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ DECOMPRESS: dict[int, Callable[[bytes, int], bytes]] = {
 }
 HEADERS = 2**12  # bytes that are requested for a header in a remote archive
 TAR_BLOCK = 512  # bytes of the header before a member
+MOST_ZEROS = 2**25  # bytes after an archive; programs write some kilobytes
 HEADER = -1  # method of a member of a tar, whose checksum is that of its header
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
@@ -173,7 +174,8 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
     try:
         while position < length:
             file.seek(position)
-            with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
+            headers: Any = _Headers(file)
+            with tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape") as tar:
                 for info in tar:
                     if info.isreg() or info.islnk():
                         member = _tar_member(info, members, file)
@@ -190,6 +192,8 @@ def _tar_member(info: tarfile.TarInfo, members: Mapping[bytes, Member], file: Bi
     """Return a member, with the checksum of its header and, if it may be a label, with its text."""
     name = _clean(info.name)
     if info.isreg():
+        if info.sparse is not None and is_image(name):
+            raise ValueError(f"{info.name!r} is stored without its zeros; pack it without --sparse")
         file.seek(info.offset_data - TAR_BLOCK)
         crc, text = zlib.crc32(file.read(TAR_BLOCK)), None
         if split_key(name)[1] in (b"cls", b"json") and info.size <= LABEL_BYTES:
@@ -207,6 +211,8 @@ def _skip_end(file: BinaryIO, position: int) -> int:
     file.seek(position)
     while (block := file.read(tarfile.BLOCKSIZE)) == bytes(tarfile.BLOCKSIZE):
         end += tarfile.BLOCKSIZE
+        if end - position > MOST_ZEROS:
+            raise ValueError(f"more than {MOST_ZEROS:,} zeros follow byte {position:,}")
     if end == position:
         raise ValueError(f"no valid header at byte {position}" if block else "its end is missing")
     return end
@@ -249,7 +255,7 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
 def zip_images(path: str) -> list[Member]:
     """List the images of a zip archive."""
     try:
-        with open_file(path, HEADERS) as file, zipfile.ZipFile(file) as archive:
+        with open_file(path, HEADERS) as file, zipfile.ZipFile(_Headers(file)) as archive:
             infos = [info for info in archive.infolist() if is_image(info.filename)]
             images = [_zip_member(file, info) for info in infos]
     except OSError:
@@ -268,6 +274,20 @@ def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
     start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
     name = os.fsencode(info.filename.removeprefix("./"))
     return Member(name, start, info.compress_size, info.file_size, info.compress_type, info.CRC)
+
+
+class _Headers:
+    """An archive of which headers are read, no more than a file may have at a time."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        check_bytes(size, "a header of it")
+        return self._file.read(size)
 
 
 ARCHIVES = {".tar": tar_images, ".zip": zip_images}

@@ -18,6 +18,7 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, number_labels
+from dino_vit.data.limits import open_regular
 from dino_vit.data.sources.files import file_signature, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
@@ -69,6 +70,7 @@ def _fingerprint(images: NDArray[Any]) -> str:
 
 def _load(path: str) -> dict[str, NDArray[Any]]:
     """Return the arrays of a file by name; the one of a .npy, which has no name, is mapped into memory."""
+    open_regular(path).close()
     try:
         if not zipfile.is_zipfile(path):
             return {"": open_memmap(path, mode="r")}

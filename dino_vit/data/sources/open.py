@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dino_vit.config.objects import is_object
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
-from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable, progress
+from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries, without_labels
 from dino_vit.data.sources.files import (
     OF_ITS_OWN_S,
@@ -32,6 +32,7 @@ from dino_vit.data.sources.files import (
 )
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, is_image, suffix_of
+from dino_vit.data.sources.walk import list_local, match_local
 
 __all__ = ["FolderSource", "Source", "open_source"]
 
@@ -168,7 +169,7 @@ def archive_files(spec: str) -> tuple[str, list[str]]:
     spec = plain(spec)
     folder, files = spec, list[str]()
     if suffix_of(spec) not in ARCHIVE_SUFFIXES:
-        files = list(list_remote(spec) if is_url(spec) else _list_local(spec)) if is_folder(spec) else []
+        files = list(list_remote(spec) if is_url(spec) else list_local(spec)) if is_folder(spec) else []
     else:
         folder = os.path.dirname(spec)
         if glob.has_magic(folder) or BRACES.search(folder):
@@ -186,8 +187,10 @@ def expand(pattern: str) -> list[str]:
     for path in expand_braces(pattern):
         if glob.has_magic(path) and is_url(path):
             matches.update(retry(partial(remotely, path, _glob), path))
+        elif "**" in path.split("/"):
+            matches.update(match_local(path))
         elif glob.has_magic(path):
-            matches.update(glob.glob(path, recursive=True))
+            matches.update(glob.glob(path))
         elif exists(path):
             matches.add(path)
         else:
@@ -237,7 +240,7 @@ class PathSource(IndexedSource):
 class FolderSource(PathSource):
     """All images below a folder, labelled by its first-level folders.
 
-    Hidden files and folders are skipped, links are followed.
+    Hidden files and folders are skipped, links are followed (`list_local`).
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -246,7 +249,7 @@ class FolderSource(PathSource):
             raise ValueError(f"{root} is not a folder. Give a folder with images in it, at any depth.")
         with indexing(root):
             remote = from_rank_0(lambda: list_remote(root)) if is_url(root) else {}
-            names = _images_among(root, list(remote) if is_url(root) else _list_local(root))
+            names = _images_among(root, list(remote) if is_url(root) else list_local(root))
         signatures = np.array([remote[name] for name in names]) if remote else None
         super().__init__(self.open_files("folder", root, names, signatures))
 
@@ -320,30 +323,3 @@ class FilesSource(PathSource):
 
 def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
-
-
-def _list_local(root: str) -> list[str]:
-    """Return the files below a folder by their paths in it."""
-    files = []
-    with progress(f"Listing {root}") as advance:
-        for path, folders, names in os.walk(root, onerror=_fail, followlinks=True):
-            folders[:] = [
-                name for name in folders if name[0] != "." and not _leads_back(os.path.join(path, name))
-            ]
-            folder = os.path.relpath(path, root)
-            shown = [name for name in names if name[0] != "."]
-            files += shown if folder == os.curdir else [f"{folder}/{name}" for name in shown]
-            advance(len(shown))
-    return files
-
-
-def _fail(error: OSError) -> None:
-    raise error
-
-
-def _leads_back(link: str) -> bool:
-    """Tell whether this is a link to a folder that contains it."""
-    if not os.path.islink(link):
-        return False
-    target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
-    return os.path.commonpath([target, folder]) == target

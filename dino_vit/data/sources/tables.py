@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
+from dino_vit.data.limits import check_bytes
 from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file, short_names
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
-BATCH = 32  # rows of a Parquet file that are read together
+BATCH = 32  # rows of a Parquet file that are read together, unless they may be the same bytes many times
 BINARY = (pa.binary(), pa.large_binary())
 # OWNER/NAME, then possibly [SPLIT] or :SPLIT, then possibly @REVISION.
 _HUB_NAME = re.compile(r"(.*?)(?:[\[:]([^\[\]:/@]+)\]?)?(?:@([^@]+))?", re.DOTALL)
@@ -64,7 +65,9 @@ class Rows:
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
         self.labels += labels.to_pylist()
         images = images.cast(pa.large_binary())
-        self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
+        sizes = pc.binary_length(images).fill_null(0).to_pylist()
+        check_bytes(max(sizes, default=0), f"an image in column {columns.image}")
+        self.sizes += sizes
         return images
 
     def index_contents(self, tables: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> IndexContents:
@@ -198,10 +201,18 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
             image = columns.image
             read = [f"{image}.bytes", f"{image}.path"] if columns.nested else [image]
             read += filter(None, (columns.name, columns.label))
-            for batch in table.iter_batches(BATCH, columns=read):
-                yield columns, batch
+            for group in range(table.num_row_groups):
+                rows = 1 if _has_dictionary(table.metadata.row_group(group), read[0]) else BATCH
+                for batch in table.iter_batches(rows, row_groups=[group], columns=read):
+                    yield columns, batch
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is damaged or not a Parquet file: {brief(error, 300)}") from error
+
+
+def _has_dictionary(group: Any, column: str) -> bool:
+    """Tell whether a column has its values in a dictionary: some kilobytes may then stand for any number."""
+    chunks = (group.column(number) for number in range(group.num_columns))
+    return any(chunk.has_dictionary_page for chunk in chunks if chunk.path_in_schema == column)
 
 
 class HubSource(IndexedSource):

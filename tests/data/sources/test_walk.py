@@ -1,0 +1,73 @@
+import os
+
+import pytest
+
+from dino_vit.data.sources.open import FolderSource, open_source
+from dino_vit.data.sources.walk import list_local, match_local
+
+
+@pytest.fixture
+def siblings(tmp_path):
+    """Two folders with an image each, and links that lead from each to the other and to both."""
+    root = tmp_path / "photos"
+    for name, other in (("a", "b"), ("b", "a")):
+        (root / name).mkdir(parents=True)
+        (root / name / f"{name}.png").write_bytes(name.encode())
+        (root / name / "other").symlink_to(f"../{other}")
+    for number in range(3):
+        (root / f"link-{number}").symlink_to("b")
+        (root / "a" / f"up-{number}").symlink_to("..")
+    return root
+
+
+def test_links_that_lead_to_each_other_make_no_images(siblings, caplog):
+    source = FolderSource(siblings)
+    assert [source.name(index) for index in range(len(source))] == ["a/a.png", "b/b.png"]
+    assert source.classes == ["a", "b"]
+    assert "left out 8 links to folders that are read by another name, such as a/other" in caplog.text
+    assert sorted(match_local(f"{siblings}/**/*.png")) == [f"{siblings}/a/a.png", f"{siblings}/b/b.png"]
+    assert len(open_source(f"{siblings}/**/*.png")) == 2
+
+
+def test_a_folder_elsewhere_has_the_name_of_the_first_link_to_it(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "photos"
+    (outside / "deep" / "er").mkdir(parents=True)
+    (outside / "deep" / "er" / "1.png").touch()
+    (outside / "2.png").touch()
+    (outside / "back").symlink_to(root)
+    (root / "a").mkdir(parents=True)
+    (root / "z").symlink_to(outside)
+    (root / "y").symlink_to(outside / "deep")  # comes before z, which has it too
+    (root / "a" / "a").symlink_to(outside)  # comes before both by its name, but lies in a folder
+    (root / "up").symlink_to(tmp_path)
+    (root / "round").symlink_to("about")
+    (root / "about").symlink_to("round")
+    assert sorted(list_local(str(root))) == ["about", "round", "y/er/1.png", "z/2.png"]
+    assert sorted(list_local(str(tmp_path))) == [
+        *("outside/2.png", "outside/deep/er/1.png", "photos/about", "photos/round"),
+    ]
+
+
+def test_names_do_not_depend_on_the_order_of_the_file_system(siblings, monkeypatch):
+    expected, scan = sorted(list_local(str(siblings))), os.scandir
+
+    class Reversed(list):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(os, "scandir", lambda path: Reversed(reversed(list(scan(path)))))
+    assert sorted(list_local(str(siblings))) == expected
+
+
+def test_two_stars_match_any_folders_but_hidden_ones(tmp_path, monkeypatch):
+    for name in ("1.png", "a/2.png", "a/b/3.png", "a/b/4.jpg", ".c/5.png", "d/e/6.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert sorted(match_local("**/*.png")) == ["1.png", "a/2.png", "a/b/3.png", "d/e/6.png"]
+    assert sorted(match_local("a/**/*.[pj]*g")) == ["a/2.png", "a/b/3.png", "a/b/4.jpg"]
+    assert match_local(f"{tmp_path}/*/e/**/6.png") == [f"{tmp_path}/d/e/6.png"]
+    assert match_local("missing/**/*.png") == []
