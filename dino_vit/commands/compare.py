@@ -141,8 +141,9 @@ def names_of(weights: Sequence[str]) -> list[str]:
 
 def open_compared(config: CompareConfig) -> Source:
     """Open the images; a published set with masks has folders that are no classes."""
-    published = config.masks is None and config.labels is None and recognise(config.source)
-    return open_masks(config.source) if published else open_source(config.source, config.labels)
+    source = open_source(config.source, config.labels)
+    unlabelled = config.masks is None and config.labels is None and not source.classes
+    return open_masks(config.source) if unlabelled and recognise(config.source) else source
 
 
 def open_measured(config: CompareConfig) -> tuple[Source, list[Evaluator]]:

@@ -4,6 +4,7 @@ import threading
 import time
 import zipfile
 import zlib
+from contextlib import suppress
 
 import pytest
 
@@ -190,7 +191,5 @@ def test_text_and_profiles_that_expand_do_no_harm():
     for name, content in ((b"zTXt", b"a\0\0" + bomb), (b"iCCP", b"a\0\0" + bomb)):
         chunk = struct.pack(">I", len(content)) + name + content
         chunk += struct.pack(">I", zlib.crc32(name + content))
-        try:
+        with suppress(UnreadableImage):
             assert decode(data[:33] + chunk + data[33:], "x").shape == (1, 20, 30)
-        except UnreadableImage as error:
-            assert "too" in str(error) or "large" in str(error).lower()

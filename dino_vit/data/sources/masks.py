@@ -115,8 +115,15 @@ def open_watched(spec: str, source: Source) -> MaskedSource | None:
     """Return a source, which is open already, with the masks that lie on this machine; None without any."""
     if isinstance(source, MaskedSource):
         return source
-    has_masks = not is_url(spec) and (is_folder(_beside(spec)) or recognise(spec) is not None)
-    return open_masks(spec) if has_masks else None
+    if is_url(spec):
+        return None
+    if recognise(spec) is None:
+        return open_masks(spec) if is_folder(_beside(spec)) else None
+    try:
+        return open_masks(spec)
+    except ValueError as error:  # it only looks like a published set
+        log.warning("%s is not watched by its masks: %s", spec, error)
+        return None
 
 
 def _beside(spec: str) -> str:

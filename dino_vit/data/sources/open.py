@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ from dino_vit.data.sources.files import (
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, is_image, suffix_of
 from dino_vit.data.sources.walk import list_local, match_local
+
+if TYPE_CHECKING:
+    from dino_vit.data.sources.published import PublishedSet
 
 __all__ = ["FolderSource", "Source", "open_source"]
 
@@ -117,9 +120,7 @@ def _open_folder(root: str) -> Source:
     from dino_vit.data.sources.published import recognise
 
     if published := recognise(root):
-        folder = published.images.partition("/")[0]  # of all splits
-        log.info("%s is %s by its folders: its images are in %s", root, published.title, folder)
-        return without_labels(FolderSource(os.path.join(root, folder)))
+        return _open_published(root, published)
     try:
         return FolderSource(root)
     except NoImages as error:
@@ -135,6 +136,24 @@ def _open_folder(root: str) -> Source:
             f"{names[-1]}: choose by a pattern such as '{pattern}'"
         )
     return _open_files(root, [os.path.join(root, name) for name in names])
+
+
+def _open_published(root: str, published: "PublishedSet") -> Source:
+    """Open the images of all splits, labelled by their folders where these may be classes."""
+    folder, masks = (path.partition("/")[0] for path in (published.images, published.masks))
+    text = "%s is %s by its folders: its images are in %s"
+    source = FolderSource(os.path.join(root, folder))
+    if not published.labelled:
+        log.info(text, root, published.title, folder)
+        return without_labels(source)
+    log.info(
+        text + (", labelled by the folders there" if source.classes else ""), root, published.title, folder
+    )
+    beside = {name.partition("/")[0] for name in ([] if is_url(root) else list_local(root)) if is_image(name)}
+    if beside := beside - {folder, masks, *published.others}:
+        named = brief(printable(", ".join(sorted(beside))), 200)
+        log.warning("%s: the images in %s are left out; give these folders to read them too", root, named)
+    return source
 
 
 def _open_files(spec: str, files: Sequence[str]) -> Source:

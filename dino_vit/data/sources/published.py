@@ -18,6 +18,8 @@ class PublishedSet(NamedTuple):
     classes: Sequence[str] = ()
     text: str = ""  # file of the names of a split or, without `classes`, table of those of classes
     suffixes: tuple[str, str] = ("", "")  # of the stems of an image and its mask
+    labelled: bool = True  # by folders of its images, which labelling tools write for classes
+    others: Sequence[str] = ()  # further folders with pictures
 
     def paths(self, root: str, *, training: bool) -> list[str]:
         """Return what a folder must contain: images, masks, and the text file if there is one."""
@@ -39,6 +41,7 @@ PUBLISHED = (
         values=range(21),
         ignored=(255,),
         classes=VOC.split(),
+        others=("SegmentationObject",),
     ),
     PublishedSet(
         title="ADE20k",
@@ -55,6 +58,7 @@ PUBLISHED = (
         images="leftImg8bit/{}",
         masks="gtFine/{}",
         suffixes=("_leftImg8bit", "_gtFine_labelIds"),
+        labelled=False,  # these are cities
         values=(7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33),
         ignored=(*range(7), 9, 10, 14, 15, 16, 18, 29, 30, 34, 255),
         classes=CITYSCAPES.split(),

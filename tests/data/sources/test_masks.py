@@ -89,6 +89,23 @@ def test_pretraining_takes_the_images_of_a_published_set_and_no_masks(voc, ade20
         assert {source.label(index) for index in range(count)} == {None}
 
 
+def test_labels_of_an_export_that_looks_like_a_published_set_are_kept(voc, caplog):
+    for name, label in (("2007_1", "cat"), ("2007_2", "dog")):
+        (voc / "JPEGImages" / label).mkdir()
+        (voc / f"JPEGImages/{name}.jpg").rename(voc / f"JPEGImages/{label}/{name}.jpg")
+    write(voc / "bird" / "1.png")
+    with caplog.at_level(logging.INFO):
+        source = open_source(str(voc))
+    assert source.classes == ["cat", "dog"]
+    assert {source.name(index): source.label(index) for index in range(len(source))}["cat/2007_1.jpg"] == 0
+    assert "its images are in JPEGImages, labelled by the folders there" in caplog.text
+    assert "the images in bird are left out" in caplog.text
+    given = {"source": str(voc), "weights": ["a", "b"]}
+    assert open_compared(load(CompareConfig, None, given)).classes == ["cat", "dog"]
+    assert open_watched(str(voc), source) is None
+    assert "is not watched by its masks: no image of" in caplog.text
+
+
 def test_the_zero_of_ade20k_is_no_class(ade20k, caplog):
     with caplog.at_level(logging.INFO):
         masks = open_masks(str(ade20k))

@@ -6,7 +6,9 @@ from threading import Thread
 
 import pytest
 
-from dino_vit.data.sources.files import Refused, is_folder, request, retry
+from dino_vit.data.sources import files
+from dino_vit.data.sources.files import Refused, is_folder, read_file, request, retry
+from tests.support.remote import serving
 
 
 class Endless(BaseHTTPRequestHandler):
@@ -60,3 +62,24 @@ def test_asking_such_a_server_again_would_not_help(endless):
 def test_a_shard_without_a_type_is_not_taken_for_a_page(endless):
     assert not is_folder(f"{endless}/a.tar")
     assert Endless.sent == 0
+
+
+@pytest.mark.parametrize("name", ["png", "unknown"])
+def test_a_whole_file_is_read_as_far_as_it_may_be_long(endless, name, monkeypatch):
+    monkeypatch.setattr(files, "AT_ONCE", 2**20)
+    monkeypatch.setattr(files, "MAX_BYTES", 2**22)
+    with pytest.raises(
+        ValueError, match=rf"a\.{name} has more than the 4,194,304 bytes that a file may have"
+    ):
+        read_file(f"{endless}/a.{name}")
+    assert Endless.sent < 2**26
+
+
+def test_a_large_file_is_read_by_a_second_request(tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(bytes(range(256)) * 100)
+    monkeypatch.setattr(files, "AT_ONCE", 1000)
+    with serving(tmp_path) as server:
+        assert read_file(f"{server.url}/a.png") == bytes(range(256)) * 100
+        assert [one.method for one in server.requests] == ["GET", "GET"]
+        with pytest.raises(Refused, match="not there"):
+            read_file(f"{server.url}/b.png")
