@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 import dino_vit
 from dino_vit.commands import COMMANDS, Result, working
@@ -30,6 +30,13 @@ Start here, with your own folder of images in place of photos:
 `dino-vit --help` lists all commands, `dino-vit COMMAND --help` the settings of one."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are printable."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable_lines(message))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `dino-vit`."""
     argv = sys.argv[1:] if argv is None else argv
@@ -46,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     """Run a program of `eval/`, whose docstring is its help, with the settings on its command line."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
     args = parse_arguments(parser)
@@ -65,7 +72,7 @@ def tune_process() -> None:
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of all commands, with the arguments of those that are in `argv`."""
-    parser = argparse.ArgumentParser(prog="dino-vit", description=dino_vit.__doc__)
+    parser = Parser(prog="dino-vit", description=dino_vit.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {dino_vit.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error occurred")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
@@ -132,7 +139,7 @@ def _exit_code(work: Callable[[], None], program: str, *, show_traceback: bool =
     except Exception as error:
         text, code = _explain(error)
         if show_traceback or not text:
-            traceback.print_exception(error)
+            print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr, end="")
             text, code = "", 1
     if text:
         print(printable_lines(f"{program}: {text}"), file=sys.stderr)

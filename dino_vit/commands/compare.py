@@ -27,6 +27,7 @@ from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.text import public
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
@@ -116,7 +117,7 @@ def run(config: CompareConfig) -> ComparisonResult:
         write_results(path, results)
         if is_main_process():
             with after_figures():
-                write_output(page, render(comparison, pairs, best, config.source).encode())
+                write_output(page, render(comparison, pairs, best, public(config.source)).encode())
         text += f"\n\n{page}: open it in any browser\n{path}"
     return ComparisonResult(
         figures=figures, ranks=comparison.ranks, pairs=pairs, verdict=answer, page=page, path=path, text=text

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from dino_vit.commands import Result, format_table
 from dino_vit.config.commands import DenseConfig
 from dino_vit.core.distributed import agree
-from dino_vit.core.text import plural
+from dino_vit.core.text import plural, public
 from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.published import recognise
 from dino_vit.data.sources.source import describe_images
@@ -68,7 +68,7 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
     warn_of_unreadable(queries, indices, measured[0].images)
     images, classes, true = len(measured[0].images), queries.classes, measured[0].parts[2].sum(0)
     if not true.sum():
-        raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
+        raise ValueError(f"{public(config.source)}: no pixel of a mask that could be read has a class")
     figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=True)}
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
     results = {
@@ -101,12 +101,14 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
     train_spec = config.train or (config.source if published else None)
     if train_spec is None:
         if len(queries) < 2:
-            raise ValueError(f"{config.source} has one image with a mask, which leaves none to evaluate on")
+            raise ValueError(
+                f"{public(config.source)} has one image with a mask, which leaves none to evaluate on"
+            )
         return queries, range(0, len(queries), 2), queries, range(1, len(queries), 2)
     train = open_masks(train_spec, config.train_masks, training=True, **values)
     refuse_same_images(config.source, queries, train_spec, train)
     if list(train.classes) != list(queries.classes):
-        raise ValueError(f"{train_spec} has different classes from {config.source}")
+        raise ValueError(f"{public(train_spec)} has different classes from {public(config.source)}")
     return train, range(len(train)), queries, range(len(queries))
 
 

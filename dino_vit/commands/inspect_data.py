@@ -16,7 +16,7 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.outputs import after_figures, claim, write_output
-from dino_vit.core.text import brief, plural, printable
+from dino_vit.core.text import brief, plural, printable, public
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import splits_of
@@ -37,7 +37,7 @@ def run(config: InspectConfig) -> Facts:
         claim(Path(config.sheet))
     source = open_source(config.source, config.labels, config.mix)
     sources = [config.source] if isinstance(config.source, str) else config.source
-    name = printable(", ".join(sources))
+    name = printable(", ".join(map(public, sources)))
     indices = spread(len(source), config.count or len(source))
     summary = inspect_images(source, indices, max_pixels=config.max_pixels)
     training = training_config(config.pretrain, source, summary)

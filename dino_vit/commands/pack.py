@@ -207,8 +207,7 @@ def _readable_items(
 def _read(source: Source, index: int, *, size: int | None, labelled: bool) -> _Item | UnreadableImage:
     """Read an item, as it is or reduced, with its label."""
     inner = source.source if isinstance(source, LabelledSource) else source
-    raw_name = getattr(inner, "raw_name", None)
-    name = os.fsdecode(raw_name(index)) if raw_name else inner.name(index)
+    name: str = getattr(inner, "public_name", inner.name)(index)  # of any characters, where it has some
     try:
         item = read_item(source, index)
         image = item if isinstance(item, Tensor) else decode(item, name)

@@ -8,6 +8,7 @@ from typing import Any
 from dino_vit.commands import Facts, Written
 from dino_vit.config.commands import ExportConfig, InspectWeightsConfig, WeightsConfig
 from dino_vit.core import height_width
+from dino_vit.core.text import public_values
 from dino_vit.models.backbone import Backbone
 from dino_vit.training.metrics import BASELINE, METRICS, Baseline, read_records
 from dino_vit.training.readings import evaluation_text
@@ -26,7 +27,7 @@ def _load(config: WeightsConfig) -> LoadedBackbone:
 
 def inspect(config: InspectWeightsConfig) -> Facts:
     """Return the facts about a backbone; as text, two columns or JSON."""
-    facts = describe(_load(config))
+    facts: dict[str, Any] = public_values(describe(_load(config)))
     lines = [f"{name.replace('_', ' '):<14}  {show(name, facts[name])}" for name in facts if name != "config"]
     return Facts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 

@@ -24,7 +24,7 @@ from dino_vit.config.settings import (
     whole,
 )
 from dino_vit.core import VIT_SIZES, Size, height_width
-from dino_vit.core.text import plural
+from dino_vit.core.text import plural, public
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
@@ -83,16 +83,16 @@ class Data(Settings):
 
     @property
     def images(self) -> str:
-        """The source of a run, which does not start without one."""
+        """The source of a run as text, without secrets; a run does not start without one."""
         if self.source is None:
             text = "no images are given: name a folder, list, archive, table or array (data.source)"
             raise ValueError(f"{text}, as in `dino-vit pretrain photos`; `synthetic` are generated textures")
-        return self.source if isinstance(self.source, str) else ", ".join(self.source)
+        return ", ".join(map(public, self.sources))
 
     @property
     def sources(self) -> tuple[str, ...]:
         """The sources of a run, mostly one."""
-        return (self.images,) if isinstance(self.source, str) else self.source or ()
+        return (self.source,) if isinstance(self.source, str) else self.source or ()
 
     def contradictions(self) -> Iterator[str]:
         """Yield what does not go with the number of sources."""

@@ -7,9 +7,9 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,8 +21,14 @@ PATIENCE = 2.0  # seconds; shorter work shows no progress
 LINE_EVERY = 20.0  # seconds, without a terminal
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# The user and password of a URL, and a query, which may have a token.
-_SECRETS = re.compile(r"(\w://)[^/\s'\"]*@"), re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")
+# Each takes time in proportion to the text: no two matches overlap, and none is tried again from within.
+_SCHEME = r"[\w+.-]++"
+_IS_ADDRESS = re.compile(rf"\s*{_SCHEME}:[:/]")
+_CHAINED = re.compile(rf"::(?={_SCHEME}:[:/])")  # as fsspec has it: zip://a.png::https://host/a.zip
+# In a sentence an address ends at a space, or at a quote that something other than a name follows.
+_IN_TEXT = re.compile(rf"""(?<![\w+.-]){_SCHEME}://[^\s/]*+(?:[^\s'"]|['"](?![\s,;:.)\]}}>]|$))*+""")
+_USER = re.compile(r"(?<=\w://)[^/]*@")
+_HTTP = re.compile("https?://", re.IGNORECASE)
 BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python decodes them
@@ -38,22 +44,78 @@ def _escape(found: re.Match[str]) -> str:
     return rf"\x{code - 0xDC00:02x}" if code in _BYTES else found[0].encode("unicode_escape").decode()
 
 
-def public(text: str) -> str:
-    """Return text, which may be JSON, without the user, password and query of URLs."""
-    for secret in _SECRETS:
-        text = secret.sub(r"\1", text)
-    return text
+def public(value: str) -> str:
+    """Return an address without user, password, query and fragment; any other text with its addresses so.
+
+    It is for a value: an address may hold spaces and quotes, which in a sentence would end it.
+    """
+    if "://" not in value:
+        return value
+    if not _IS_ADDRESS.match(value):
+        return public_text(value)
+    return "::".join(map(_without_secrets, _CHAINED.split(value)))
+
+
+def public_text(text: str) -> str:
+    """Return sentences whose addresses have no user, password, query and fragment."""
+    return _IN_TEXT.sub(lambda found: _without_secrets(found[0]), text) if "://" in text else text
+
+
+def _without_secrets(address: str) -> str:
+    if "://" not in address:
+        return address
+    address = _USER.sub("", address)
+    path = re.split("[?#]", address, maxsplit=1)[0]
+    # Elsewhere than over HTTP, names may have these two, and patterns a question mark.
+    return path if "=" in address[len(path) :] or _HTTP.search(path) else address
+
+
+def public_values(content: Any) -> Any:
+    """Return what JSON can hold with all its texts `public`."""
+    if isinstance(content, str):
+        return public(content)
+    if isinstance(content, Mapping):
+        return dict(zip(public_names(list(content)), map(public_values, content.values()), strict=True))
+    if isinstance(content, tuple):
+        return tuple(map(public_values, content))
+    return list(map(public_values, content)) if isinstance(content, list) else content
+
+
+def public_names(names: Sequence[str]) -> list[str]:
+    """Return names without secrets; those that only these told apart get numbers."""
+    numbers = numbers_apart(names)
+    return [numbered(public(name), numbers.get(index)) for index, name in enumerate(names)]
+
+
+def numbers_apart(names: Sequence[str]) -> dict[int, int]:
+    """Return a number for each name that would be another's without its secrets, by its index."""
+    hidden = {index: shown for index, name in enumerate(names) if (shown := public(name)) != name}
+    taken = {name for index, name in enumerate(names) if index not in hidden} if hidden else set()
+    numbers, last = dict[int, int](), dict[str, int]()
+    for index, shown in hidden.items():
+        number = last.get(shown, 1)
+        while numbered(shown, number) in taken:
+            number += 1
+        taken.add(numbered(shown, number))
+        last[shown] = number
+        if number > 1:
+            numbers[index] = number
+    return numbers
+
+
+def numbered(name: str, number: int | None) -> str:
+    return f"{name} ({number})" if number and number > 1 else name
 
 
 def brief(text: object, length: int = 60) -> str:
     """Return the beginning of `printable` text, for a message."""
-    line = printable(str(text)[: length + 1])
+    line = printable(public(str(text))[: length + 1])  # half a password would not be recognised
     return line if len(line) <= length else f"{line[: length - 4]} ..."
 
 
 def printable_lines(text: str) -> str:
-    """Escape text as `printable` does, but keep its line breaks; leave out what is not `public`."""
-    return "\n".join(map(printable, public(text).split("\n")))
+    """Escape text as `printable` does, but keep its line breaks; leave out what is not public."""
+    return "\n".join(map(printable, public_text(text).split("\n")))
 
 
 class PrintableFormatter(logging.Formatter):
@@ -91,7 +153,7 @@ class Advance:
     """Count finished items, and show them when it is time."""
 
     def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total, self.done, self.note = printable(public(title)), total, 0, ""
+        self.title, self.total, self.done, self.note = printable(public_text(title)), total, 0, ""
         self.start = self.shown = time.monotonic()
         # Only rank 0 logs at this level.
         console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dino_vit.core.cache import keep
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import expand_braces, plural, printable
+from dino_vit.core.text import expand_braces, plural, printable, public, public_names, public_text
 from dino_vit.data.limits import open_regular
 from dino_vit.data.shards import LocalCopies, ShardedSource
 from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, class_names, read_member
@@ -52,7 +52,7 @@ class StaleIndex(Refused):
 
 def stale(what: str) -> StaleIndex:
     """Return the error that says what to do."""
-    return StaleIndex(f"{what}. Write the catalogue again: dino-vit pack FOLDER index_only=true")
+    return StaleIndex(f"{public_text(what)}. Write the catalogue again: dino-vit pack FOLDER index_only=true")
 
 
 def names_digest(folder: str, files: Sequence[str]) -> str:
@@ -121,7 +121,7 @@ class CataloguedSource(ShardedSource):
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue, metadata = catalogue, catalogue.metadata
         self.starts = np.concatenate([[0], np.cumsum(catalogue.images)])
-        self.classes = list(map(printable, metadata["classes"]))
+        self.classes = list(map(printable, public_names(metadata["classes"])))
         self.splits = {printable(name): range(*images) for name, images in metadata["splits"].items()}
         self.fingerprint: str = metadata["fingerprint"]
         self._number = {name: number for number, name in enumerate(metadata["classes"])}
@@ -160,6 +160,13 @@ class CataloguedSource(ShardedSource):
         return self._number[os.fsdecode(folders[depth])] if len(folders) > depth else None
 
     def name(self, index: int) -> str:
+        return printable(self.public_name(index))
+
+    def public_name(self, index: int) -> str:
+        """Return the name without secrets, of any characters."""
+        return public(os.fsdecode(self.raw_name(index)))
+
+    def full_name(self, index: int) -> str:
         return printable(os.fsdecode(self.raw_name(index)))
 
     def raw_name(self, index: int) -> bytes:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, public
 from dino_vit.data.catalogue import CATALOGUE, INDEX, VERSION, names_digest, read_index
 from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
 from dino_vit.data.sources.archives import ARCHIVES, FIELDS, class_names, named
@@ -79,7 +79,7 @@ def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     shards = sorted(shards, key=lambda shard: os.fsencode(shard.file))
     filled = [shard for shard in shards if shard.images]
     if not filled:
-        raise ValueError(f"the archives in {folder} contain no images")
+        raise ValueError(f"the archives in {public(folder)} contain no images")
     ordered = all(shard.last < after.first for shard, after in pairwise(filled))
     paths = sorted(set[bytes]().union(*(shard.paths for shard in shards)))
     labels = set[str | None]().union(*(shard.labels for shard in shards))
@@ -148,7 +148,7 @@ def _write(path: str, batch: pa.RecordBatch) -> str:
         try:
             remotely(path, lambda system, inner: system.pipe_file(inner, data))
         except OSError as error:
-            raise ValueError(f"{path} cannot be written: {brief(error, 300)}") from error
+            raise ValueError(f"{public(path)} cannot be written: {brief(error, 300)}") from error
     else:
         write_bytes(Path(path), data)
     return hashlib.sha256(data).hexdigest()

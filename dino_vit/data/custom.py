@@ -14,7 +14,7 @@ from torch.utils.data import Subset as TorchSubset
 
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
-from dino_vit.core.text import plural, printable, progress
+from dino_vit.core.text import numbered, numbers_apart, plural, printable, progress, public, public_names
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.source import Joined, Source, Subset, is_image, spread
@@ -39,9 +39,11 @@ class CustomSource:
         if not len(self):
             raise ValueError(f"{title_of(given)} has no images")
         self._labels = _labels_of(given)
-        self.classes: Sequence[str] = tuple(self._labels.classes)
+        self.classes: Sequence[str] = tuple(public_names(self._labels.classes))
+        names = list(map(self.full_name, range(len(self))))
+        self._numbers = numbers_apart(names)
         stated = getattr(self.given, "fingerprint", None)
-        self.fingerprint = str(stated or self._digest())
+        self.fingerprint = str(stated or self._digest(names))
         self.stamp = "" if stated else None  # images of code change without a trace
 
     def __len__(self) -> int:
@@ -61,14 +63,17 @@ class CustomSource:
         return self._labels.of(index)
 
     def name(self, index: int) -> str:
+        return numbered(public(self.full_name(index)), self._numbers.get(index))
+
+    def full_name(self, index: int) -> str:
         samples = getattr(self.given, "samples", None)  # of torchvision's folders: path and class
         if name := _method(self.given, "name"):
             return printable(str(name(index)))
         return printable(str(samples[index][0] if isinstance(samples, list) else index))
 
-    def _digest(self) -> str:
+    def _digest(self, names: Sequence[str]) -> str:
         """Return a digest of the names and of a few images."""
-        digest = hashlib.sha256("\n".join(self.name(index) for index in range(len(self))).encode())
+        digest = hashlib.sha256("\n".join(names).encode())
         for index in spread(len(self), FINGERPRINTED):
             with suppress(Exception):  # an image that cannot be read is met when it is used
                 item = self.read(index)

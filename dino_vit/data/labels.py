@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural, printable
+from dino_vit.core.text import brief, plural, printable, public, public_names
 from dino_vit.data.sources.files import read_file
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, full_name, suffix_of
 from dino_vit.data.targets import SEPARATOR, as_number, join_numbers
 
 PATH_COLUMNS = tuple(
@@ -233,7 +233,7 @@ def _find_column(header: list[str], names: Sequence[str]) -> int | None:
 
 
 def _is_path(cell: str) -> bool:
-    return cell.strip().lower().endswith(IMAGE_SUFFIXES)
+    return public(cell.strip()).lower().endswith(IMAGE_SUFFIXES)
 
 
 class LabelledSource(Subset):
@@ -241,7 +241,7 @@ class LabelledSource(Subset):
 
     def __init__(self, source: Source, labels: Labels) -> None:
         super().__init__(source, range(len(source)))
-        self._labels, self.classes, self.splits = labels, labels.classes, splits_of(source)
+        self._labels, self.classes, self.splits = labels, public_names(labels.classes), splits_of(source)
 
     def label(self, index: int) -> int | None:
         return self._labels.of(index)
@@ -261,7 +261,8 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
     missing = [source.name(index) for index, value in enumerate(values) if value is None]
     if missing:
         examples = _examples(missing)
-        log.warning("%s: no label for %d of %d images: %s", path, len(missing), len(values), examples)
+        text = "%s: no label for %d of %d images: %s"
+        log.warning(text, public(str(path)), len(missing), len(values), examples)
     return LabelledSource(source, number_labels(values))
 
 
@@ -272,16 +273,18 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     """
     table = _read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
-    surplus = sorted(set(table).difference(names))
+    full_names = [full_name(source, index) for index in range(len(source))]
+    surplus = list(map(public, sorted(set(table).difference(names, full_names))))
+    path = public(path)
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has {columns[0]}s for none of the images: its names are like "
-            f"'{next(iter(table), ''):.200}', those of the source like '{names[0]}', and must be equal"
+            f"'{brief(next(iter(table), ''), 200)}', those of the source like '{names[0]}', and must be equal"
         )
     if surplus:
         extra = plural(len(surplus), columns[0])
         log.warning("%s: %s for names not in the source: %s", path, extra, _examples(surplus))
-    return [table.get(name) for name in names]
+    return [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
 
 
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
@@ -300,7 +303,7 @@ def parse_json(text: str | bytes, name: str) -> object:
 def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
     """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
     try:
-        data = read_file(path)
+        data, path = read_file(path), public(path)
     except FileNotFoundError:
         advice = f"give a CSV or JSON file with a {columns[0]} for each image"
         raise ValueError(f"{path} does not exist; {advice}") from None
@@ -316,7 +319,7 @@ def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
         if (first := table.setdefault(name, value)) is not value and first != value:  # NaN is not itself
             contradictions[name] = first, value
     if contradictions:
-        pairs = [(name, *values) for name, values in contradictions.items()]
+        pairs = [(public(name), *values) for name, values in contradictions.items()]
         examples = _examples(pairs, "%.200r has %.200r and %.200r")
         raise ValueError(f"{path} has two values for {plural(len(pairs), 'name')}: {examples}")
     return table

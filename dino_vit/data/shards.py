@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, public
 from dino_vit.data.sources.files import ChangedFile, Refused, SourceLost, retry
 from dino_vit.data.sources.index import SHARDS, cache_folder
 from dino_vit.data.sources.ranges import ByteRangeReader
@@ -144,7 +144,7 @@ class LocalCopies:
 
         def download(start: int) -> None:
             if stop and stop.is_set():
-                raise SourceLost(f"{url} is no longer needed")
+                raise SourceLost(f"{public(url)} is no longer needed")
             length = min(PART, size - start)
             data = retry(lambda: self.ranges.request(shard, start, length), url, stop)
             os.pwrite(descriptor, data, start)
@@ -160,7 +160,9 @@ class LocalCopies:
                 stated = self.digest and self.digest(shard)
                 if not stated or stated == hashlib.file_digest(file, "sha256").hexdigest():
                     return
-        raise ValueError(f"{url} is damaged: it has not the digest in its catalogue. Copy or pack it again")
+        raise ValueError(
+            f"{public(url)} is damaged: it has not the digest in its catalogue. Copy or pack it again"
+        )
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
         """Delete copies until there is room for a shard: those that are needed last go first.

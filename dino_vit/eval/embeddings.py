@@ -19,7 +19,7 @@ from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.outputs import MARK, replacing_output
 from dino_vit.core.storage import OWN_KEY
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, public_names
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
@@ -73,7 +73,7 @@ def read_embeddings(path: Path) -> Embeddings:
         blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
         embeddings = Embeddings(
             values=np.concatenate(blocks).reshape(-1, *metadata["shape"]),
-            names=table["name"].to_pylist(),
+            names=public_names(table["name"].to_pylist()),  # earlier versions wrote addresses as they were
             labels=table["label"].to_pylist(),
             indices=table["index"].to_numpy(),
             metadata=metadata,

@@ -18,7 +18,7 @@ from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.core.text import brief, plural
+from dino_vit.core.text import brief, plural, public
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.index import IndexedSource
@@ -133,7 +133,7 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
         train, val = open_subset(config.train, of_train, task), open_subset(config.source, source, task)
         refuse_same_images(config.source, val.images, config.train, train.images)
     if train is None and (splits := choose_splits(source)):
-        log.info("%s", describe_use(source, *splits, config.source))
+        log.info("%s", describe_use(source, *splits, val.name))
         train, val = (
             val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
             for name, images in splits
@@ -150,6 +150,7 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
 
 def refuse_same_images(name: str, source: Source, of_train: str, train: Source) -> None:
     """Refuse to judge by the very images that were learned from, and warn if some are."""
+    name, of_train = public(name), public(of_train)
     learned = set(_origins(train))
     shared = sum(origin in learned for origin in _origins(source))
     if shared == len(source):
@@ -204,6 +205,7 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
 
 def open_subset(name: str, source: Source, task: Task | None = None) -> LabelledSubset:
     """Return the labelled images of a source; without a task it is recognised by their labels."""
+    name = public(name)
     targets = read_targets(source, task=task)
     unlabelled = len(source) - len(targets.indices)
     if unlabelled == len(source):

@@ -16,7 +16,7 @@ from dino_vit.config.settings import Settings, flat, get, settings_of, values
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
-from dino_vit.core.text import public
+from dino_vit.core.text import public, public_values
 from dino_vit.data.limits import read_regular
 from dino_vit.eval.accuracy import Interval
 
@@ -80,7 +80,8 @@ def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
 
 def plain(results: Mapping[str, object]) -> dict[str, Any]:
     """Return results as JSON holds them, without what is not public."""
-    return json.loads(public(json.dumps(results, default=asdict)))
+    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=asdict)))
+    return content
 
 
 def evaluation(

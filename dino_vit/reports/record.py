@@ -9,7 +9,7 @@ from statistics import median
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
-from dino_vit.core.text import plural
+from dino_vit.core.text import plural, public_values
 from dino_vit.eval.results import Evaluation, read_evaluations
 from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
 from dino_vit.training.readings import Diagnosis
@@ -68,7 +68,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
     """Return key, value, default and, where it was chosen automatically, the reason of changed settings."""
-    now, default = values(record.config), values(PretrainConfig())
+    now, default = public_values(values(record.config)), public_values(values(PretrainConfig()))
     reasons = {key: reason for start in record.starts for key, reason in start.reasons.items()}
     return [
         (key, write_yaml(now[key]), write_yaml(default.get(key)), reasons.get(key, ""))
@@ -82,7 +82,7 @@ def facts(record: RunRecord) -> dict[str, str]:
     config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
     named = {
         "network": config.model.title,
-        "images from": ", ".join(config.data.sources),
+        "images from": config.data.images,
         "training": training,
     }
     if record.history:

@@ -26,7 +26,7 @@ from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
-from dino_vit.core.text import duration, live_console, plural, printable, printable_lines, public
+from dino_vit.core.text import duration, live_console, plural, printable, printable_lines, public_values
 from dino_vit.data.sources.source import images_per_epoch
 from dino_vit.training.metrics import (
     BASELINE,
@@ -173,7 +173,7 @@ class Reporter:
                 self.baseline = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
         # Trackers take numbers and text only.
         plain = {
-            key: v if isinstance(v, int | float) else printable(public(str(v)))
+            key: v if isinstance(v, int | float) else printable(str(public_values(v)))
             for key, v in values(config).items()
         }
         accelerator.init_trackers("logs", config=plain)

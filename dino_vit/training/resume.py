@@ -59,7 +59,7 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
         text = (
             "the files of %s were moved, copied or changed since step %d, but have the same names and sizes"
         )
-        log.info(text, config.data.source, resumed.step)
+        log.info(text, config.data.images, resumed.step)
 
 
 def set_figures_aside(state: TrainingState) -> None:
@@ -120,8 +120,8 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
         yield f"run.precision={wanted} was {metadata['precision']} and is {precision} here"
     if metadata["source"] != context.source.fingerprint:
         same = config.data.source == before.data.source
-        yield f"the images of {config.data.source} " + (
-            "have changed" if same else f"are not those of {before.data.source}"
+        yield f"the images of {config.data.images} " + (
+            "have changed" if same else f"are not those of {before.data.images}"
         )
     if metadata.get("weights") != sampling_fingerprint(context.sampling):
         yield f"the sampling weights have changed (data.weights={config.data.weights})"

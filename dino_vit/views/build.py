@@ -20,7 +20,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import values
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, in_all_processes
-from dino_vit.core.text import printable
+from dino_vit.core.text import printable, public
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
 from dino_vit.data.sources.open import open_source
@@ -306,7 +306,7 @@ def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], sources: Seque
         return None
     height, width = (median(lengths) for lengths in zip(*sizes, strict=True))
     several = len(sources) > 1 or is_object(sources[0])
-    source = "SOURCE" if several else shlex.quote(printable(sources[0]))
+    source = "SOURCE" if several else shlex.quote(printable(public(sources[0])))
     text = (
         f"images of {height:g} × {width:g} pixels (median) are larger than their views need: "
         f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"

@@ -8,7 +8,7 @@ from jinja2 import Template
 
 from dino_vit import __version__
 from dino_vit.config.loading import write_yaml
-from dino_vit.core.text import printable, printable_lines
+from dino_vit.core.text import printable, printable_lines, public
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
@@ -308,4 +308,4 @@ def model_card(model: Backbone, *, license: str | None = None, evaluation: str =
 
 def _public(name: str) -> str:
     """Return the name of weights or images; of a path of this machine its last part only."""
-    return name if "://" in name or name.startswith("hf:") else printable(Path(name).name or name)
+    return public(name) if "://" in name or name.startswith("hf:") else printable(Path(name).name or name)

@@ -20,7 +20,7 @@ from torch import Tensor
 from dino_vit.core import Size, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
-from dino_vit.core.text import brief, plural, public
+from dino_vit.core.text import brief, plural, public_values
 from dino_vit.models.backbone import Backbone
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 
@@ -300,4 +300,4 @@ def save_backbone(
         if (values := metadata[name]) is not None and len(values) != model.channels:
             raise WeightsError(f"{name} needs one value per channel ({model.channels}), not {len(values)}")
     metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
-    write_tensors(path, model.state_dict(), public(json.dumps(metadata, sort_keys=True)))
+    write_tensors(path, model.state_dict(), json.dumps(public_values(metadata), sort_keys=True))

@@ -118,10 +118,56 @@ def test_labels_by_names_of_any_bytes_are_found(photos, tmp_path):
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("read https://me:p@ss@host:80/a.tar?token=secret#x in", "read https://host:80/a.tar in"),
+        ("https://me:p@ss@host:80/a.tar?token=secret#x", "https://host:80/a.tar"),
+        ("HTTPS://me:p w'\"@host/my photo.jpg?sig=a b'c\"d&e", "HTTPS://host/my photo.jpg"),
+        ("s3://key:secret@bucket/a.jpg?versionId=b", "s3://bucket/a.jpg"),
+        ("s3://bucket/a?.tar", "s3://bucket/a?.tar"),  # a pattern
+        ("gs://bucket/a b.jpg#token=x", "gs://bucket/a b.jpg"),
+        ("az://container/a.jpg?sv=1&sig=x", "az://container/a.jpg"),
+        ("hf://datasets/owner/name@main/a.jpg?token=x", "hf://datasets/owner/name@main/a.jpg"),
+        ("zip://a?.png::HTTPS://me:p@host/a.zip?sig=a::b", "zip://a?.png::HTTPS://host/a.zip"),
+        ("http://host/a.jpg?secret", "http://host/a.jpg"),
+        ("https://host/@user/a.jpg", "https://host/@user/a.jpg"),
+        ("cat/a?b=c@d.jpg", "cat/a?b=c@d.jpg"),
+    ],
+)
+def test_what_is_shown_of_an_address_has_no_secrets(given, shown):
+    assert text.public(given) == shown
+    assert text.public(shown) == shown
+    assert text.public_values({"a": [given, (3, None, {given: 1.5})]}) == {
+        "a": [shown, (3, None, {shown: 1.5})]
+    }
+    assert not re.search("sig|secret|token", text.brief(f"{'/' * 20} {given}", 40))
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("read HTTPS://me:p'@ss@host:80/a.tar?token=secret#x in", "read HTTPS://host:80/a.tar in"),
+        ("url='gs://host/a?sig=b'c'), next", "url='gs://host/a'), next"),
+        ("['https://host/a?b=1','s3://key:secret@k/b?y=2']", "['https://host/a','s3://k/b']"),
         ('{"a": "s3://key:secret@bucket/a?.tar", "b": 3}', '{"a": "s3://bucket/a?.tar", "b": 3}'),
         ("mail me@host?, see a/b?c=d", "mail me@host?, see a/b?c=d"),
     ],
 )
-def test_what_is_shown_of_a_url_has_no_password(given, shown):
-    assert text.public(given) == text.printable_lines(given) == shown
+def test_addresses_in_sentences_have_no_secrets(given, shown):
+    assert text.public_text(given) == text.printable_lines(given) == shown
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["a", "://", "a://", "a://x@", "a://b:c", "a::", "a::b://", "?", "@", "'", "https://h/a?", "https://h/ "],
+)
+def test_long_texts_take_time_in_proportion_to_their_length(unit):
+    """One that grew with the square would take hours."""
+    for start in ("", "https://", "https://h/"):
+        long = start + unit * (2 * 10**5 // len(unit))
+        assert len(text.public(long)) <= len(long) >= len(text.public_text(long))
+
+
+def test_names_that_only_secrets_told_apart_get_numbers():
+    given = [f"https://host/image?id={number}" for number in range(3)] + ["https://host/image (2)", "a", "a"]
+    shown = ["https://host/image", "https://host/image (3)", "https://host/image (4)"]
+    assert text.public_names(given) == [*shown, *given[3:]]
+    assert text.public_names([*given[:1], "https://host/image"])[1] == "https://host/image"
+    assert len(set(text.public_names([f"a://{n}@b" for n in range(2 * 10**4)]))) == 2 * 10**4

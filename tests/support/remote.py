@@ -9,6 +9,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import fsspec
 from PIL import Image
@@ -85,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(content=True)
 
     def answer(self, *, content: bool) -> None:
-        name = self.path.lstrip("/")
+        name = unquote(urlsplit(self.path).path).lstrip("/")
         path = self.server.folder / name
         time.sleep(self.server.latency)
         whole = path.stat().st_size if path.is_file() else 0

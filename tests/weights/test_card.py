@@ -137,6 +137,7 @@ def test_a_run_of_another_version_is_described_too():
 def test_no_password_and_no_path_leaves_with_the_weights(tmp_path):
     for source, shown in (
         ("https://me:secret@host/photos.tar?token=secret", "`https://host/photos.tar`"),
+        ("GS://me:secret '@host/my photos.tar?a=b 'secret\"\n", "`GS://host/my photos.tar`"),
         ("secret/photos", "`photos`"),
         (["secret/photos", "secret/shards"], "`photos, shards`"),
     ):

@@ -36,7 +36,9 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-    values, indices = cached_features(backbone, source, spec=spec, title=f"embeddings of {config.source}")
+    values, indices = cached_features(
+        backbone, source, spec=spec, title=f"embeddings of {public(config.source)}"
+    )
     labels = [source.label(i) for i in indices.tolist()]
     rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
     shape = " × ".join(map(str, values.shape))

@@ -13,7 +13,7 @@ from dino_vit.commands import Result
 from dino_vit.config.embeddings import SearchConfig
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import printable
+from dino_vit.core.text import printable, public
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
@@ -63,7 +63,7 @@ def run(config: SearchConfig) -> SearchResult:
             if os.path.realpath(os.path.join(folder, name)) != os.path.realpath(image):
                 images.append(Neighbour(name, embeddings.labels[row], round(cosine, 6), index, row))
         neighbours.append(images[: config.k])
-    names, lines = list(map(printable, config.images)), list[str]()
+    names, lines = [printable(public(image)) for image in config.images], list[str]()
     for name, images in zip(names, neighbours, strict=True):
         lines.append(f"{name}:")
         lines += [f"  {near.cosine:.4f}  {near.name}  {near.label or ''}".rstrip() for near in images]
@@ -113,7 +113,7 @@ def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings
     features = frozen.extract(queries, range(len(queries)), spec)
     if features.unreadable:
         image = features.unreadable[0]
-        path = printable(config.images[int(image.name)])
+        path = printable(public(config.images[int(image.name)]))
         raise ValueError(f"an image to search for cannot be read: {path}: {image.reason}")
     check_finite(features.values, model)
     return features.values

@@ -7,7 +7,7 @@ import numpy as np
 from PIL.Image import Image
 from torch import Tensor
 
-from dino_vit.core.text import brief, printable
+from dino_vit.core.text import brief, printable, public
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.limits import MAX_PIXELS, one_image, read_regular
@@ -20,7 +20,7 @@ class UnreadableImage(Exception):
     exit_code = 2
 
     def __init__(self, name: str, reason: str) -> None:
-        self.name, self.reason = printable(name), brief(reason, 1000)
+        self.name, self.reason = printable(public(name)), brief(reason, 1000)
         super().__init__(self.name, self.reason)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
-from dino_vit.core.text import brief, printable, progress
+from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
 from dino_vit.data.limits import check_bytes
 from dino_vit.data.shards import LocalCopies, ShardedSource
@@ -59,7 +59,7 @@ class ArchiveSource(IndexedSource, ShardedSource):
     """
 
     def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
-        self._suffix, self._spec, self._files = suffix, spec, list(files)
+        self._suffix, self._spec, self._files = suffix, public(spec), list(files)
         self._listed: list[list[Member]] = []
         beside = sorted({os.path.join(os.path.dirname(path), CLASS_NAMES) for path in files})
         with indexing(spec):
@@ -183,7 +183,7 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
                         listed.append(member)
             position = _skip_end(file, tar.offset)
     except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
-        text = f"{path} is truncated, damaged or compressed as a whole: {brief(error, 300)}"
+        text = f"{public(path)} is truncated, damaged or compressed as a whole: {brief(error, 300)}"
         raise ValueError(text) from error
     return listed
 
@@ -246,7 +246,7 @@ def _read_labels(path: str, members: Iterable[Member], keys: set[bytes]) -> dict
 
 
 def _label_in_json(path: str, name: bytes, text: str) -> object:
-    content = parse_json(text, f"{path}: {os.fsdecode(name)!r}")
+    content = parse_json(text, f"{public(path)}: {os.fsdecode(name)!r}")
     columns = dict(content) if isinstance(content, tuple) else {}
     label = next((columns[key] for key in LABEL_COLUMNS if key in columns), None)
     return printable(label) if isinstance(label, str | int | float) else None  # a list is none
@@ -261,9 +261,9 @@ def zip_images(path: str) -> list[Member]:
     except OSError:
         raise
     except Exception as error:  # zipfile raises nearly anything on damaged files
-        raise ValueError(f"{path} is damaged or not a zip archive: {brief(error, 300)}") from error
+        raise ValueError(f"{public(path)} is damaged or not a zip archive: {brief(error, 300)}") from error
     if any(info.flag_bits & 1 for info in infos):
-        raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")
+        raise ValueError(f"{public(path)} is encrypted. Unpack it, or pack it again without a password.")
     return images
 
 

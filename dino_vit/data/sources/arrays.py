@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, printable
+from dino_vit.core.text import brief, printable, public, public_names
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.limits import open_regular
 from dino_vit.data.sources.files import file_signature, is_url
@@ -29,14 +29,14 @@ class ArraySource:
 
     def __init__(self, path: str, key: str | None = None, dtype: np.dtype[Any] | None = None) -> None:
         if is_url(path):
-            raise ValueError(f"{path} is remote, but arrays are mapped into memory: copy it here first.")
+            raise ValueError(f"{public(path)} is remote, but arrays are mapped into memory: copy it here")
         self._path, self._key = path, key
         arrays = _load(path)
         self._images = _choose(path, arrays, key)
         self._channels_last = _channels_last(path, self._images.shape)
         self._dtype = dtype or _narrowest(path, self._images)
         self._labels = _labels(path, arrays, len(self))
-        self.classes = [printable(name) for name in self._labels.classes]
+        self.classes = list(map(printable, public_names(self._labels.classes)))
         self.fingerprint, self.stamp = _fingerprint(self._images), str(file_signature(path))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.process import REQUEUE, in_threads
-from dino_vit.core.text import brief, progress
+from dino_vit.core.text import brief, progress, public, public_text
 from dino_vit.data.limits import BYTES, MAX_BYTES, hold, open_regular, read_regular
 from dino_vit.data.sources.http import LongFile, WholeFile, read_range, read_whole
 
@@ -75,7 +75,7 @@ class ChangedFile(OSError):
 
 def changed(path: str) -> ChangedFile:
     """Return the error that says what to do."""
-    return ChangedFile(f"{path} was changed after it was indexed; start again to rebuild its index")
+    return ChangedFile(f"{public(path)} was changed after it was indexed; start again to rebuild its index")
 
 
 def is_url(path: str) -> bool:
@@ -83,7 +83,7 @@ def is_url(path: str) -> bool:
 
 
 def is_http(path: str) -> bool:
-    return path.startswith(("http://", "https://"))
+    return path.lower().startswith(("http://", "https://"))
 
 
 def plain(path: str) -> str:
@@ -100,7 +100,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"{brief(url, 200)} cannot be reached: {error}") from error
+        raise ValueError(f"{brief(url, 200)} cannot be reached: {without(url, error)}") from error
 
 
 class RemoteFile(RawIOBase):
@@ -131,6 +131,11 @@ class RemoteFile(RawIOBase):
         return size
 
 
+def without(url: str, error: BaseException) -> str:
+    """Return the text of an error, in which other libraries name a URL as it was given, secrets and all."""
+    return public_text(str(error).replace(url, public(url)))
+
+
 def remotely(url: str, work: Callable[[Any, str], R]) -> R:
     """Call `work` with a URL's file system and its path there; whatever fails is an OSError."""
     system, inner = filesystem(url)
@@ -139,7 +144,7 @@ def remotely(url: str, work: Callable[[Any, str], R]) -> R:
     except OSError:
         raise
     except Exception as error:  # each file system has errors of its own
-        raise OSError(f"{url}: {error}") from error
+        raise OSError(f"{public(url)}: {without(url, error)}") from error
 
 
 def time_limit(system: Any) -> dict[str, float]:
@@ -157,26 +162,27 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: f
         except (ChangedFile, LongFile):
             raise
         except OSError as error:
-            if refusal := _refusal(error):
-                text = f"{path} is not there or may not be read ({refusal})"
+            shown = public(path)
+            if refusal := _refusal(path, error):
+                text = f"{shown} is not there or may not be read ({refusal})"
                 raise Refused(f"{text}. Check the address, and the credentials if it needs some") from error
             late = "it does not answer in time" if isinstance(error, TimeoutError) else ""
-            reason = late or brief(str(error.__cause__ or error).removeprefix(f"{path}: "), 300)
+            reason = late or brief(without(path, error.__cause__ or error).removeprefix(f"{shown}: "), 300)
             left = end - time.monotonic()
             if left <= 0:
                 raise SourceLost(
-                    f"{path} could not be read for {seconds:g} seconds ({reason}). "
+                    f"{shown} could not be read for {seconds:g} seconds ({reason}). "
                     "When it can be reached again, run the same command again"
                 ) from error
             if attempt == 5 and _last_warning[0] < end - 2 * timeout_s:  # not from each thread
                 _last_warning[0] = end - timeout_s
-                log.warning("%s cannot be read (%s); retrying for %.0f more seconds", path, reason, left)
+                log.warning("%s cannot be read (%s); retrying for %.0f more seconds", shown, reason, left)
             if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
-                raise SourceLost(f"{path} is no longer needed") from error
+                raise SourceLost(f"{shown} is no longer needed") from error
     raise AssertionError
 
 
-def _refusal(error: OSError) -> str | None:
+def _refusal(path: str, error: OSError) -> str | None:
     """Return how a server refuses a file for good, or None if asking again may help."""
     cause = error.__cause__
     if getattr(getattr(cause, "os_error", None), "errno", 0) == socket.EAI_NONAME:
@@ -190,7 +196,7 @@ def _refusal(error: OSError) -> str | None:
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden:")  # as gcsfs says
     refused = (isinstance(error, FileNotFoundError) and not unreachable) or forbidden
     refused = refused or isinstance(error, WholeFile)
-    return brief(error, 200) if refused else None
+    return brief(without(path, error), 200) if refused else None
 
 
 def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
@@ -216,7 +222,7 @@ def list_remote(root: str) -> dict[str, FileSignature]:
         system.invalidate_cache()
         return inner, system.find(inner, detail=True)
 
-    with progress(f"Listing {root}") as advance:
+    with progress(f"Listing {public(root)}") as advance:
         inner, infos = retry(lambda: remotely(root, ask), root)
         advance(len(infos))
     return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
@@ -236,7 +242,7 @@ def request(url: str, start: int, size: int) -> bytes:
 
 def check_length(data: bytes, size: int, path: str) -> bytes:
     if len(data) != size:
-        raise OSError(f"{path} is truncated: {len(data):,} bytes instead of {size:,}")
+        raise OSError(f"{public(path)} is truncated: {len(data):,} bytes instead of {size:,}")
     return data
 
 
@@ -252,6 +258,7 @@ def exists(path: str) -> bool:
 
 def short_names(paths: Sequence[str]) -> list[str]:
     """Return the names of files, or where some are equal, their paths below the folder that all share."""
+    paths = list(map(public, paths))
     names = [os.path.basename(path) for path in paths]
     if len({*names}) == len(names):
         return names
@@ -262,7 +269,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 def is_folder(path: str) -> bool:
     if not is_url(path):
         return os.path.isdir(path)
-    if is_http(path) and path.lower().endswith(FILE_SUFFIXES):  # else it may be read whole, for links
+    if is_http(path) and public(path).lower().endswith(FILE_SUFFIXES):  # else it may be read whole, for links
         return False
 
     def ask() -> bool:
@@ -320,7 +327,7 @@ def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
         return open_regular(path)
     size = retry(lambda: remote_info(path), path).get("size")
     if size is None:
-        raise OSError(f"{path} has no known size, so it cannot be read at random")
+        raise OSError(f"{public(path)} has no known size, so it cannot be read at random")
     return BufferedReader(RemoteFile(path, int(size)), buffer)
 
 

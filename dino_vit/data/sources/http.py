@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
+from dino_vit.core.text import public
+
 
 class WholeFile(OSError):
     """A server does not know how to send a part of a file."""
@@ -20,7 +22,7 @@ def read_range(system: Any, inner: str, start: int, size: int, limits: Mapping[s
         length = answer.content_length
         if answer.ok and (length is None or length > size):
             answered = "any length" if length is None else f"{length:,} bytes"
-            text = f"{inner}: the server answers with {answered}, where {size:,} bytes were asked for"
+            text = f"{public(inner)}: the server answers with {answered}, where {size:,} bytes were asked for"
             raise WholeFile(text) if answer.status == 200 else OSError(text)
 
     headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
@@ -42,7 +44,7 @@ def read_whole(system: Any, inner: str, limit: int, limits: Mapping[str, Any]) -
             async for part in answer.content.iter_any():
                 size = max(size, content.tell() + len(part))
                 if size > limit:
-                    raise LongFile(f"{inner} has more than {limit:,} bytes")
+                    raise LongFile(f"{public(inner)} has more than {limit:,} bytes")
                 content.write(part)
         return content.getvalue()
 

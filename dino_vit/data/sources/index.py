@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from dino_vit.core import log
 from dino_vit.core.cache import bound, keep
 from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
-from dino_vit.core.text import brief, printable
+from dino_vit.core.text import brief, numbered, numbers_apart, printable, public, public_names
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
 from dino_vit.data.sources.files import UNKNOWN, file_signatures, is_url
 
@@ -60,15 +61,16 @@ class IndexContents:
         names = [self.names[row] for row in order]
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
         sizes = np.asarray(of_files if self.sizes is None else self.sizes, dtype=np.int64)
+        shown = [os.fsencode(public(os.fsdecode(name))) if b"://" in name else name for name in names]
         labels = (
-            self.labels._replace(numbers=self.labels.numbers[rows]) if self.labels else folder_labels(names)
+            self.labels._replace(numbers=self.labels.numbers[rows]) if self.labels else folder_labels(shown)
         )
         arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.numbers)}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata |= {
             "fingerprint": fingerprint_of(names, sizes[rows]),
             "classes": labels.classes,
-            "splits": find_splits(below_shared(names)),
+            "splits": find_splits(below_shared(shown)),
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
@@ -122,7 +124,7 @@ class IndexedSource:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.classes = [printable(name) for name in index.metadata["classes"]]
+        self.classes = list(map(printable, public_names(index.metadata["classes"])))
         splits = index.metadata["splits"].items()
         self.splits = {printable(name): range(*indices) for name, indices in splits}
         self.fingerprint = str(index.metadata["fingerprint"])
@@ -130,20 +132,36 @@ class IndexedSource:
         size, version, _ = index.file_signatures.T
         told = not ((size >= 0) & (version == UNKNOWN)).any()
         self.stamp = str(index.metadata["stamp"]) if told else None
+        self._numbers = _numbers_apart(index.names)
 
     def __len__(self) -> int:
         return len(self.index.names)
 
     def name(self, index: int) -> str:
+        return printable(self.public_name(index))
+
+    def public_name(self, index: int) -> str:
+        """Return the name without secrets, of any characters."""
+        return numbered(public(os.fsdecode(self.raw_name(index))), self._numbers.get(index))
+
+    def full_name(self, index: int) -> str:
         return printable(os.fsdecode(self.raw_name(index)))
 
     def raw_name(self, index: int) -> bytes:
-        """Return the name as the folder or archive has it."""
+        """Return the name as the folder or archive has it: to read the image, not to show it."""
         return bytes(self.index.names[index].as_py())
 
     def label(self, index: int) -> int | None:
         label = int(self.index.columns["label"][index])
         return None if label < 0 else label
+
+
+def _numbers_apart(names: pa.Array) -> dict[int, int]:
+    """Return the numbers of `numbers_apart`; names without addresses are only searched for one."""
+    data = names.buffers()[2] or b""
+    if not (re.search(b"://", data) and re.search(b"[?#@]", data)):
+        return {}
+    return numbers_apart([os.fsdecode(name) for name in names.to_pylist()])
 
 
 def cache_folder() -> Path:
@@ -208,6 +226,7 @@ def open_index(
 @contextmanager
 def indexing(spec: str) -> Iterator[None]:
     """Say what cannot be indexed."""
+    spec = public(spec)
     try:
         yield
     except OSError as error:  # of the source, or of a full disk
@@ -248,13 +267,13 @@ def _lock(path: Path, spec: str) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_suffix(".lock").open("wb")
     except OSError as error:
-        text = f"the index of {spec} cannot be written: {error}"
+        text = f"the index of {public(spec)} cannot be written: {error}"
         raise StorageError(f"{text}. Let DINO_VIT_CACHE be a folder that can be written") from error
     with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("%s: waiting for another process that builds its index", spec)
+            log.info("%s: waiting for another process that builds its index", public(spec))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:  # as Lustre without its option -o flock; what is built twice is the same
             log.warning("%s cannot be locked (%s); other processes may build it too", path, error.strerror)

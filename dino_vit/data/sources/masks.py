@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
-from dino_vit.core.text import plural
+from dino_vit.core.text import plural, public
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import exists, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.open import open_source
@@ -89,7 +89,9 @@ def open_masks(
     source: Source = open_source(spec) if published is None else _open_published(spec, published, training)
     if isinstance(source, MaskedSource):
         if masks or class_names or ignore_value != IGNORED:
-            raise ValueError(f"{spec} has masks of its own: leave out masks, class_names and ignore_value")
+            raise ValueError(
+                f"{public(spec)} has masks of its own: leave out masks, class_names and ignore_value"
+            )
         return source
     beside = _beside(spec)
     if masks is None and not is_folder(beside):
@@ -97,9 +99,9 @@ def open_masks(
             f"{each.title}: {', '.join(each.paths('FOLDER', training=False))}" for each in PUBLISHED
         )
         raise ValueError(
-            f"{spec} has no masks: {beside} does not exist. Give masks=FOLDER with indexed PNG files that "
-            "are named as the images (synthetic:scenes has masks), or the folder of a published set, which "
-            f"is recognised by what is in it ({expected})"
+            f"{public(spec)} has no masks: {public(beside)} does not exist. Give masks=FOLDER with indexed "
+            "PNG files that are named as the images (synthetic:scenes has masks), or the folder of a "
+            f"published set, which is recognised by what is in it ({expected})"
         )
     classes = _read_names(class_names) if class_names else [str(value) for value in range(IGNORED)]
     return FilesWithMasks(
@@ -141,11 +143,12 @@ def _pairs(
     with_mask = [index for index, stem in enumerate(stems) if stem in masks_by_stem]
     if not with_mask:
         raise ValueError(
-            f"no image of {spec} has a mask in {of_masks}: there is no {stems[0]}.png, for example"
+            f"no image of {public(spec)} has a mask in {public(of_masks)}: there is no {stems[0]}.png, "
+            "for example"
         )
     if len(with_mask) < len(source):
         text = "left out: %s of %s without a mask in %s"
-        log.info(text, plural(len(source) - len(with_mask), "image"), spec, of_masks)
+        log.info(text, plural(len(source) - len(with_mask), "image"), public(spec), public(of_masks))
     return Subset(source, with_mask), Subset(folder, [masks_by_stem[stems[index]] for index in with_mask])
 
 
@@ -153,7 +156,7 @@ def _open_published(spec: str, published: PublishedSet, training: bool) -> Files
     """Open a split of a published set."""
     title, paths = published.title, published.paths(plain(spec).rstrip("/"), training=training)
     if missing := next((path for path in paths if not exists(path)), None):
-        raise ValueError(f"{spec} is {title} by its folders, but lacks {missing}; unpack it, or give train")
+        raise ValueError(f"{public(spec)} is {title} by its folders, but lacks {public(missing)}; unpack it")
     images, folder = open_source(paths[0]), open_source(paths[1])
     text = read_file(paths[2]).decode() if published.text else ""
     if text and published.classes:
@@ -164,7 +167,7 @@ def _open_published(spec: str, published: PublishedSet, training: bool) -> Files
     rows = text.strip().splitlines()[1:]
     classes = published.classes or [row.split("\t")[-1].strip() for row in rows]
     split, count = published.splits[not training], plural(len(pairs[0]), "image")
-    log.info("%s is %s by its folders: %s of %s, %d classes", spec, title, count, split, len(classes))
+    log.info("%s is %s by its folders: %s of %s, %d classes", public(spec), title, count, split, len(classes))
     return FilesWithMasks(
         *pairs,
         classes=classes,
@@ -185,7 +188,9 @@ def _read_names(path: str) -> list[str]:
     names = [name.strip() for name in read_file(plain(path)).decode().rstrip().splitlines()]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         lines = ", ".join(str(line) for line, name in enumerate(names, 1) if name == repeated)
-        raise ValueError(f"{path} has the class {repeated!r} on lines {lines}; each needs its own name")
+        raise ValueError(
+            f"{public(path)} has the class {repeated!r} on lines {lines}; each needs its own name"
+        )
     return names
 
 

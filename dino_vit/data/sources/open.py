@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dino_vit.config.objects import is_object
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
-from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable
+from dino_vit.core.text import BRACES, brief, expand_braces, plural, printable, public
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries, without_labels
 from dino_vit.data.sources.files import (
     OF_ITS_OWN_S,
@@ -91,7 +91,7 @@ def _open(spec: str) -> Source:
     if BRACES.search(spec) or glob.has_magic(spec):
         files = expand(spec)
         if not files:
-            raise ValueError(f"{spec!r} matches no file.")
+            raise ValueError(f"{public(spec)!r} matches no file.")
         return _open_files(spec, files)
     path, _, key = spec.rpartition(":")
     if path.lower().endswith(".npz") and os.path.exists(path):
@@ -99,7 +99,7 @@ def _open(spec: str) -> Source:
 
         return ArraySource(path, key)
     hint = ", or may not be read (check the credentials)" if is_url(spec) else ""
-    raise ValueError(f"{spec!r} does not exist{hint}: {ALLOWED}.")
+    raise ValueError(f"{public(spec)!r} does not exist{hint}: {ALLOWED}.")
 
 
 def _open_synthetic(spec: str) -> Source:
@@ -132,8 +132,8 @@ def _open_folder(root: str) -> Source:
         kinds = ", ".join(suffixes if len(suffixes) > 1 else splits)
         pattern = os.path.join(root, f"*{suffixes[-1]}" if len(suffixes) > 1 else f"*{splits[-1]}*")
         raise ValueError(
-            f"{root} contains archives of several kinds or splits ({kinds}), such as {names[0]} and "
-            f"{names[-1]}: choose by a pattern such as '{pattern}'"
+            f"{public(root)} contains archives of several kinds or splits ({kinds}), such as {names[0]} "
+            f"and {names[-1]}: choose by a pattern such as '{public(pattern)}'"
         )
     return _open_files(root, [os.path.join(root, name) for name in names])
 
@@ -144,7 +144,7 @@ def _open_published(root: str, published: "PublishedSet") -> Source:
     text = "%s is %s by its folders: its images are in %s"
     source = FolderSource(os.path.join(root, folder))
     if not published.labelled:
-        log.info(text, root, published.title, folder)
+        log.info(text, public(root), published.title, folder)
         return without_labels(source)
     log.info(
         text + (", labelled by the folders there" if source.classes else ""), root, published.title, folder
@@ -152,7 +152,9 @@ def _open_published(root: str, published: "PublishedSet") -> Source:
     beside = {name.partition("/")[0] for name in ([] if is_url(root) else list_local(root)) if is_image(name)}
     if beside := beside - {folder, masks, *published.others}:
         named = brief(printable(", ".join(sorted(beside))), 200)
-        log.warning("%s: the images in %s are left out; give these folders to read them too", root, named)
+        log.warning(
+            "%s: the images in %s are left out; give these folders to read them too", public(root), named
+        )
     return source
 
 
@@ -162,7 +164,7 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     if suffixes.issubset(IMAGE_SUFFIXES) and (len(files) > 1 or suffixes != {".npy"}):
         return FilesSource(spec, files)
     if len(suffixes) > 1:
-        raise ValueError(f"{spec!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
+        raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
     if suffix in ARCHIVE_SUFFIXES:
         from dino_vit.data.sources.archives import ArchiveSource
@@ -173,14 +175,14 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
 
         return ParquetSource(spec, files)
     if len(files) > 1:
-        raise ValueError(f"{spec!r} matches {len(files)} {suffix} files: give one file of this kind")
+        raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in (".txt", ".csv", ".tsv"):
         return ListSource(files[0])
     if suffix in (".npy", ".npz"):
         from dino_vit.data.sources.arrays import ArraySource
 
         return ArraySource(files[0])
-    raise ValueError(f"{spec!r} is of an unknown kind: {ALLOWED}.")
+    raise ValueError(f"{public(spec)!r} is of an unknown kind: {ALLOWED}.")
 
 
 def archive_files(spec: str) -> tuple[str, list[str]]:
@@ -192,11 +194,11 @@ def archive_files(spec: str) -> tuple[str, list[str]]:
     else:
         folder = os.path.dirname(spec)
         if glob.has_magic(folder) or BRACES.search(folder):
-            raise ValueError(f"{spec} is of several folders; give the folder that holds them")
+            raise ValueError(f"{public(spec)} is of several folders; give the folder that holds them")
         files = [path.removeprefix(folder).lstrip("/") for path in expand(spec)]
     files = [file for file in files if suffix_of(file) in ARCHIVE_SUFFIXES]
     if not files:
-        raise ValueError(f"{spec} has no tar or zip archives; give their folder or a pattern")
+        raise ValueError(f"{public(spec)} has no tar or zip archives; give their folder or a pattern")
     return folder, files
 
 
@@ -232,7 +234,7 @@ class NoImages(ValueError):
         counts = ", ".join(f"{count} {printable(suffix) or 'without a suffix'}" for suffix, count in suffixes)
         content = f"no images, only {counts}" if counts else "no files"
         advice = f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
-        return f"{self.args[0]} contains {content}. {advice}"
+        return f"{public(self.args[0])} contains {content}. {advice}"
 
 
 class PathSource(IndexedSource):
@@ -265,7 +267,7 @@ class FolderSource(PathSource):
     def __init__(self, root: str | Path) -> None:
         self.root = root = plain(os.fspath(root))
         if not is_folder(root):
-            raise ValueError(f"{root} is not a folder. Give a folder with images in it, at any depth.")
+            raise ValueError(f"{public(root)} is no folder. Give a folder with images in it, at any depth.")
         with indexing(root):
             remote = from_rank_0(lambda: list_remote(root)) if is_url(root) else {}
             names = _images_among(root, list(remote) if is_url(root) else list_local(root))
@@ -283,7 +285,7 @@ def _images_among(root: str, files: Sequence[str]) -> list[str]:
         raise NoImages(root, others, sorted(containers))
     if containers:
         text = "%s is read as a folder of images, without the %s in it, such as %s"
-        log.warning(text, root, plural(len(containers), "archive"), printable(containers[0]))
+        log.warning(text, public(root), plural(len(containers), "archive"), printable(containers[0]))
     return names
 
 
@@ -293,11 +295,11 @@ class ListSource(PathSource):
     seconds = OF_ITS_OWN_S  # each may be on another server
 
     def __init__(self, path: str) -> None:
-        self.root, self._path = os.path.dirname(path), path
+        self.root, self._path = os.path.dirname(path), public(path)
         with indexing(path):
-            entries = list(read_entries(path, read_file(path)))
+            entries = list(read_entries(self._path, read_file(path)))
         if not entries:
-            raise ValueError(f"{path} lists no images. Write one path per line.")
+            raise ValueError(f"{self._path} lists no images. Write one path per line.")
         entries.sort(key=lambda entry: os.fsencode(entry.name))
         paths = [_join(self.root, entry.name) for entry in entries]
         # To ask for the size of each remote file would take long.

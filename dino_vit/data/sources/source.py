@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.text import plural, printable
+from dino_vit.core.text import plural, printable, public, public_names
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy", ".avif", ".heic", ".heif"),
@@ -35,7 +35,7 @@ class Source(Protocol):
     def label(self, index: int) -> int | None: ...
 
     def name(self, index: int) -> str:
-        """Return the name in a form that can be shown and written: `printable`."""
+        """Return the name in a form that can be shown and written: `printable` and `public`."""
 
     @property
     def classes(self) -> Sequence[str]:
@@ -47,6 +47,12 @@ class Source(Protocol):
 
         A source that is copied elsewhere keeps it; what changes with each file is a `stamp` (`stamp_of`).
         """
+
+
+def full_name(source: Source, index: int) -> str:
+    """Return the name with the secrets of its address: to look it up in a file, not to show or write it."""
+    found: str = getattr(source, "full_name", source.name)(index)
+    return found
 
 
 class Subset:
@@ -67,6 +73,9 @@ class Subset:
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.indices[index]))
+
+    def full_name(self, index: int) -> str:
+        return full_name(self.source, int(self.indices[index]))
 
     @property
     def fingerprint(self) -> str:
@@ -99,7 +108,8 @@ class Joined:
     """The images of several sources, one source after another."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[Source]) -> None:
-        self.names, self.parts = list(map(printable, names)), parts
+        self.names, self.parts = list(map(printable, public_names(names))), parts
+        self._full_names = list(map(printable, names))
         self.starts = np.concatenate([[0], np.cumsum(list(map(len, parts)))])
         self.classes: Sequence[str] = list(dict.fromkeys(name for part in parts for name in part.classes))
 
@@ -118,6 +128,10 @@ class Joined:
     def name(self, index: int) -> str:
         part, row = self._locate(index)
         return f"{self.names[part]}/{self.parts[part].name(row)}"
+
+    def full_name(self, index: int) -> str:
+        part, row = self._locate(index)
+        return f"{self._full_names[part]}/{full_name(self.parts[part], row)}"
 
     @property
     def fingerprint(self) -> str:
@@ -229,8 +243,8 @@ class ShardLayout:
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix of a name in lower case."""
-    return os.path.splitext(name)[1].lower()
+    """Return the suffix of a name in lower case, of an address without its query."""
+    return os.path.splitext(public(name))[1].lower()
 
 
 def is_image(name: str | bytes) -> bool:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural, progress
+from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
 from dino_vit.data.limits import check_bytes
 from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file, short_names
@@ -162,7 +162,7 @@ class ParquetSource(IndexedSource):
     """The images in Parquet files, unpacked into the index."""
 
     def __init__(self, spec: str, files: Sequence[str]) -> None:
-        self._spec, self._files = spec, list(files)
+        self._spec, self._files = public(spec), list(files)
         super().__init__(open_index("parquet", spec, self._build, self._files))
         if self.stamp is None:
             text = "%s: its server does not tell when it changes; delete %s, which has its images, if it did"
@@ -180,7 +180,9 @@ class ParquetSource(IndexedSource):
                 for columns, batch in _read_batches(path):
                     rows = rows or Rows(columns)
                     if columns != rows.columns:
-                        raise ValueError(f"{path} has different columns from {self._files[0]}")
+                        raise ValueError(
+                            f"{public(path)} has different columns from {public(self._files[0])}"
+                        )
                     write_images(b"".join(filter(None, rows.add(batch).to_pylist())))
                     tables[path] += len(batch)
                     advance(len(batch))
@@ -197,7 +199,7 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
     try:
         with open_file(path) as file:
             table = pq.ParquetFile(file)
-            columns = find_columns(path, table.schema_arrow)
+            columns = find_columns(public(path), table.schema_arrow)
             image = columns.image
             read = [f"{image}.bytes", f"{image}.path"] if columns.nested else [image]
             read += filter(None, (columns.name, columns.label))
@@ -206,7 +208,7 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
                 for batch in table.iter_batches(rows, row_groups=[group], columns=read):
                     yield columns, batch
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged or not a Parquet file: {brief(error, 300)}") from error
+        raise ValueError(f"{public(path)} is damaged or not a Parquet file: {brief(error, 300)}") from error
 
 
 def _has_dictionary(group: Any, column: str) -> bool:
