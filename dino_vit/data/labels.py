@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural, printable, public, public_names
+from dino_vit.core.text import brief, plural, printable, public, public_names, public_values
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, full_name, suffix_of
 from dino_vit.data.targets import SEPARATOR, as_number, join_numbers
@@ -213,7 +213,8 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])
     for number, row in enumerate(rows[start:], start + 1):
         if len(row) <= max(name, label or 0, *numbers):
-            raise ValueError(f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {row!r:.80}")
+            shown = brief(public_values(row), 80)
+            raise ValueError(f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {shown}")
         cells = {header[column]: row[column] for column in numbers}
         text = join_numbers(cells) if label is None else row[label]
         yield Entry(row[name], text.strip() or None)
@@ -319,7 +320,7 @@ def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
         if (first := table.setdefault(name, value)) is not value and first != value:  # NaN is not itself
             contradictions[name] = first, value
     if contradictions:
-        pairs = [(public(name), *values) for name, values in contradictions.items()]
+        pairs = [(name, *values) for name, values in public_values([*contradictions.items()])]
         examples = _examples(pairs, "%.200r has %.200r and %.200r")
         raise ValueError(f"{path} has two values for {plural(len(pairs), 'name')}: {examples}")
     return table

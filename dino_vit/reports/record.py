@@ -9,7 +9,7 @@ from statistics import median
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
-from dino_vit.core.text import plural, public_values
+from dino_vit.core.text import plural, public, public_values
 from dino_vit.eval.results import Evaluation, read_evaluations
 from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
 from dino_vit.training.readings import Diagnosis
@@ -82,7 +82,7 @@ def facts(record: RunRecord) -> dict[str, str]:
     config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
     named = {
         "network": config.model.title,
-        "images from": config.data.images,
+        "images from": ", ".join(map(public, config.data.sources)),
         "training": training,
     }
     if record.history:

@@ -133,6 +133,16 @@ def test_names_without_a_match_and_two_values_for_a_name_are_said(tmp_path, capl
         open_source(str(tmp_path / "photos"), path)
 
 
+def test_errors_about_a_file_have_no_secrets_of_its_names(tmp_path):
+    write_synthetic(tmp_path / "photos" / "a.png", 0)
+    path, secret = tmp_path / "labels.csv", f"https://me:{'hunter2' * 30}@host/a b.png?token=hunter2 '"
+    for text in (f'"{secret}",0\n"{secret}",1\n', f'"{secret}",0\n', f'path,label\n"{secret}"\n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"https://host/a b\.png") as error:
+            open_source(str(tmp_path / "photos"), path)
+        assert "hunter2" not in str(error.value)
+
+
 def test_labels_for_other_names_are_refused(tmp_path):
     (tmp_path / "labels.csv").write_text("a.jpg,1\n")
     with pytest.raises(ValueError, match=r"labels for none of the images: its names are like 'a\.jpg'"):
