@@ -146,9 +146,8 @@ def _open_published(root: str, published: "PublishedSet") -> Source:
     if not published.labelled:
         log.info(text, public(root), published.title, folder)
         return without_labels(source)
-    log.info(
-        text + (", labelled by the folders there" if source.classes else ""), root, published.title, folder
-    )
+    labelled = ", labelled by the folders there" if source.classes else ""
+    log.info(text + labelled, public(root), published.title, folder)
     beside = {name.partition("/")[0] for name in ([] if is_url(root) else list_local(root)) if is_image(name)}
     if beside := beside - {folder, masks, *published.others}:
         named = brief(printable(", ".join(sorted(beside))), 200)
