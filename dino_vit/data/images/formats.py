@@ -59,7 +59,7 @@ _PAGES = ("Q", "I")  # axes of TIFF of unknown meaning
 _ORIENTATION = 274  # the tag, of TIFF and of EXIF
 
 # A file is reported once, by its exception, and one that can be read in spite of its damage is not.
-for _library in ("tifffile", "PIL"):
+for _library in ("tifffile", "PIL", "imagecodecs"):
     logging.getLogger(_library).addHandler(logging.NullHandler())
     logging.getLogger(_library).propagate = False
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.|tifffile|numpy\.lib")

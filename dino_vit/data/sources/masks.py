@@ -142,10 +142,8 @@ def _pairs(
     masks_by_stem = {_stem(folder.name(index)): index for index in range(len(folder))}
     with_mask = [index for index, stem in enumerate(stems) if stem in masks_by_stem]
     if not with_mask:
-        raise ValueError(
-            f"no image of {public(spec)} has a mask in {public(of_masks)}: there is no {stems[0]}.png, "
-            "for example"
-        )
+        example = f": there is no {stems[0]}.png, for example" if stems else ", as its list names none of them"
+        raise ValueError(f"no image of {public(spec)} has a mask in {public(of_masks)}{example}")
     if len(with_mask) < len(source):
         text = "left out: %s of %s without a mask in %s"
         log.info(text, plural(len(source) - len(with_mask), "image"), public(spec), public(of_masks))
