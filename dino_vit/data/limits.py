@@ -48,7 +48,12 @@ class Budget:
     """What the threads of this process may hold together; more than all of it, one thread alone."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.free = total, total
+        self.total = total
+        self.reset()
+
+    def reset(self) -> None:
+        """Let all of it be free."""
+        self.free = self.total
         self._turn, self._changed = threading.Lock(), threading.Condition()
 
     def take(self, amount: int) -> int:
@@ -104,8 +109,8 @@ def hold(budget: Budget, amount: int) -> None:
 
 def _release_all() -> None:
     """Let a forked process begin anew: the threads that hold something are not in it."""
-    BYTES.__init__(BYTES.total)
-    PIXELS.__init__(PIXELS.total)
+    BYTES.reset()
+    PIXELS.reset()
     _held.amounts = None
 
 

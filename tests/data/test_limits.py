@@ -11,7 +11,7 @@ import pytest
 from dino_vit.data import limits
 from dino_vit.data.images.decode import UnreadableImage, decode, read_given, read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.limits import Budget, hold, one_image, open_regular
+from dino_vit.data.limits import Budget, hold, one_image, open_regular, read_regular
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.statistics import channel_statistics, inspect_images
 from dino_vit.weights import load_backbone
@@ -193,3 +193,24 @@ def test_text_and_profiles_that_expand_do_no_harm():
         chunk += struct.pack(">I", zlib.crc32(name + content))
         with suppress(UnreadableImage):
             assert decode(data[:33] + chunk + data[33:], "x").shape == (1, 20, 30)
+
+
+def test_a_picture_that_is_given_stays_as_it_is():
+    image = smooth()
+    image.getexif()[274] = 6
+    assert read_given(image).shape == (3, 30, 20)
+    assert image.size == (30, 20)
+
+
+def test_a_file_is_read_as_long_as_it_says():
+    assert read_regular("/proc/self/status") == b""  # which has more, and others there never end
+
+
+@pytest.mark.parametrize(("brightest", "bits"), [((200, 255), 8), ((200, 60_000), 16)])
+def test_wide_integers_have_one_white_in_a_folder(tmp_path, brightest, bits):
+    for number, top in enumerate(brightest):
+        np.save(tmp_path / f"{number}.npy", np.array([[0, 200, top]] * 2, np.int32))
+    source = FolderSource(tmp_path)
+    assert inspect_images(source, range(2)).bits == bits
+    images = [read_image(source, index, Pixels(channels=1, bits=bits)) for index in range(2)]
+    assert images[0][0, 0, 1] == images[1][0, 0, 1]

@@ -226,10 +226,11 @@ def by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
     if getattr(file, "is_animated", False) and parent_process() is None:
         _say_first_frame(file.format or "image")
     file.load()
-    ImageOps.exif_transpose(file, in_place=True)
-    parts = (file.crop(box) for box in _strips(*file.size))
+    turned = file.getexif().get(_ORIENTATION) in range(2, 9)  # or a copy would be made of each
+    image = ImageOps.exif_transpose(file) if turned else file
+    parts = (image.crop(box) for box in _strips(*image.size))
     arrays = (np.array(part if part.mode == mode else part.convert(mode)) for part in parts)
-    return _joined(arrays, file.height)
+    return _joined(arrays, image.height)
 
 
 def _strips(width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
