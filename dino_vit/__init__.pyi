@@ -614,7 +614,7 @@ def dense(
       train_masks=null                    the same of train
       class_names=null                    text file with the name of each class, a line each
       ignore_value=255                    value of pixels that belong to no class
-      train=null                          images to learn from; null: split train, or every other one of source
+      train=null                          images to learn from; null: split train, or half of source in blocks
       blocks=1                            last blocks whose patches are joined; published: 1 or 4
       k=20                                neighbours of a patch
       patches=50000                       patches that neighbours are among, about; as many of each image

@@ -117,7 +117,7 @@ class DenseConfig(BackboneConfig):
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
     ignore_value: Byte = setting(IGNORED, "value of pixels that belong to no class")
-    train: str | None = setting(None, "images to learn from; null: split train, or every other one of source")
+    train: str | None = setting(None, "images to learn from; null: split train, or half of source in blocks")
     blocks: Few = setting(1, "last blocks whose patches are joined; published: 1 or 4")
     k: Few = setting(20, "neighbours of a patch")
     patches: Count = setting(50_000, "patches that neighbours are among, about; as many of each image")

@@ -17,7 +17,6 @@ from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree
-from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.shards import ShardedSource
@@ -26,6 +25,7 @@ from dino_vit.data.sources.open import PathSource, open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.accuracy import Predictions
+from dino_vit.eval.blocks import choose_blocks, series_of
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 from dino_vit.models.tokens import CLS, FeatureSpec
@@ -191,13 +191,14 @@ def _file_at(path: str) -> Hashable:
 
 
 def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]:
-    """Open both sets; of a source without splits a fifth, chosen by the seed, is for validation."""
+    """Open both sets; of a source without splits a fifth, in blocks by the seed, is for validation."""
     train, val = given_sets(config)
     if train is not None:
         return train, val
-    order = np.argsort(random_bits(config.seed, RngPurpose.EVALUATION, val.indices), kind="stable")
-    chosen = np.zeros(len(val), dtype=bool)
-    chosen[order[: max(1, len(val) // _VAL_SHARE)]] = True
+    series: Sequence[Hashable] = series_of(val.source, val.indices.tolist())
+    if val.task == "multiclass":
+        series = list(zip(series, val.targets.tolist(), strict=True))
+    chosen = choose_blocks(series, _VAL_SHARE, config.seed)
     train = val.part(~chosen, f"the rest of {val.name}")
     train.require_two_classes()
     return train, val.part(chosen, f"a fifth of {val.name}")
@@ -259,9 +260,9 @@ def labelled_features(
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Split off a tenth for model selection by the seed; return the rest and the held-out part."""
-    order = np.argsort(random_bits(seed, RngPurpose.EVALUATION, np.arange(len(train))), kind="stable")
-    held_out = max(1, len(order) // _HELD_OUT_SHARE)
-    if len(order) == held_out:
+    """Split off a tenth in blocks for model selection; return the rest and the held-out part."""
+    if len(train) == 1:
         raise ValueError("there is one image to train on, and none to choose the best head by: give more")
-    return train[order[held_out:]], train[order[:held_out]]
+    series = train.targets.tolist() if train.task == "multiclass" else [0] * len(train)
+    chosen = choose_blocks(series, _HELD_OUT_SHARE, seed)
+    return train[np.flatnonzero(~chosen)], train[np.flatnonzero(chosen)]

@@ -21,6 +21,7 @@ from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.accuracy import trivial_baselines
+from dino_vit.eval.blocks import choose_blocks
 from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import neighbour_means, weighted_knn
 from dino_vit.eval.metrics import TITLES, Title, measure
@@ -104,8 +105,8 @@ class OnlineFigures:
     """What an evaluation measured; accuracies are in per cent, by the labels top-1, mAP or R².
 
     `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
-    that vote in k-NN and tested on its queries; without splits on one half of all and tested on the other,
-    in turn.
+    that vote in k-NN and tested on its queries; without splits on one half of each class, in blocks, and
+    tested on the other, in turn.
     """
 
     rankme: float | None = None  # of the CLS token
@@ -284,6 +285,14 @@ class OnlineEvaluation:
         order = torch.tensor([self.row[index] for index in indices.tolist()]).argsort()
         return torch.zeros(len(order), dtype=torch.bool).index_fill(0, order[::2], True)
 
+    def _halves(self, indices: Tensor) -> Tensor:
+        """Return which images are in the first of two halves, each with a block of every class."""
+        order = indices.argsort()
+        labels = self._targets(indices[order])
+        series = labels.tolist() if self.task == "multiclass" else [0] * len(labels)
+        first = torch.from_numpy(choose_blocks(series, 2, seed=0))
+        return torch.zeros_like(first).index_copy(0, order, first)
+
     def _targets(self, indices: Tensor) -> Tensor:
         return self.targets[[self.row[index] for index in indices.tolist()]]
 
@@ -295,7 +304,7 @@ class OnlineEvaluation:
             targets = F.one_hot(labels, len(classes)).float()
         if self.bank is None:
             judged = torch.ones(len(indices), dtype=torch.bool)
-            outputs = cross_predictions(features.cpu(), targets, self._first_half(indices))
+            outputs = cross_predictions(features.cpu(), targets, self._halves(indices))
         else:
             judged = ~torch.isin(indices, self.bank)
             if not judged.any() or judged.all():  # most images became unreadable

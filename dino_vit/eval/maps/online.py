@@ -1,7 +1,7 @@
 """Evaluation during training by masks: the mIoU of patches, classified by their neighbours in other images.
 
-A few patches of the centre crops of a few hundred images bound memory and time. Every other image is learned
-from, as in `dense`.
+A few patches of the centre crops of a few hundred images bound memory and time. One half is learned from, in
+blocks, as in `dense`.
 """
 
 import math
@@ -27,6 +27,7 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.masks import MaskedSource, open_watched
 from dino_vit.data.sources.source import describe_images, spread
 from dino_vit.eval.accuracy import Measured, of_sums
+from dino_vit.eval.blocks import choose_blocks, series_of
 from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
@@ -45,8 +46,9 @@ class OnlineSegmentation:
         self.source, self.evaluation = source, evaluation
         self.grid = backbone.grid_of(*evaluation.transform.size)
         self.patches = spread(math.prod(self.grid), PATCHES)
-        indices = spread(len(source), IMAGES)
-        self.learned, self.judged = self._classes_of(indices[::2]), self._classes_of(indices[1::2])
+        indices = np.array(spread(len(source), IMAGES))
+        judged = choose_blocks(series_of(source, indices.tolist()), 2, seed=0)
+        self.learned, self.judged = (self._classes_of(indices[rows].tolist()) for rows in (~judged, judged))
         classes, targets = (torch.cat([*part.values()]) for part in (self.learned, self.judged))
         classes = classes[classes < IGNORED]
         if len(torch.unique(classes)) < 2 or (targets == IGNORED).all():

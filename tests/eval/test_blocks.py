@@ -1,0 +1,96 @@
+"""Images that are split by us: neighbours stay together, and every series is on both sides."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.commands.dense import _open
+from dino_vit.config.commands import DenseConfig
+from dino_vit.config.settings import Task
+from dino_vit.eval.blocks import STRETCHES, choose_blocks, series_of
+from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
+
+
+class Named:
+    """A source that has names only."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def name(self, index):
+        return self.names[index]
+
+
+def series(names):
+    return series_of(Named(names), range(len(names)))
+
+
+def apart(chosen):
+    """How many neighbours lie on both sides."""
+    return int((np.diff(np.asarray(chosen, int)) != 0).sum())
+
+
+@pytest.mark.parametrize("share", [2, 5, 10])
+def test_frames_of_one_place_lie_in_blocks(share):
+    chosen = choose_blocks(series([f"place/frame_{number:04d}.png" for number in range(400)]), share, 0)
+    assert chosen.sum() == 400 // share
+    assert 2 <= apart(chosen) <= 2 * STRETCHES, "of every other image it is 399"
+    for part in np.array_split(chosen, STRETCHES):
+        assert part.sum() == 80 // share, "of every time"
+
+
+@pytest.mark.parametrize("names", ["{}/{:03d}.jpg", "{}_{:d}.jpg", "set/{} ({}).jpg"])
+def test_of_every_class_and_place_as_many_are_held_out(names):
+    counts = {"cat": 50, "dog": 31, "dog hair": 7, "emu": 12}
+    listed = sorted(names.format(kind, number) for kind, count in counts.items() for number in range(count))
+    chosen = choose_blocks(series(listed), 5, seed=3)
+    assert chosen.sum() == 20
+    held = Counter(series([name for name, held in zip(listed, chosen, strict=True) if held]))
+    of_all = Counter(series(listed))
+    assert len(of_all) == 4
+    for kind, count in of_all.items():
+        assert abs(held[kind] - count / 5) <= 1 + count // 40
+    assert apart(chosen) <= 2 * (4 + STRETCHES)
+
+
+def test_images_that_are_no_series_are_drawn_by_the_seed():
+    names = [f"{letter}{other}.png" for letter in "abcdefghij" for other in "klmnopqrst"]
+    draws = [choose_blocks(series(names), 5, seed) for seed in range(4)]
+    assert [draw.sum() for draw in draws] == [20] * 4
+    assert len({draw.tobytes() for draw in draws}) == 4
+    assert np.array_equal(draws[1], choose_blocks(series(names), 5, 1))
+    assert all(apart(draw) > 20 for draw in draws)
+
+
+def test_few_images_leave_one_to_judge_by():
+    assert [choose_blocks(["a"] * count, 10, 0).sum() for count in (2, 3, 9, 10, 19, 20)] == [1] * 5 + [2]
+    assert choose_blocks(["a", "b"], 2, 0).sum() == 1
+
+
+def test_dense_learns_from_other_blocks_than_it_judges():
+    spec = {"source": "synthetic:scenes:100:16", "weights": "none"}
+    _, learned, _, judged = _open(DenseConfig(**spec))
+    assert sorted([*learned, *judged]) == list(range(100))
+    assert (len(learned), len(judged)) == (50, 50)
+    assert apart(np.isin(np.arange(100), judged)) <= 2 * STRETCHES
+
+
+def test_a_fifth_of_labelled_images_is_a_block_of_each_class():
+    train, val = open_sets(SupervisedConfig(source="synthetic:200:16"))
+    assert Counter(val.targets.tolist()) == dict.fromkeys(range(10), 4)
+    assert Counter(train.targets.tolist()) == dict.fromkeys(range(10), 16)
+    for kind in range(10):
+        of_class = np.flatnonzero(np.arange(200) % 10 == kind)
+        assert apart(np.isin(of_class, val.indices)) <= 2
+
+
+@pytest.mark.parametrize("task", ["multiclass", "regression"])
+def test_a_tenth_of_training_images_are_blocks(task: Task):
+    targets = torch.arange(200) // 20  # sorted by class
+    images = LabelledFeatures(torch.zeros(200, 1), targets, np.arange(200), tuple("abcdefghij"), task)
+    rest, held = hold_out(images, 0)
+    assert (len(rest), len(held)) == (180, 20)
+    assert apart(np.isin(np.arange(200), held.indices)) <= 2 * (10 if task == "multiclass" else STRETCHES)
+    assert (len(set(held.targets.tolist())) == 10) == (task == "multiclass")
