@@ -195,6 +195,8 @@ class CataloguedSource(ShardedSource):
 
 def open_catalogued(spec: str, list_files: Callable[[str], tuple[str, list[str]]]) -> CataloguedSource | None:
     """Open archives, given by their folder or a pattern, if a catalogue there is of these and no others."""
+    if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
+        return None
     folder, pattern = os.path.split(spec) if suffix_of(spec) in ARCHIVES else (spec.rstrip("/"), "")
     path = os.path.join(folder, CATALOGUE)
     if not exists(path):

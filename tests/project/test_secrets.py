@@ -25,7 +25,7 @@ from tests.support.runs import TINY
 
 SECRET = "hunter2"
 USER = f"me:{SECRET}'@"
-QUERY = f"?X-Amz-Signature={SECRET}&X-Amz-Date={SECRET} b'{SECRET}\"c"
+QUERY = f"?X-Amz-Signature={SECRET}/{SECRET}.x&X-Amz-Date={SECRET} b'{SECRET}\"c"
 KEPT = {"config.yaml", "checkpoints"}  # what a resume needs
 
 

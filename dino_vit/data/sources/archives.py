@@ -21,7 +21,7 @@ from dino_vit.data.shards import LocalCopies, ShardedSource
 from dino_vit.data.sources.files import changed, exists, open_file, read_file, short_names
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.ranges import ByteRangeReader
-from dino_vit.data.sources.source import ShardLayout, is_image
+from dino_vit.data.sources.source import ShardLayout, folder_of, is_image
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
@@ -61,7 +61,7 @@ class ArchiveSource(IndexedSource, ShardedSource):
     def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
         self._suffix, self._spec, self._files = suffix, public(spec), list(files)
         self._listed: list[list[Member]] = []
-        beside = sorted({os.path.join(os.path.dirname(path), CLASS_NAMES) for path in files})
+        beside = sorted({os.path.join(folder_of(path), CLASS_NAMES) for path in files})
         with indexing(spec):
             read = [*self._files, *filter(exists, beside)]
         index = open_index(suffix[1:], spec, self._build, read, prepare=self._list)
@@ -92,7 +92,7 @@ class ArchiveSource(IndexedSource, ShardedSource):
 
     def _build(self, _: WriteImages) -> IndexContents:
         listed = self._listed
-        folders = [os.path.dirname(path) for path in self._files]
+        folders = list(map(folder_of, self._files))
         classes = {folder: class_names(folder) for folder in set(folders)}
         listed = [named(of, classes[folder] or []) for of, folder in zip(listed, folders, strict=True)]
         images = [image for members in listed for image in members]

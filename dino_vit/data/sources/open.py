@@ -31,7 +31,7 @@ from dino_vit.data.sources.files import (
     retry,
 )
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, is_image, suffix_of
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, folder_of, is_image, suffix_of
 from dino_vit.data.sources.walk import list_local, match_local
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class ListSource(PathSource):
     seconds = OF_ITS_OWN_S  # each may be on another server
 
     def __init__(self, path: str) -> None:
-        self.root, self._path = os.path.dirname(path), public(path)
+        self.root, self._path = folder_of(path), public(path)
         with indexing(path):
             entries = list(read_entries(self._path, read_file(path)))
         if not entries:

@@ -247,6 +247,13 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(public(name))[1].lower()
 
 
+def folder_of(path: str) -> str:
+    """Return the folder of a file, of an address without its query, which may have slashes."""
+    if path.lower().startswith(("http://", "https://")):
+        path = path.partition("?")[0]
+    return os.path.dirname(path)
+
+
 def is_image(name: str | bytes) -> bool:
     """Tell whether this is the name of an image file that is not hidden, nor in a hidden folder."""
     text = os.fsdecode(name)
