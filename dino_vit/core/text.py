@@ -28,6 +28,8 @@ _CHAINED = re.compile(rf"::(?={_SCHEME}:[:/])")  # as fsspec has it: zip://a.png
 # In a sentence an address ends at a space, or at a quote that something other than a name follows.
 _IN_TEXT = re.compile(rf"""(?<![\w+.-]){_SCHEME}://[^\s/]*+(?:[^\s'"]|['"](?![\s,;:.)\]}}>]|$))*+""")
 _USER = re.compile(r"(?<=\w://)[^/]*@")
+_QUERY = re.compile("[?#].*", re.DOTALL)
+_MARK = re.compile("[?#@]")
 _HTTP = re.compile("https?://", re.IGNORECASE)
 BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -49,7 +51,7 @@ def public(value: str) -> str:
 
     It is for a value: an address may hold spaces and quotes, which in a sentence would end it.
     """
-    if "://" not in value:
+    if "://" not in value or not _MARK.search(value):
         return value
     if not _IS_ADDRESS.match(value):
         return public_text(value)
@@ -65,9 +67,11 @@ def _without_secrets(address: str) -> str:
     if "://" not in address:
         return address
     address = _USER.sub("", address)
-    path = re.split("[?#]", address, maxsplit=1)[0]
-    # Elsewhere than over HTTP, names may have these two, and patterns a question mark.
-    return path if "=" in address[len(path) :] or _HTTP.search(path) else address
+    mark = _QUERY.search(address)
+    # Elsewhere than over HTTP, names may have such a mark without a secret, and patterns a question mark.
+    if mark and ("=" in mark[0] or _HTTP.search(address, 0, mark.start())):
+        return address[: mark.start()]
+    return address
 
 
 def public_values(content: Any) -> Any:
