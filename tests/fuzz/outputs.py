@@ -52,7 +52,7 @@ def good_embeddings() -> bytes:
     with tempfile.TemporaryDirectory() as name:
         weights, output = f"{name}/w.safetensors", f"{name}/e.parquet"
         Path(weights).write_bytes(good_weights()["ours.safetensors"])
-        command(["embed", "synthetic:8:16", weights, f"output={output}"])
+        command(["embed", "synthetic:4:16", weights, f"output={output}"])
         return Path(output).read_bytes()
 
 

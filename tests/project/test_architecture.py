@@ -72,6 +72,20 @@ def test_no_folder_has_more_than_twelve_entries(folder):
     assert len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= 12
 
 
+WRITES = re.compile(r"\b(replacing|write_bytes|write_text|write_tensors|unlink|rename|rmtree|touch)\(")
+# A cache, and a folder that was not there.
+WRITE_OTHERWISE = {"eval/frozen.py", "commands/pack.py"}
+
+
+def test_results_are_written_by_the_functions_that_guard_what_a_user_has():
+    writing = set()
+    for package in ("commands", "eval", "reports"):
+        writing |= {path for path in (ROOT / package).rglob("*.py") if WRITES.search(path.read_text())}
+    assert {str(path.relative_to(ROOT)) for path in writing} == WRITE_OTHERWISE
+    programs = [path for path in (ROOT.parent / "eval").glob("*.py") if WRITES.search(path.read_text())]
+    assert not programs
+
+
 IMPORTS_ACCELERATE = re.compile(r"^\s*(?:from|import) accelerate\b", re.MULTILINE)
 
 
