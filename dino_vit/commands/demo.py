@@ -12,6 +12,7 @@ from dino_vit.config.commands import AttentionConfig, DemoConfig, ReportConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
+from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import choose_precision
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
@@ -36,6 +37,7 @@ def run(config: DemoConfig) -> DemoResult:
     """
     textures = recipe(config, "quick" if config.quick else "textures")
     folder = Path(textures.output)
+    claim(folder / "report.html")
     pretrain(textures)
     maps = [] if config.quick else [f"Attention maps: {_attention(config, folder).resolve()}"]
     report.run(load(ReportConfig, None, {"run": str(folder), "images": 200 if config.quick else 500}))

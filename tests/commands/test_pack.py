@@ -154,6 +154,16 @@ def test_an_output_that_came_meanwhile_stays(photos, tmp_path, monkeypatch, caps
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["000000.tar.arrow", "catalogue.arrow"])
+def test_an_index_is_written_again_but_not_over_another_file(name, photos, tmp_path, capsys):
+    assert main(["pack", str(photos), str(tmp_path / "out")]) == 0
+    assert main(["pack", str(tmp_path / "out"), "index_only=true"]) == 0
+    (tmp_path / "out" / name).write_bytes(b"of a user")
+    assert main(["pack", f"{tmp_path / 'out'}/*.tar", "index_only=true"]) == 2
+    assert f"{name} already exists, and dino-vit did not write it" in capsys.readouterr().err
+    assert (tmp_path / "out" / name).read_bytes() == b"of a user"
+
+
 def pack_reduced(folder, output):
     assert main(["pack", str(folder), str(output), "size=16"]) == 0
     return open_source(str(output))
