@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -15,8 +15,16 @@ import dino_vit
 from dino_vit.commands import COMMANDS, Result, working
 from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
 from dino_vit.config.settings import Settings, values
-from dino_vit.core.process import REQUEUE, Interruption, is_foreseen, is_rank_0, keep_freed_memory
-from dino_vit.core.text import PrintableFormatter, printable_lines
+from dino_vit.core.process import (
+    REQUEUE,
+    Interruption,
+    drop_output,
+    is_foreseen,
+    is_rank_0,
+    keep_freed_memory,
+    open_standard_streams,
+)
+from dino_vit.core.text import PrintableFormatter, printable_lines, unfailing
 
 GREETING = """\
 Start here, with your own folder of images in place of photos:
@@ -91,7 +99,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> None:
     if args.command == "config":
-        print(to_yaml(config_from(args, COMMANDS[args.of].config_class), given=True), end="")
+        _print(to_yaml(config_from(args, COMMANDS[args.of].config_class), given=True).rstrip("\n"))
         return
     command = COMMANDS[args.command]
     cls = command.config_class
@@ -104,7 +112,9 @@ def _run(args: argparse.Namespace) -> None:
 def _resumable(run: Callable[[Any], Any], config: Settings) -> None:
     """Run a command; one that can resume stops at a signal with the exit code that asks for a new start."""
     with Interruption() if config.resumes else nullcontext(), working(config, on_console=True):
-        _print(run(_with_output(config)))
+        result = run(_with_output(config))
+        if result is not None and is_rank_0():
+            _print(printable_lines(str(result)))
 
 
 def _with_output(config: Settings) -> Settings:
@@ -113,43 +123,61 @@ def _with_output(config: Settings) -> Settings:
     return replace(config, {"output": config.writes}) if has_none else config
 
 
-def _print(result: Result | None) -> None:
-    if result is not None and is_rank_0():
-        print(printable_lines(str(result)))
+class Unprinted(Exception):
+    """A result could not be printed, as on a full disk."""
+
+    exit_code = 1
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # such as when `head` has read enough
+        raise
+    except OSError as error:
+        raise Unprinted(f"the result could not be printed: {error.strerror}") from error
 
 
 def _exit_code(work: Callable[[], None], program: str, *, show_traceback: bool = False) -> int:
     """Do the work; a user's mistake is a message on stderr and exit code 2, not a traceback."""
     tune_process()
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for library in ("faiss", "timm"):  # which log what they load
-        logging.getLogger(library).setLevel(logging.WARNING)
+    open_standard_streams()
+    stderr = sys.stderr
+    with redirect_stderr(unfailing(stderr)):
+        handler = logging.StreamHandler()
+        handler.setFormatter(PrintableFormatter())
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
+        for library in ("faiss", "timm"):  # which log what they load
+            logging.getLogger(library).setLevel(logging.WARNING)
+        text, code = _outcome(work, show_traceback)
+        if text:
+            print(printable_lines(f"{program}: {text}"), file=sys.stderr)
+    for stream in (sys.stdout, stderr):
+        drop_output(stream)
+    distributed = sys.modules.get("dino_vit.core.distributed")
+    if distributed and distributed.world_size() > 1:
+        # The others may wait for this one in a collective, and it for them at its end; the launcher ends all.
+        os._exit(code)
+    return code
+
+
+def _outcome(work: Callable[[], None], show_traceback: bool) -> tuple[str, int]:
+    """Do the work; return what is to be said of its end, and the exit code."""
     try:
         work()
-        return 0
-    except BrokenPipeError:  # such as when `head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        text, code = "", 128 + 13
+        return "", 0
+    except BrokenPipeError:
+        return "", 128 + 13
     except SystemExit as stop:  # by a signal
-        text, code = "stopped; run the same command again" if is_rank_0() else "", int(stop.code or 0)
+        return "stopped; run the same command again" if is_rank_0() else "", int(stop.code or 0)
     except KeyboardInterrupt:
-        text, code = "interrupted" if is_rank_0() else "", 130
+        return "interrupted" if is_rank_0() else "", 130
     except Exception as error:
         text, code = _explain(error)
         if show_traceback or not text:
             print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr, end="")
-            text, code = "", 1
-    if text:
-        print(printable_lines(f"{program}: {text}"), file=sys.stderr)
-    distributed = sys.modules.get("dino_vit.core.distributed")
-    if distributed and distributed.world_size() > 1:
-        # The others may wait for this one in a collective, and it for them at its end; the launcher ends all.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+            return "", 1
+        return text, code
 
 
 def _explain(error: Exception) -> tuple[str, int]:

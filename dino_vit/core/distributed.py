@@ -127,7 +127,9 @@ def _gathered(what: str, work: Callable[[], T]) -> list[T]:
     outcomes: list[Any] = [None] * world_size()
     dist.all_gather_object(outcomes, outcome, group=_hosts()[0])
     error = next((error for *_, error in outcomes if error is not None), None)
-    if error is None and any(other != what for other, *_ in outcomes):  # one sees a folder, another an archive
+    if error is None and any(
+        other != what for other, *_ in outcomes
+    ):  # one sees a folder, another an archive
         error = ValueError(f"the processes see different {what}: let all of them see the same files")
     if error is not None:
         vars(error)[_RAISED] = True

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, lockf
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TextIO, TypeVar
 
 from dino_vit.core import log
 
@@ -30,6 +30,25 @@ _lock = threading.Lock()
 def is_rank_0() -> bool:
     """Tell whether this process prints and writes, also before and after there is a process group."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def open_standard_streams() -> None:
+    """Open those that are closed, or the next file would get the number of one, and what is written to it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))
+
+
+def drop_output(stream: TextIO) -> None:
+    """Let what could not be written go, or Python would try again at its end and complain."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Interruption:
@@ -56,7 +75,9 @@ class Interruption:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if number == signal.SIGINT and is_rank_0():
             with suppress(OSError):  # sys.stderr may be in the middle of a write
-                os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
+                os.write(
+                    2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n"
+                )
 
     def leave(self) -> NoReturn:
         """Leave as ctrl-C does, or with the exit code that asks for the continuation of the run."""

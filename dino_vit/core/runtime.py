@@ -71,7 +71,9 @@ def cores_of_a_process(processes: int) -> int:
         cores = len(os.sched_getaffinity(0))
     task, local = environ.get("SLURM_CPUS_PER_TASK"), environ.get("LOCAL_WORLD_SIZE")
     cores = min(cores, int(task)) if task else cores
-    if environ.get("WORLD_SIZE") == str(_tasks(environ)):  # each task is a process, which may be bound already
+    if environ.get("WORLD_SIZE") == str(
+        _tasks(environ)
+    ):  # each task is a process, which may be bound already
         of_node = max(cores, int(environ.get("SLURM_CPUS_ON_NODE", "0")))
         share = cores if task else min(cores, of_node // int(local or processes))
     else:  # a task is a launcher of several

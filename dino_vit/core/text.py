@@ -8,8 +8,8 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -146,9 +146,33 @@ def plural(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+class Unfailing:
+    """A stream whose disk may be full or whose reader may be gone: what cannot be written is left out."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it was closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def unfailing(stream: TextIO) -> TextIO:
+    """Return a stream that never ends a run."""
+    return cast(TextIO, Unfailing(stream))
+
+
 def live_console(stream: TextIO) -> Console | None:
     """Return the console of a terminal that can redraw."""
-    console = Console(file=stream)
+    console = Console(file=unfailing(stream))
     # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
     return console if stream.isatty() and not console.is_dumb_terminal else None
 

@@ -26,7 +26,15 @@ from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
-from dino_vit.core.text import duration, live_console, plural, printable, printable_lines, public_values
+from dino_vit.core.text import (
+    duration,
+    live_console,
+    plural,
+    printable,
+    printable_lines,
+    public_values,
+    unfailing,
+)
 from dino_vit.data.sources.source import images_per_epoch
 from dino_vit.training.metrics import (
     BASELINE,
@@ -62,7 +70,7 @@ class RunProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock, self.drawn = clock, -math.inf
-        self.stream = sys.stderr if stream is None else stream
+        self.stream = unfailing(sys.stderr if stream is None else stream)
         self.diagnosis = TOO_EARLY
         self.saved_step: int | None = None  # shown in the next line
         console = live_console(self.stream)

@@ -283,9 +283,7 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     return [Choice(key, get(before, key), "as the run started") for key in sorted(keys)]
 
 
-def _pixel_statistics(
-    config: PretrainConfig, source: Source
-) -> tuple[list[Choice], list[str]]:
+def _pixel_statistics(config: PretrainConfig, source: Source) -> tuple[list[Choice], list[str]]:
     """Measure mean and std where they are open, and check that images can be read as configured."""
     open_names = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)

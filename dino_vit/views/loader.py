@@ -98,9 +98,7 @@ class Loader(Dataset[Any]):
         for index, view in enumerate(self.views):
             self.by_size.setdefault(view.size, []).append(index)
 
-    def batches(
-        self, position: int = 0, is_stopping: Callable[[], bool] = lambda: False
-    ) -> Generator[Batch]:
+    def batches(self, position: int = 0, is_stopping: Callable[[], bool] = lambda: False) -> Generator[Batch]:
         """Yield the batches from a step on, without end; closing the iterator ends the workers.
 
         When the run is asked to stop and no batch comes for some seconds, this raises NoBatch.

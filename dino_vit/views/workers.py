@@ -57,7 +57,10 @@ def _pickled(content: Any) -> tuple[bytes, bool]:
     if not _by_pipe:
         try:
             return bytes(ForkingPickler.dumps(content)), True
-        except (RuntimeError, OSError):  # full, or too many files; from now on, as parts of a batch stay there
+        except (
+            RuntimeError,
+            OSError,
+        ):  # full, or too many files; from now on, as parts of a batch stay there
             _by_pipe = True
     return pickle.dumps(content), False
 

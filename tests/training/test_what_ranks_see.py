@@ -24,7 +24,9 @@ FEW = {"data.batch_size": 4, "optim.warmup_epochs": 0}
 
 def pair_of(tmp_path, *settings):
     environs = torchrun_environs()
-    started = [Run(tmp_path / "run", of_rank, environ=e) for of_rank, e in zip(settings, environs, strict=True)]
+    started = [
+        Run(tmp_path / "run", of_rank, environ=e) for of_rank, e in zip(settings, environs, strict=True)
+    ]
     return finish(started, 2)
 
 

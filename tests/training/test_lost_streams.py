@@ -1,0 +1,49 @@
+"""A run whose terminal, log or reader is gone goes on; a command whose result cannot be printed says so."""
+
+import os
+from functools import partial
+
+import pytest
+
+from tests.support.runs import Command, Run, history, steps
+
+FEW = {"budget.steps": 6, "optim.warmup_epochs": 0.1, "run.checkpoint_every": 3}
+
+
+def open_only(path):
+    """Have standard error be a file, which may be full."""
+    os.dup2(os.open(path, os.O_WRONLY), 2)
+
+
+def close(*numbers):
+    for number in numbers:
+        os.close(number)
+
+
+def lose_reader():
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [partial(open_only, "/dev/full"), lose_reader, partial(close, 2), partial(close, 0, 1, 2)],
+    ids=["full", "no reader", "closed", "all closed"],
+)
+def test_a_run_goes_on_without_what_it_would_say(tmp_path, lose):
+    output = tmp_path / "run"
+    started = Run(output, FEW, before=lose)
+    assert started.wait() == 0
+    assert steps(output) == [3, 6]
+    assert [line["step"] for line in history(output)] == [1, 2, 3, 4, 5, 6]
+
+
+def lose_output(path):
+    os.dup2(os.open(path, os.O_WRONLY), 1)
+
+
+def test_a_result_that_cannot_be_printed_is_an_error(tmp_path):
+    started = Command(["config", "pretrain"], tmp_path / "log", before=partial(lose_output, "/dev/full"))
+    assert started.wait() == 1
+    assert started.said == ("dino-vit config: the result could not be printed: No space left on device\n")
