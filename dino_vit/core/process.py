@@ -40,7 +40,7 @@ def open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
 
 
 def drop_output(stream: TextIO) -> None:
@@ -172,8 +172,9 @@ def release_freed_memory() -> None:
 
 def _mallopt(*settings: tuple[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    for setting in settings if mallopt else ():
-        mallopt(*setting)
+    if mallopt is not None:
+        for setting in settings:
+            mallopt(*setting)
 
 
 def in_threads(

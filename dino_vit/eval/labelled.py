@@ -113,10 +113,13 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
     """
 
     def describe(sets: tuple[LabelledSubset | None, LabelledSubset]) -> str:
-        of_each = (each for each in reversed(sets) if each)
+        counts = (
+            (plural(len(each), "image"), plural(len(each.classes), "class", "classes"), each.fingerprint)
+            for each in sets
+            if each
+        )
         return " and ".join(
-            f"{plural(len(each), 'image')} of {plural(len(each.classes), 'class', 'classes')} ({each.fingerprint})"
-            for each in of_each
+            f"{images} of {classes} ({fingerprint})" for images, classes, fingerprint in counts
         )
 
     return agree("labelled images", lambda: _given_sets(config), describe)

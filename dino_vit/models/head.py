@@ -4,7 +4,6 @@ Parameters are named as in the 2021 DINO code, so that its checkpoints load by n
 in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncBatchNorm.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -149,9 +148,12 @@ class AcrossProcesses(_BatchNorm):
         return _blank, (type(self).__bases__[1],), self.__dict__
 
 
-@cache
+_classes: dict[Any, type[_BatchNorm]] = {}
+
+
 def _across_processes(kind: type[_BatchNorm]) -> type[_BatchNorm]:
-    return type(kind.__name__, (AcrossProcesses, kind), {})
+    """Return the class that takes the statistics of a kind of BatchNorm over all processes."""
+    return _classes.setdefault(kind, type(kind.__name__, (AcrossProcesses, kind), {}))
 
 
 def _blank(kind: type[_BatchNorm]) -> nn.Module:

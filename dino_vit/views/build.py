@@ -14,7 +14,6 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit import __version__
 from dino_vit.config.objects import find, is_object
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import values
@@ -121,7 +120,7 @@ def open_images(config: PretrainConfig) -> Images:
 
     shared = [f"{key}={value}" for key, value in values(config, given=True).items() if key not in OF_A_HOST]
     with in_all_processes():
-        agree("settings", lambda: shared, lambda _: f"{', '.join(shared)} (dino-vit {__version__})")
+        agree("settings", lambda: shared, ", ".join)
         return agree("images", open_both, describe)
 
 

@@ -11,7 +11,8 @@ from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from torch.utils.data import _utils, get_worker_info
+import torch
+from torch.utils.data import get_worker_info
 
 from dino_vit.core import log
 from dino_vit.core.process import STOP_SIGNALS, is_foreseen, portable, release_freed_memory
@@ -106,7 +107,7 @@ def wait_for_batch(batches: Any, is_stopping: Callable[[], bool]) -> Any:
 
 def _kill(batches: Any) -> None:
     """End workers that may hang, so that nobody waits for them."""
-    _utils.signal_handling._remove_worker_pids(id(batches))  # or their end would be an error
+    torch._C._remove_worker_pids(id(batches))  # or their end would be an error
     batches._worker_pids_set = False
     for worker in batches._workers:
         worker.kill()

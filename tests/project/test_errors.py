@@ -17,9 +17,9 @@ def error_classes():
     for module in pkgutil.walk_packages(dino_vit.__path__, "dino_vit."):
         if module.name != "dino_vit.__main__":
             for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, type) and issubclass(value, Exception):
-                    if value.__module__ == module.name:
-                        yield value
+                is_error = isinstance(value, type) and issubclass(value, Exception)
+                if is_error and value.__module__ == module.name:
+                    yield value
 
 
 def test_errors_survive_pickling():

@@ -115,7 +115,7 @@ def test_a_batch_that_does_not_come_is_not_waited_for_after_a_signal(monkeypatch
 
     with pytest.raises(NoBatch):
         list(islice(hanging.batches(0, is_stopping), 5))
-    assert len(signalled) == 6
+    assert len(signalled) >= 6
     assert not multiprocessing.active_children()
 
 
