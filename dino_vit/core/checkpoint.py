@@ -130,7 +130,9 @@ class BackgroundWriter:
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
-        self.step = 0  # of the checkpoint that was begun last
+        # Of the checkpoint that was begun last.
+        self.step = 0
+        self.metadata: Mapping[str, Any] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Path] | None = None
         self._copy: dict[str, Tensor] = {}
@@ -145,7 +147,7 @@ class BackgroundWriter:
     def begin(self, step: int, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, Any]) -> None:
         """Copy the tensors and begin to write them; `finish` the checkpoint before this one first."""
         assert self._writing is None
-        self.step = step
+        self.step, self.metadata = step, metadata
         gpus: set[torch.device] = set()
         for name, tensor in tensors:
             if tensor.is_cuda:

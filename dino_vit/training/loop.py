@@ -250,10 +250,11 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
             raise type(error)(text) from error
         reporter.warn(f"step {state.writer.step:,}: no checkpoint was written. {error}")
         if state.best and state.best["step"] == state.writer.step:
-            state.best = state.best_before  # whose file is still there
+            state.best = state.best_written
     else:
         if path is not None:
             state.saved_step = state.writer.step
+            state.best_written = state.writer.metadata["best"]
             reporter.saved(path)
 
 

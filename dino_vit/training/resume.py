@@ -73,7 +73,7 @@ def set_figures_aside(state: TrainingState) -> None:
         )
     text = "%s was evaluated with other images, labels or masks: its figures so far are set aside"
     log.warning(text, folder)
-    best, state.best = state.best, None
+    best, state.best, state.best_written = state.best, None, None
     if not state.accelerator.is_main_process:
         return
     metrics, baseline = folder / "metrics.jsonl", folder / "baseline.json"

@@ -76,7 +76,7 @@ class TrainingState:
     saved_step: int | None = None
     evaluated_by: str | None = None  # the digest of what the evaluations use
     best: dict[str, Any] | None = None  # figure, value, step
-    best_before: dict[str, Any] | None = None  # the one before, which counts if this one cannot be written
+    best_written: dict[str, Any] | None = None  # with its checkpoint; counts if `best` cannot be written
     seconds_before: float = 0.0  # of the starts before this one
     began: float | None = None  # when this start began to train
     evaluation_seconds: float = 0.0  # that the last evaluation took
@@ -139,7 +139,6 @@ class TrainingState:
         # A NaN is never the best. Rank 0 decides, since figures of others may differ by rounding, and a
         # checkpoint of shards needs all.
         if broadcast_int(math.isfinite(value) and (best is None or value > best["value"])):
-            self.best_before = self.best
             self.best = {"figure": figure, "value": value, "step": self.step}
         return figures
 
@@ -303,7 +302,8 @@ class TrainingState:
         self.step = self.saved_step = checkpoint.step
         self.checkpoints.kept |= {*checkpoint.metadata.get("kept", ())}
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
-        self.best, self.evaluated_by = checkpoint.metadata["best"], checkpoint.metadata.get("evaluated_by")
+        self.best = self.best_written = checkpoint.metadata["best"]
+        self.evaluated_by = checkpoint.metadata.get("evaluated_by")
         self.seconds_before = checkpoint.metadata["seconds"]
         was = checkpoint.metadata["config"]["budget"].get("minutes")
         if self.config.budget.minutes is not None and "schedule" in checkpoint.metadata:

@@ -262,8 +262,9 @@ class Sampler:
             epoch, step = divmod(number, self.steps_per_epoch)
             start = step * self.batch_size
             stop = min(start + self.batch_size, self.length)
-            # Processes share a last batch evenly by images of the epoch's start.
-            others = order.take(epoch, 0, (start - stop) % parts)
+            # Processes share a last batch evenly by images of the epoch's start, repeated if they are few.
+            missing = (start - stop) % parts
+            others = np.resize(order.take(epoch, 0, min(missing, self.length)), missing)
             batch = np.concatenate([order.take(epoch, start, stop), others])
             size = len(batch) // parts
             for micro in range(self.accumulate):

@@ -149,19 +149,25 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(output, whole):
     assert_same_end(output, whole, 20)
 
 
-def test_the_best_before_counts_if_the_best_cannot_be_written(tmp_path, monkeypatch):
+def test_only_a_best_that_was_written_counts(tmp_path, monkeypatch):
+    """Of four in a row, the second and the last cannot be written, each while the next one is evaluated."""
     ready = opened(tmp_path / "run", SHORT)
-    state, best = ready.state, {"figure": "knn", "value": 30.0, "step": 0}
-    state.step, state.best_before, state.best = 4, best, {**best, "value": 40.0, "step": 4}
+    state, save = ready.state, ready.state.checkpoints.save
 
-    def full(*_):
-        raise StorageError("no space")
+    def full_at_times(step, *arguments):
+        if step in (2, 4):
+            raise StorageError("no space")
+        return save(step, *arguments)
 
-    monkeypatch.setattr(state.checkpoints, "save", full)
+    monkeypatch.setattr(state.checkpoints, "save", full_at_times)
     with Reporter(ready) as reporter:
-        state.begin_save()
+        for step in (1, 2, 3, 4):
+            state.step, state.best = step, {"figure": "knn", "value": 30.0 + step, "step": step}
+            finish_save(state, reporter, wait=True)
+            state.begin_save()
         finish_save(state, reporter, wait=True)
-    assert state.best == best
+    assert state.best["step"] == 3
+    assert steps(tmp_path / "run") == [1, 3]
 
 
 def test_the_settings_of_a_run_resume_it_wherever_it_lies(tmp_path):

@@ -150,3 +150,10 @@ def test_one_image_more_than_full_batches_is_a_step_if_the_last_is_kept(length, 
     samples = [spec.samples for spec in islice(sampler.batch_specs(), steps)]
     assert sorted(np.concatenate(samples)) == list(range(length))
     assert Sampler(length=length, batch_size=12, seed=0).steps_per_epoch == length // 12
+
+
+def test_fewer_images_than_processes_are_shared_by_all():
+    keywords = {"length": 3, "batch_size": 8, "seed": 0, "world_size": 8, "keep_last": True}
+    batches = [next(Sampler(**keywords, rank=rank).batch_specs()).samples.tolist() for rank in range(8)]
+    assert [len(batch) for batch in batches] == [1] * 8
+    assert {image for (image,) in batches} == {0, 1, 2}
