@@ -39,7 +39,7 @@ class Plan:
     head_steps: int
     lr: float
     # The schedules have `length` steps. Where the length of the run was changed, after the step `since`, they
-    # were at `position`, and go on from there at another speed: no rate jumps.
+    # were at `position`, and go on from there at another speed.
     length: int
     since: int = 0
     position: float = 0.0
@@ -59,7 +59,7 @@ class Plan:
         """Return the plan of a run whose length is changed after `step` steps."""
         if total == self.total_steps:
             return self
-        if step <= self.warmup_steps:  # whose rates do not depend on the length
+        if step <= self.warmup_steps:  # where only the weight decay and the momentum depend on it, and little
             return replace(self, total_steps=total, length=total)
         return replace(self, total_steps=total, since=step, position=self.position_at(step))
 
