@@ -1,0 +1,31 @@
+import ast
+import random
+
+from tests.fuzz.mutate import ROOT, mutate, mirror_of
+
+SOURCE = '''
+def double(number: int = 3) -> bool:
+    """Add 1."""  # a comment
+    return not number and (number < 2 or max(number, 1) + 2 == True)
+'''
+
+
+def test_one_place_changes_and_every_place_may():
+    mutants = {mutate(SOURCE, random.Random(seed)) for seed in range(200)}
+    places = [line.split(": ", 1)[1] for _, line in mutants]
+    assert len(mutants) == len(places) == 12, "the 2 is there twice"
+    assert {"3 → 4", "not number → not not number", "number < 2 → number <= 2", "max → min"} < set(places)
+    assert {"True → False", "max(number, 1) + 2 → max(number, 1) - 2"} < set(places)
+    plain = ast.unparse(ast.parse(SOURCE))
+    for source, _ in mutants:
+        assert source != plain
+        assert '"""Add 1."""' in source
+    assert mutate("import os", random.Random(0)) is None
+
+
+def test_a_module_is_tried_by_its_own_tests_or_by_those_of_its_package():
+    modules = [path.relative_to(ROOT) for path in (ROOT / "dino_vit").rglob("*.py")]
+    tests = {str(module): mirror_of(module) for module in modules}
+    assert tests["dino_vit/views/sampler.py"] == "tests/views/test_sampler.py"
+    assert tests["dino_vit/data/sources/ranges.py"] == "tests/data/sources"
+    assert all((ROOT / path).exists() for path in tests.values())
