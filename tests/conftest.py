@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 # Before torch is imported, here and in the processes that tests start: tests run side by side, a thread each.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ.get("DINO_VIT_TEST_THREADS", "1")
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import pytest

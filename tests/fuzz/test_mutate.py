@@ -1,7 +1,7 @@
 import ast
 import random
 
-from tests.fuzz.mutate import ROOT, mutate, mirror_of
+from tests.fuzz.mutate import ROOT, mirror_of, mutate
 
 SOURCE = '''
 def double(number: int = 3) -> bool:
