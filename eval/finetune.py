@@ -27,7 +27,7 @@ from dino_vit.commands.classification.supervised import EpochTraining, Supervise
 from dino_vit.config.commands import KnnConfig, Network, SupervisedConfig
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import in_steps
-from dino_vit.config.sections import PositiveShare, Share, Side
+from dino_vit.config.sections import PositiveShare, Share
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -36,6 +36,7 @@ from dino_vit.config.settings import (
     NonNegative,
     Positive,
     Probability,
+    Side,
     setting,
 )
 from dino_vit.core import height_width, log

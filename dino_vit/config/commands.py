@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Fit, Side, Sources, WeightsFormat
+from dino_vit.config.sections import Fit, Sources, WeightsFormat
 from dino_vit.config.settings import (
     Count,
     Dimension,
@@ -18,6 +18,7 @@ from dino_vit.config.settings import (
     Positive,
     Seed,
     Settings,
+    Side,
     Task,
     setting,
 )

@@ -222,10 +222,21 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's way)
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse aliases of lists and sections, which could contain themselves, or fill memory."""
+        event = self.peek_event()
+        node: yaml.Node | None = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent) and isinstance(node, yaml.CollectionNode):
+            problem = f"*{event.anchor} stands for a list or a section; write it again"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a name that is given twice, of which PyYAML would take the last."""
         names = set[str]()
         for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a name must be text", problem_mark=name.start_mark)
             if name.value in names:
                 problem = f"{name.value} is given twice; keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
@@ -265,7 +276,7 @@ def _parse_yaml(text: str | bytes, name: str) -> object:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{name}{line}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # such as `!!bool x`
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError):  # such as `!!bool x`
         raise ValueError(f"{name}: cannot be read as YAML") from None
 
 

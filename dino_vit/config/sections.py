@@ -18,21 +18,22 @@ from dino_vit.config.settings import (
     Number,
     Positive,
     Probability,
+    PrototypeCount,
+    Rescale,
     Settings,
+    Side,
     setting,
     several,
-    whole,
 )
 from dino_vit.core import VIT_SIZES, Size, height_width
 from dino_vit.core.text import plural, public
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
-Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
 Fit = Literal["crop", "whole"]  # how an evaluation resizes an image
+Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
-Side = Dimension | tuple[Dimension, Dimension]
 # Settings that a model of timm has no use for.
 OF_OUR_TRANSFORMERS = (
     *("model.patch_size", "model.positions", "model.rotary_rescale", "model.key_bias", "model.registers"),
@@ -117,7 +118,7 @@ class Model(Settings):
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     image_size: Side | None = setting(None, "of images to compute features from; null: as global views")
     positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's")
-    rotary_rescale: Positive | None = setting(2.0, "in training, rescale rotary positions by up to this")
+    rotary_rescale: Rescale | None = setting(2.0, "in training, rescale rotary positions by up to this")
     key_bias: bool | None = setting(None, "bias of the keys; null: unless positions are rotary")
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
@@ -161,7 +162,7 @@ class Model(Settings):
 class Head(Settings):
     """The projection from tokens to the prototypes."""
 
-    prototypes: Prototypes = setting(65536, "output dimension")
+    prototypes: PrototypeCount = setting(65536, "output dimension")
     hidden_dim: Dimension = setting(2048, "width of the hidden layers")
     bottleneck_dim: Dimension = setting(256, "width of the normalised features before the prototypes")
     batch_norm: bool = setting(False, "BatchNorm in the hidden layers")

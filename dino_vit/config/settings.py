@@ -37,6 +37,13 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
+# Of a network, whose constructors and settings share them.
+Side = Dimension | tuple[Dimension, Dimension]
+Classes = Annotated[int, Field(ge=0, le=2**24), BeforeValidator(whole)]
+PrototypeCount = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
+MlpRatio = Annotated[Positive, Field(le=1000)]
+NormEps = Annotated[Positive, Field(le=1)]
+Rescale = Annotated[float, Field(ge=1, le=1000)]  # and its inverse
 
 
 def setting(default: T, doc: str, *, resumable: bool = False) -> T:

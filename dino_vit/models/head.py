@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dino_vit.config.constructors import validated
+from dino_vit.config.settings import Dimension, PrototypeCount
 from dino_vit.core.distributed import all_reduce_sum, world_size
 from dino_vit.models.linear import init_linear
 
@@ -35,13 +37,14 @@ class Prototypes(nn.Module):
 class DINOHead(nn.Module):
     """Project backbone features to unit vectors and multiply them with the prototypes."""
 
+    @validated
     def __init__(
         self,
         *,
-        in_dim: int,
-        prototypes: int = 65536,
-        hidden_dim: int = 2048,
-        bottleneck_dim: int = 256,
+        in_dim: Dimension,
+        prototypes: PrototypeCount = 65536,
+        hidden_dim: Dimension = 2048,
+        bottleneck_dim: Dimension = 256,
         batch_norm: bool = False,
         norm_last_layer: bool = True,
     ) -> None:

@@ -10,6 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dino_vit.config.constructors import validated
+from dino_vit.config.settings import BelowOne, Classes, Dimension, Side
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.linear import Linear
@@ -20,14 +22,15 @@ PREFIX = "timm:"  # of a name in the settings
 class TimmBackbone(Backbone):
     """A randomly initialised model of timm, without its classifier."""
 
+    @validated
     def __init__(
         self,
         *,
         name: str,
-        image_size: int | Size = 224,
-        channels: int = 3,
-        drop_path: float = 0.0,
-        num_classes: int = 0,
+        image_size: Side = 224,
+        channels: Dimension = 3,
+        drop_path: BelowOne = 0.0,
+        num_classes: Classes = 0,
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()

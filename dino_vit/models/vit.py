@@ -13,13 +13,26 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dino_vit.config.constructors import validated
+from dino_vit.config.settings import (
+    BelowOne,
+    Classes,
+    Dimension,
+    Few,
+    FewOrZero,
+    MlpRatio,
+    NormEps,
+    Positive,
+    Rescale,
+    Side,
+)
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.distributed import to_device
 from dino_vit.models.backbone import Backbone
@@ -54,33 +67,36 @@ class PatchEmbed(nn.Module):
 class VisionTransformer(Backbone):
     """A pre-norm vision transformer: images (B, C, H, W) in, CLS features (B, D) or class logits out."""
 
+    @validated
     def __init__(
         self,
         *,
-        image_size: int | Grid = 224,
-        patch_size: int | Grid = 16,
-        channels: int = 3,
-        width: int = 384,
-        depth: int = 12,
-        heads: int = 6,
-        mlp_ratio: float = 4.0,
+        image_size: Side = 224,
+        patch_size: Side = 16,
+        channels: Dimension = 3,
+        width: Dimension = 384,
+        depth: Few = 12,
+        heads: Few = 6,
+        mlp_ratio: MlpRatio = 4.0,
         mlp: Literal["gelu", "swiglu"] = "gelu",
-        num_classes: int = 0,
+        num_classes: Classes = 0,
         positions: Literal["learned", "rotary"] = "learned",
-        rotary_rescale: float | None = None,
+        rotary_rescale: Rescale | None = None,
         position_mode: PositionMode = "hf",
-        registers: int = 0,
+        registers: FewOrZero = 0,
         mask_token: bool = False,
         qkv_bias: bool = True,
         key_bias: bool | None = None,
-        layer_scale: float | None = None,
-        norm_eps: float = 1e-6,
-        drop_path: float = 0.0,
+        layer_scale: Positive | None = None,
+        norm_eps: NormEps = 1e-6,
+        drop_path: BelowOne = 0.0,
         drop_path_schedule: Literal["linear", "uniform"] = "linear",
-        init_std: float = 0.02,
+        init_std: Positive = 0.02,
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        _validate(arguments)
+        if positions == "rotary" and width // heads % 4:
+            text = "positions='rotary' needs a multiple of 4 channels in a head"
+            raise ValueError(f"{text}, not {width // heads}")
         super().__init__()
         self.architecture: dict[str, Any] = arguments
         self.grad_checkpointing = False
@@ -303,16 +319,6 @@ def current_arguments(architecture: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("qk_scale") is None:
         arguments.pop("qk_scale", None)
     return arguments
-
-
-def _validate(arguments: dict[str, Any]) -> None:
-    """Validate the arguments of a VisionTransformer."""
-    for name, hint in get_type_hints(VisionTransformer.__init__).items():
-        if get_origin(hint) is Literal and arguments[name] not in get_args(hint):
-            raise ValueError(f"{name}={arguments[name]!r} must be one of {', '.join(get_args(hint))}")
-    channels = arguments["width"] // arguments["heads"]
-    if arguments["positions"] == "rotary" and channels % 4:
-        raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {channels}")
 
 
 vit_tiny = partial(VisionTransformer, **VIT_SIZES["vit_tiny"])

@@ -4,7 +4,6 @@ import os
 import shlex
 from collections.abc import Sequence
 from math import ceil, prod, sqrt
-from pathlib import Path
 from shutil import disk_usage
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
+from dino_vit.data.sources.index import below_home
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import (
     MixedSource,
@@ -230,7 +230,7 @@ def build_prefetch(
     (source, layout), data, mixed = sharded, config.data, sampler.mixed
     copies = source.local_copies
     if data.cache:
-        copies.folder = Path(data.cache).expanduser()
+        copies.folder = below_home(data.cache)
     if not data.cache_gb:
         return None
     copies.folder.mkdir(parents=True, exist_ok=True)

@@ -9,14 +9,13 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.sections import Fit
+from dino_vit.config.sections import Fit, Interpolation
 from dino_vit.core import Size, log
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.limits import one_image
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
-from dino_vit.views.geometry import Interpolation
 
 FAR = 2  # times the trained side, or a half of it, beyond which a size is said to be another
 

@@ -7,7 +7,6 @@ parameters of its augmentation, on the device. Both are functions of (seed, epoc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.config.sections import Interpolation
 from dino_vit.core import Size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.views.augment import ViewAugment
-
-Interpolation = Literal["bicubic", "bilinear"]
 
 BOX_TRIES = 10
 RATIO = 3 / 4, 4 / 3  # of a box, width : height

@@ -166,10 +166,18 @@ def _numbers_apart(names: pa.Array) -> dict[int, int]:
 
 def cache_folder() -> Path:
     """Return the folder of indexes and other files that can be made again."""
-    given = os.environ.get("DINO_VIT_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino-vit"
+    if given := os.environ.get("DINO_VIT_CACHE"):
+        return below_home(given)
+    return below_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dino-vit"
+
+
+def below_home(path: str) -> Path:
+    """Return the path of a cache, its ~ replaced; a user in a container may have no home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        text = f"{path} is in a home folder that does not exist"
+        raise ValueError(f"{text}; give another, for all caches by the variable DINO_VIT_CACHE") from error
 
 
 def bound_caches(gigabytes: float, features: Path | None = None, spared: Path | None = None) -> None:

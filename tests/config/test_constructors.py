@@ -1,0 +1,90 @@
+"""Constructors of networks refuse what the settings refuse."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dino_vit import VisionTransformer
+from dino_vit.config.constructors import arguments_of
+from dino_vit.config.sections import Head, Model
+from dino_vit.config.settings import ConfigError, Settings
+from dino_vit.models.head import DINOHead
+from dino_vit.models.timm_backbone import TimmBackbone
+
+ODD = {
+    "image_size": (-1, 0, "224", 10**9, (32, 0), (32, 32, 32)),
+    "patch_size": (0, 10**9),
+    "channels": (0, -3, 10**9),
+    "width": (0, -1, 10**9, 1.5),
+    "depth": (-1, 0, 10**9),
+    "heads": (0, -1),
+    "mlp_ratio": (0, -1.0, float("nan")),
+    "mlp": ("relu", None),
+    "num_classes": (-1, 10**12),
+    "rotary_rescale": (0.5, -1.0),
+    "registers": (-1, 10**9),
+    "qkv_bias": ("yes", 3),
+    "layer_scale": (-1.0, float("inf")),
+    "norm_eps": (0, -1e-6, "1e-6"),
+    "drop_path": (2, 1.0, -0.1),
+    "drop_path_schedule": ("cosine",),
+    "init_std": (-0.02, float("nan")),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in ODD for value in ODD[name]])
+def test_what_no_network_has_is_a_sentence_about_the_argument(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} = .* must be"):
+        VisionTransformer(**{name: value})
+
+
+def test_other_constructors_are_checked_alike() -> None:
+    with pytest.raises(ConfigError, match=r"^prototypes = 1: must be greater than or equal to 2"):
+        DINOHead(in_dim=8, prototypes=1)
+    with pytest.raises(ConfigError, match=r"^channels = 0: must be greater than or equal to 1"):
+        TimmBackbone(name="test_vit", channels=0)
+
+
+def test_numbers_of_other_libraries_are_taken_as_settings_take_them() -> None:
+    taken: dict[str, Any] = {"depth": np.int64(1), "width": 64.0, "image_size": [16, 32], "patch_size": 8}
+    model = VisionTransformer(heads=1, **taken)
+    assert (model.depth, model.width, model.image_size) == (1, 64, (16, 32))
+    assert [type(model.architecture[name]) for name in ("depth", "width")] == [int, int]
+
+
+def test_calls_are_refused_as_python_refuses_them() -> None:
+    taken: dict[str, Any] = {"size": 3}
+    with pytest.raises(TypeError, match=r"VisionTransformer.__init__\(\) got an unexpected keyword argument"):
+        VisionTransformer(**taken)
+    with pytest.raises(TypeError, match="missing a required argument: 'name'"):
+        TimmBackbone(**{})
+    assert inspect.signature(VisionTransformer).parameters["width"].annotation is int
+
+
+@pytest.mark.parametrize(
+    ("section", "constructor"),
+    [(Model, VisionTransformer.__init__), (Head, DINOHead.__init__)],
+    ids=["model", "head"],
+)
+def test_settings_and_constructors_have_the_same_bounds(section: type[Settings], constructor: Any) -> None:
+    ours, theirs = (
+        {name: _bounds(field) for name, field in cls.model_json_schema()["properties"].items()}
+        for cls in (section, arguments_of(inspect.unwrap(constructor)))
+    )
+    shared = ours.keys() & theirs.keys() - {"patch_size"}  # which need not be a square in Python
+    assert len(shared) > 4
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
+def _bounds(field: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return what limits the values of a field, but for whether it may be null."""
+    kinds = field.get("anyOf", [field])
+    names = ("minimum", "maximum", "exclusiveMaximum", "enum", "type")
+    return sorted(
+        (name, str(kind[name]))
+        for kind in kinds
+        for name in names
+        if name in kind and kind.get("type") != "null"
+    )
