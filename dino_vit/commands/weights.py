@@ -14,7 +14,7 @@ from dino_vit.training.metrics import BASELINE, METRICS, Baseline, read_records
 from dino_vit.training.readings import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
-from dino_vit.weights.card import describe, model_card, show, usage
+from dino_vit.weights.card import code, describe, model_card, show, usage
 from dino_vit.weights.export import export_backbone
 
 
@@ -64,4 +64,5 @@ def _evaluation(model: Backbone, config: ExportConfig) -> str:
     history = [r for r in read_records(folder / "metrics.jsonl", METRICS) if r.step <= step and r.rankme]
     before = next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline())
     figures = evaluation_text(history, before)
-    return f"Measured at step {history[-1].step:,}, on images of the source: {figures}." if figures else ""
+    where = f"Measured at step {history[-1].step:,}, on images of the source"
+    return f"{where}: {code(figures)}." if figures else ""

@@ -1,8 +1,8 @@
-"""Validate the arguments of a constructor as settings are: by the types, bounds and choices that it declares."""
+"""Validate the arguments of a constructor as settings are: by the bounds that it declares."""
 
 from collections.abc import Callable
-from functools import cache, wraps
-from inspect import Parameter, signature
+from functools import cache, update_wrapper
+from inspect import Parameter, signature, unwrap
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 from pydantic import create_model
@@ -16,7 +16,8 @@ S = TypeVar("S")
 
 @cache
 def arguments_of(function: Callable[..., object]) -> type[Settings]:
-    """Return the keyword arguments of a function as settings."""
+    """Return the keyword arguments of a constructor as settings."""
+    function = unwrap(function)
     hints, fields = get_type_hints(function, include_extras=True), dict[str, Any]()
     for name, parameter in list(signature(function).parameters.items())[1:]:
         fields[name] = hints[name], ... if parameter.default is Parameter.empty else parameter.default
@@ -30,7 +31,6 @@ def validated(
 
     taken = signature(init)
 
-    @wraps(init)
     def checked(self: S, *args: P.args, **keywords: P.kwargs) -> None:
         try:
             taken.bind(self, *args, **keywords)
@@ -43,5 +43,6 @@ def validated(
     shown = [
         each.replace(annotation=plain.get(name, Parameter.empty)) for name, each in taken.parameters.items()
     ]
+    update_wrapper(checked, init)
     checked.__signature__ = taken.replace(parameters=shown)  # type: ignore[attr-defined]
     return checked

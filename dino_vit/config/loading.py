@@ -135,7 +135,7 @@ def _explained(
             continue
         section, *names = map(str, detail["loc"])
         key = f"{section}.{names[0]}" if names else section
-        allowed.setdefault(key if key in settings_of(cls) else section, []).append(_allowed(detail))
+        allowed.setdefault(key if key in settings_of(cls) else section, []).append(requirement(detail))
     for key, messages in allowed.items():
         info = settings_of(cls)[key]
         if key not in layer:
@@ -149,7 +149,7 @@ def _explained(
         yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
 
 
-def _allowed(detail: ErrorDetails) -> str:
+def requirement(detail: ErrorDetails) -> str:
     """Return pydantic's message, such as "Input should be a valid integer", as what a setting must be."""
     items = [part for part in detail["loc"] if isinstance(part, int)]
     message = "must be given" if detail["type"] == "missing" else detail["msg"]
@@ -224,9 +224,10 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse aliases of lists and sections, which could contain themselves, or fill memory."""
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        is_alias = isinstance(event, yaml.AliasEvent)
         node: yaml.Node | None = super().compose_node(parent, index)
-        if isinstance(event, yaml.AliasEvent) and isinstance(node, yaml.CollectionNode):
+        if is_alias and isinstance(node, yaml.CollectionNode):
             problem = f"*{event.anchor} stands for a list or a section; write it again"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return node

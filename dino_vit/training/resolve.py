@@ -22,7 +22,7 @@ from dino_vit.config.auto import (
 )
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
-from dino_vit.config.settings import get, given_keys, settings_of
+from dino_vit.config.settings import flat, get, given_keys, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import from_rank_0, in_all_processes
@@ -231,9 +231,9 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
     _check_agreement(config, settings, weights)
     chosen = {"views.global_size", "model.image_size"} & given
     if config.recipe == "auto" and context.trained and not chosen:  # a run that resumes keeps its own
-        views = context.trained.provenance.config.get("views", {})  # of the run that they are from
+        of_its_run = flat(context.trained.provenance.config)
         settings["model.image_size"] = size = _side(trained["image_size"])
-        settings["views.global_size"] = views.get("global_size", size)
+        settings["views.global_size"] = of_its_run.get("views.global_size", size)
     if context.trained and not context.frozen:  # a frozen teacher needs images as it was trained on
         origin = context.trained.provenance
         if origin.mean and origin.std:

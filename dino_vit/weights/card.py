@@ -1,19 +1,21 @@
 """What is said about a backbone: its facts, how other libraries open an export, and the model card."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Environment
 
 from dino_vit import __version__
 from dino_vit.config.loading import write_yaml
-from dino_vit.core.text import printable, printable_lines, public
+from dino_vit.core.text import brief, printable, printable_lines, public
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
+from dino_vit.weights.metadata import pretraining_of
 from dino_vit.weights.reading import INTERPOLATIONS
 
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
@@ -51,7 +53,7 @@ output = model(images)
     "huggingface": """\
 from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
-model = AutoModel.from_pretrained({path!r}, {arguments}).eval()
+model = AutoModel.from_pretrained({path!r}{more}).eval()
 {images}
 output = model(images{resample}).last_hidden_state[:, 0]
 """,
@@ -63,7 +65,7 @@ cls, patches = session.run(None, {{"images": images.numpy()}})
 """,
 }
 _PHOTO = """\
-image = ImageOps.exif_transpose(Image.open({photo!r})).convert({mode!r})
+image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert({mode!r})
 images = AutoImageProcessor.from_pretrained({path!r})(image, return_tensors="pt").pixel_values"""
 
 CARD_FACTS = (
@@ -82,13 +84,13 @@ tags: [{% if run %}dino, self-supervised, {% endif %}vit]
 
 {{ mark }}
 
-# {{ facts.architecture }}
+# {{ title }}
 
 A vision transformer that turns images into features, for search, clustering, or a classifier of your own.
 {% if run %}
-It was pretrained without labels (`method={{ run.method }}`)
-{%- if run.init %}, starting from `{{ public(run.init.weights) }}`{% endif %}.
-Of its images only the name of their source is recorded: `{{ images }}`.
+It was pretrained without labels ({{ "method=" ~ run.method }})
+{%- if run.init %}, starting from {{ public(run.init.weights) }}{% endif %}.
+Of its images only the name of their source is recorded: {{ images }}.
 {% else %}
 How and on which images it was trained is not recorded in the file that it was exported from.
 {% endif %}
@@ -99,7 +101,7 @@ No licence is stated yet. The owner has to name it as `license` at the top, or e
 | | |
 |---|---|
 {% for name, value in facts.items() if value is not none %}
-| {{ name.replace("_", " ") }} | {{ show(name, value) }} |
+| {{ markdown(name.replace("_", " ")) }} | {{ value }} |
 {% endfor %}
 
 ## Usage
@@ -111,12 +113,16 @@ In the folder of this file (elsewhere, write its path or its name on the hub ins
 ```
 
 `output` is the CLS token of each image after the final LayerNorm. Values from 0 to 1 are normalised with
-mean ({{ show("mean", mean) }}) and std ({{ show("std", std) }}).
+mean ({{ markdown(show("mean", mean)) }}) and std ({{ markdown(show("std", std)) }}).
 {% if evaluation %}
 
 {{ evaluation }}
 {% endif %}
 """
+
+
+class Markdown(str):
+    """Text of ours for a model card; all other text is shown as it is."""
 
 
 def describe(model: Backbone) -> dict[str, Any]:
@@ -250,7 +256,7 @@ def dinov2_mlp(model: Backbone) -> tuple[int, int]:
     return stated, (model.width * stated * 2 // 3 + 7) // 8 * 8
 
 
-def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "photo.jpg") -> str:
+def usage(model: Backbone, path: PurePath, format: str) -> str:
     """Return lines of Python that open an export and compute the CLS features of images, or of a photo."""
     origin, transform, (height, width) = model.provenance, _transform(model), model.image_size
     at_other_size = transform is not None and transform.size != model.image_size
@@ -264,46 +270,61 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "
     images = f"images = ...  # {shape}, float32, {resized}normalised as in the training"
     if origin.mean and origin.std:
         images += f": mean ({show('mean', origin.mean)}), std ({show('std', origin.std)})"
-    if format == "huggingface" and photo is not None and processor_config(model):
-        images = _PHOTO.format(mode=MODES[model.channels], path=str(path), photo=photo)
+    if format == "huggingface" and processor_config(model):
+        images = _PHOTO.format(mode=MODES[model.channels], path=str(path))
     lines = _USAGE["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]
     arguments = model_arguments(model, format)
     # Of the models of transformers that we write, its ViT alone has to be asked to resample its positions.
     resample = at_other_size and "add_pooling_layer" in arguments
-    filled = lines.format(
+    given = [f"{key}={value!r}" for key, value in arguments.items()]
+    return lines.format(
         path=str(path),
-        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
+        arguments=", ".join(given),
+        more="".join(f", {each}" for each in given),
         images=images,
         resample=", interpolate_pos_encoding=True" if resample else "",
         name="eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
         norm_eps=model.architecture.get("norm_eps"),
         reader="safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",
-    )
-    return filled.replace(", )", ")").rstrip()
+    ).rstrip()
 
 
 def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:
-    """Return the README.md of a Hugging Face folder."""
-    facts, transform = describe(model), _transform(model)
-    settings: dict[str, Any] = model.provenance.config
-    run = settings if "method" in settings else None  # of a fine-tuning there is none
-    source = run["data"]["source"] if run else []
-    facts = {name: facts[name] for name in CARD_FACTS} | {"exported by": f"dino-vit {__version__}"}
+    """Return the README.md of a Hugging Face folder; `evaluation` is Markdown."""
+    described, transform, run = describe(model), _transform(model), pretraining_of(model.provenance.config)
+    facts: dict[str, Any] = {}
+    for name in CARD_FACTS:
+        value = described.get(name)  # of a model of timm some are not known
+        facts[name] = value if name in ("file", "network") or value is None else Markdown(show(name, value))
     facts["file"] = facts["file"] and Path(facts["file"]).name
-    card = Template(_CARD, trim_blocks=True, keep_trailing_newline=True).render(
-        license=write_yaml(license or "other"),
-        mark=CARD_MARK,
-        facts=facts,
+    source = run.data.source if run else ()
+    page = Environment(finalize=code, trim_blocks=True, keep_trailing_newline=True).from_string(_CARD)
+    card = page.render(
+        license=Markdown(write_yaml(license or "other")),
+        mark=Markdown(CARD_MARK),
+        title=facts["architecture"],
+        facts=facts | {"exported by": Markdown(f"dino-vit {__version__}")},
         show=show,
-        usage=usage(model, PurePath("."), "huggingface"),
+        usage=Markdown(usage(model, PurePath("."), "huggingface")),
         mean=transform and transform.mean,
         std=transform and transform.std,
         run=run,
-        evaluation=evaluation,
-        images=", ".join(map(_public, [source] if isinstance(source, str) else source)),
+        evaluation=evaluation and Markdown(evaluation),
+        images=", ".join(map(_public, [source] if isinstance(source, str) else source or ())),
         public=_public,
+        markdown=Markdown,
     )
     return printable_lines(card)
+
+
+def code(value: object) -> str:
+    """Return a value as a code span, in which nothing is markup, unless it is Markdown of ours."""
+    if isinstance(value, Markdown):
+        return value
+    text = brief(value, 300)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}".replace("|", r"\|")  # in a table
 
 
 def _public(name: str) -> str:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections import OrderedDict
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -27,13 +28,14 @@ from dino_vit.weights.card import (
     describe,
     dinov2_mlp,
     huggingface_config,
+    model_arguments,
     model_card,
     processor_config,
-    usage,
 )
 from dino_vit.weights.layouts import Layout, split
 from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.reading import EXPORT_KEY, PROVENANCE_FACTS, WeightsError
+from dino_vit.weights.metadata import WeightsError
+from dino_vit.weights.reading import EXPORT_KEY, PROVENANCE_FACTS
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
 _SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -221,18 +223,16 @@ def _write_huggingface(
 
 @torch.no_grad()
 def _compare_features(model: Backbone, written: Path, format: str) -> str:
-    """Compare with the features of the written file, by the lines that a user is given to open it."""
+    """Compare with the features that the library of the format computes from the written file."""
     images = torch.randn(2, model.channels, *model.image_size, generator=torch.Generator().manual_seed(0))
     library, ours = LIBRARIES.get(format), model.forward_cls(images)
-    if not (library and find_spec(library)):
-        how = "by loading it again"
-        theirs = load_backbone(written, format=format, heads=model.heads, verbose=False).forward_cls(images)
-    else:
-        how, names = f"with {library}", dict[str, Any](given=images)
-        exec(usage(model, written, format, photo=None).replace("images = ...", "images = given"), names)
-        theirs = names["output"] if format != "onnx" else torch.from_numpy(names["cls"])
+    if library and find_spec(library):
+        how, theirs = f"with {library}", _features_elsewhere(model, str(written), format, images)
         if format == "timm" and isinstance(model, VisionTransformer):  # which may have a classifier
             ours = model(images)
+    else:
+        how = "by loading it again"
+        theirs = load_backbone(written, format=format, heads=model.heads, verbose=False).forward_cls(images)
     error = ((ours - theirs).abs().max() / ours.abs().max()).item()
     if not error <= TOLERANCE:
         raise WeightsError(
@@ -240,6 +240,31 @@ def _compare_features(model: Backbone, written: Path, format: str) -> str:
             "nothing was written"
         )
     return f"largest relative difference of the CLS features: {error:.1g}, checked {how}"
+
+
+def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor) -> Tensor:
+    """Open a written file by another library, as `card.usage` tells users to, and return its features."""
+    if format == "onnx":
+        import onnxruntime
+
+        return torch.from_numpy(onnxruntime.InferenceSession(path).run(None, {INPUT: images.numpy()})[0])
+    arguments = model_arguments(model, format)
+    if format == "huggingface":
+        from transformers import AutoModel
+
+        theirs: Any = AutoModel.from_pretrained(path, **arguments).eval()
+        features: Tensor = theirs(images).last_hidden_state[:, 0]
+        return features
+    import timm
+
+    if isinstance(model, TimmBackbone):
+        return timm.create_model(**arguments, checkpoint_path=path).eval()(images)
+    rotary = model.architecture["positions"] == "rotary"
+    kind = timm.models.eva.Eva if rotary else timm.models.VisionTransformer
+    norm = partial(timm.layers.LayerNorm, eps=model.architecture["norm_eps"])
+    theirs = kind(**arguments, norm_layer=norm).eval()
+    timm.models.load_checkpoint(theirs, path)
+    return theirs(images)
 
 
 def _check_graph(model: Backbone) -> None:

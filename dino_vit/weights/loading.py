@@ -34,17 +34,12 @@ from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.backbones import LoadedBackbone, LoadedTimmBackbone, LoadedTransformer
 from dino_vit.weights.layouts import OURS, REFERENCE, TIMM, Layout, merge
-from dino_vit.weights.reading import (
-    PROVENANCE_FACTS,
-    OtherArchitecture,
-    RawWeights,
-    WeightsError,
-    check_finite,
-    read_weights,
-)
+from dino_vit.weights.metadata import OtherArchitecture, WeightsError
+from dino_vit.weights.reading import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise
 
 LOOKS_LIKE_TIMM = "taken for DINO's, with a guess at mean and std: files of timm look the same (format=timm)"
+LARGER, UNSAVED = 2, 10**7  # a model of timm may hold some numbers that its files do not
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
 
 
@@ -75,6 +70,10 @@ def load_backbone(
     if "image_size" in overrides:
         stated = {key: value for key, value in origin.preparation.items() if key != "shorter_side"}
         origin = replace(origin, size=None, preparation=stated)
+    crop, side = origin.size or model.image_size, origin.preparation.get("shorter_side")
+    if side is not None and side < max(crop):
+        text = f"{raw.source} states a shorter_side of {side} pixels, less than its crop"
+        raise WeightsError(f"{text} of {crop[0]} × {crop[1]}")
     model.provenance = origin
     if verbose:
         loaded = f"loaded {len(model.state_dict())} tensors"
@@ -216,12 +215,13 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTim
         text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"
         raise WeightsError(f"{text}, which are not supported")
     if raw.metadata:
-        stated = raw.metadata["architecture"]
+        stated = {"image_size": 224, "channels": 3, **raw.metadata["architecture"]}
     else:
         stated = {"name": facts.get("name") or facts["timm_name"]}
         stated |= {"image_size": facts.get("image_size") or 224, "channels": facts.get("channels", 3)}
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
     check_finite({name: t for name, t in tensors.items() if t.is_floating_point()}, raw.source)
+    _check_size(stated, raw)
     # A model that is built draws its weights, which the caller's random numbers must not notice.
     with torch.random.fork_rng(devices=[]):
         model = LoadedTimmBackbone(**{**stated, "num_classes": 0, **overrides})
@@ -242,6 +242,17 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTim
         notes.append(f"resampled {', '.join(other)} to another size as timm does")
     _load_strictly(model, tensors, raw.source)
     return model, notes
+
+
+def _check_size(stated: Mapping[str, Any], raw: RawWeights) -> None:
+    """Refuse a model of timm that is far larger, as it is stated, than the tensors that are there."""
+    with torch.device("meta"):
+        model = LoadedTimmBackbone(**{**stated, "num_classes": 0})
+    needed = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    held = sum(tensor.numel() for tensor in raw.tensors.values())
+    if needed > LARGER * held + UNSAVED:
+        text = f"{raw.source} describes a network of {needed:,} numbers, but has {held:,}"
+        raise WeightsError(f"{text}: its image_size or channels are not those of its tensors")
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -17,12 +17,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dino_vit.core import Size, log
+from dino_vit.config.constructors import arguments_of
+from dino_vit.core import Size, height_width, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural, public_values
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.timm_backbone import TimmBackbone
+from dino_vit.models.vit import VisionTransformer, current_arguments
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
+from dino_vit.weights.metadata import Edges, Facts, HubFacts, PretrainedCfg, WeightsError, check, parse
 
 FORMAT_VERSION = 1  # of the metadata in our own files
 EXPORT_KEY = "dino_vit_export"  # of an export, under which it says what its tensors do not show
@@ -32,14 +36,6 @@ INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # of Pillow, which processors of
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
-
-
-class WeightsError(ValueError):
-    """The given weights cannot be used as requested."""
-
-
-class OtherArchitecture(WeightsError):
-    """The given weights are not those of our vision transformer; timm may have theirs."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +99,13 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     elif path.suffix == ".safetensors":
         content, texts = read_tensors(path)
         if OWN_KEY in texts:
-            about["metadata"] = _check_metadata(path, _parse(f"the metadata of {path}", texts[OWN_KEY]))
+            about["metadata"] = _check_metadata(path, parse(f"the metadata of {path}", texts[OWN_KEY]))
     else:
         content = _read_pickle(path)
         texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
     if EXPORT_KEY in texts:
-        about["facts"] |= _stated(_parse(f"the metadata of {path}", texts[EXPORT_KEY]))
+        where = f"the metadata of {path}"
+        about["facts"] |= check(Facts, parse(where, texts[EXPORT_KEY]), where).stated()
     return path, content, about
 
 
@@ -120,91 +117,77 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "architecture" not in metadata:  # such as the classifier and optimiser of a fine-tuning
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
-    return _stated(metadata) | {"architecture": _with_tuples(metadata["architecture"])}
+    where = f"the metadata of {path}"
+    facts = check(Facts, metadata, where).stated()
+    known = current_arguments(facts["architecture"])
+    network = TimmBackbone if "name" in known else VisionTransformer
+    arguments = check(arguments_of(network.__init__), known, where).model_dump(exclude_unset=True)
+    return {**facts, "architecture": arguments}
 
 
 def _read_hub_facts(weights: Path) -> dict[str, Any]:
     """Return what the config.json of a hub folder and its processor state, as our exports name it."""
-    config: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     for path in map(weights.with_name, (PROCESSOR, CONFIG)):
         if weights.name in HUB_FILES and path.is_file():
-            config |= _parse(str(path), path.read_bytes())
-    if "model_type" not in config and "architecture" not in config:
+            stated |= parse(str(path), path.read_bytes())
+    if "model_type" not in stated and "architecture" not in stated:
         return {}
-    timm, arguments = config.get("pretrained_cfg") or {}, config.get("model_args") or {}
-    channels, *size = timm.get("input_size") or (None,)
-    facts: dict[str, Any] = {
-        "format": "timm" if "architecture" in config else None,
-        "timm_name": config.get("architecture"),
+    where = str(weights.with_name(CONFIG))
+    config = check(HubFacts, stated, where)
+    timm, arguments = config.pretrained_cfg or PretrainedCfg(), config.model_args or {}
+    channels, *size = timm.input_size or (None,)
+    facts = {
+        "format": "timm" if config.architecture else None,
+        "timm_name": config.architecture,
         "model_args": arguments or None,
-        "heads": config.get("num_attention_heads") or arguments.get("num_heads"),
-        "image_size": config.get("image_size") or size,
+        "heads": config.num_attention_heads or arguments.get("num_heads"),
+        "image_size": config.image_size or size or None,
         "channels": channels,
-        "mean": config.get("image_mean") or timm.get("mean"),
-        "std": config.get("image_std") or timm.get("std"),
-        "norm_eps": config.get("layer_norm_eps"),
-        "activation": config.get("hidden_act"),
-        "rotary_base": (config.get("rope_parameters") or config).get("rope_theta"),
+        "mean": config.image_mean or timm.mean,
+        "std": config.image_std or timm.std,
+        "norm_eps": config.layer_norm_eps,
+        "activation": config.hidden_act,
+        "rotary_base": (config.rope_parameters or config).rope_theta,
         # Of DINOv3 alone; null there means that nothing is rescaled.
-        "rotary_rescale": (config["pos_embed_rescale"] or 0) if "pos_embed_rescale" in config else None,
+        "rotary_rescale": (config.pos_embed_rescale or 0) if "pos_embed_rescale" in stated else None,
     }
-    if timm.get("crop_pct") and len({*size}) == 1:
-        facts["preparation"] = {"shorter_side": int(size[0] / timm["crop_pct"])}
-        if timm.get("crop_mode") == "squash":
-            facts["preparation"] = {"fit": "whole"}
-        if timm.get("interpolation") in INTERPOLATIONS.values():
-            facts["preparation"]["interpolation"] = timm["interpolation"]
-    return _stated(facts) | _processor_facts(config)
+    if timm.crop_pct and len({*size}) == 1:
+        preparation: dict[str, Any] = {"shorter_side": int(size[0] / timm.crop_pct)}
+        if timm.crop_mode == "squash":
+            preparation = {"fit": "whole"}
+        if timm.interpolation in INTERPOLATIONS.values():
+            preparation["interpolation"] = timm.interpolation
+        facts["preparation"] = preparation
+    return check(Facts, facts | _processor_facts(config), where).stated()
 
 
-def _processor_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+def _processor_facts(config: HubFacts) -> dict[str, Any]:
     """Return how a Hugging Face processor prepares images; DINOv2's give another size than its positions."""
-    resized, crop = _sides(config.get("size")), None
-    if config.get("do_center_crop", True):
-        crop = _sides(config.get("crop_size"))
+    resized, crop = _sides(config.size), None
+    if config.do_center_crop is not False:
+        crop = _sides(config.crop_size)
     preparation: dict[str, Any] = {}
+    edge = isinstance(config.size, Edges) and config.size.shortest_edge
     if crop and crop[0] == crop[1] and resized:
         preparation["shorter_side"] = max(min(resized), *crop)
-    elif resized and not crop and (isinstance(config["size"], int) or "shortest_edge" not in config["size"]):
+    elif resized and not crop and not edge:
         preparation["fit"] = "whole"
-    if (resample := config.get("resample")) in INTERPOLATIONS:
-        preparation["interpolation"] = INTERPOLATIONS[resample]
-    elif resample is not None:
-        log.warning(
-            "images are resized by bicubic interpolation, not by resample=%s of the processor", resample
-        )
+    if config.resample in INTERPOLATIONS:
+        preparation["interpolation"] = INTERPOLATIONS[config.resample]
+    elif config.resample is not None:
+        text = "images are resized by bicubic interpolation, not by resample=%s of the processor"
+        log.warning(text, config.resample)
     size = crop or (resized if "fit" in preparation else None)
     return ({"size": size} if size else {}) | ({"preparation": preparation} if preparation else {})
 
 
-def _sides(size: Any) -> Size | None:
+def _sides(size: int | Size | Edges | None) -> Size | None:
     """Return a size of a Hugging Face processor as height and width."""
-    if isinstance(size, Mapping):
-        edge = size.get("shortest_edge")
-        height, width = size.get("height", edge), size.get("width", edge)
-    else:
-        height = width = size
-    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
-
-
-def _stated(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is not null in JSON."""
-    return {key: value for key, value in _with_tuples(content).items() if value is not None}
-
-
-def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was JSON with its lists as the tuples that they were."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
-
-
-def _parse(where: str, text: Any) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{where} is not a JSON object: {error}") from error
-    if not isinstance(content, dict):
-        raise WeightsError(f"{where} is not a JSON object")
-    return content
+    if isinstance(size, Edges):
+        height, width = size.height or size.shortest_edge, size.width or size.shortest_edge
+        return (height, width) if height and width else None
+    return None if size is None else height_width(size)
 
 
 def _read_pickle(path: Path) -> Any:
@@ -294,7 +277,7 @@ def save_backbone(
         raise WeightsError(f"{path} must end in .safetensors")
     pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
     given = {**pixels, "network": network, "step": step, "config": config}
-    known = asdict(model.provenance) | _stated(given)
+    known = asdict(model.provenance) | {name: value for name, value in given.items() if value is not None}
     metadata = {name: known[name] for name in (*PROVENANCE_FACTS, "config")}
     for name in ("mean", "std"):
         if (values := metadata[name]) is not None and len(values) != model.channels:

@@ -16,10 +16,11 @@ from dino_vit.config.sections import WeightsFormat
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
-from dino_vit.models.vit import VisionTransformer, current_arguments
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
-from dino_vit.weights.reading import OtherArchitecture, RawWeights, WeightsError
+from dino_vit.weights.metadata import OtherArchitecture, WeightsError
+from dino_vit.weights.reading import RawWeights
 
 FORMATS = get_args(WeightsFormat)
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
@@ -93,7 +94,7 @@ def infer_architecture(
     if raw.metadata:
         parameters = signature(VisionTransformer).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        return {**defaults, "depth": depth, **current_arguments(raw.metadata["architecture"])}
+        return {**defaults, "depth": depth, **raw.metadata["architecture"]}
     width = tensors["cls_token"].shape[-1]
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden

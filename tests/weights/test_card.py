@@ -1,5 +1,6 @@
 """What an export says: the lines that open it give our features, and the card states what is known."""
 
+import re
 import sys
 from types import ModuleType
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from PIL import Image
 from timm.models import VisionTransformer as TimmTransformer
 from torch import nn
@@ -56,7 +58,7 @@ def features(lines, images=None):
     """Return what the lines of an export compute, of given images or of the photo that they open."""
     names = {"given": images}
     exec(lines.replace("images = ...", "images = given"), names)
-    return names["output"]
+    return names["output"] if "output" in names else torch.from_numpy(names["cls"])
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,7 @@ def features(lines, images=None):
         ("reference", {}),
         ("reference", {"suffix": ".safetensors", "image_size": 40}),
         ("huggingface", {"statistics": {**STATISTICS, "range": (0.0, 100.0)}}),  # takes no photos
+        ("onnx", {"suffix": ".onnx"}),
     ],
 )
 def test_the_lines_give_our_features(format, changes):
@@ -120,8 +123,8 @@ def test_the_hub_reads_what_it_is_and_a_stranger_where_it_comes_from(tmp_path):
     facts = {row[0]: row[1] for row in rows(card.text)}
     assert facts["parameters"] == f"{sum(p.numel() for p in model.parameters()):,}"
     assert (facts["architecture"], facts["patch size"], facts["image size"]) == ("ViT/8", "8 × 8", "32 × 32")
-    assert (facts["file"], facts["sha256"]) == ("mine.safetensors", model.provenance.sha256)
-    assert (facts["network"], facts["step"]) == ("teacher", "1200")
+    assert (facts["file"], facts["sha256"]) == ("`mine.safetensors`", model.provenance.sha256)
+    assert (facts["network"], facts["step"]) == ("`teacher`", "1200")
     assert "pretrained without labels (`method=dino`), starting from `published.pth`." in card.text
     assert "mean (0.4, 0.5, 0.6) and std (0.1, 0.2, 0.3)." in card.text
     assert str(tmp_path) not in card.content
@@ -157,6 +160,24 @@ def test_the_lines_of_the_card_open_the_folder_wherever_it_is(tmp_path, monkeypa
     (lines,) = blocks((moved / "README.md").read_text(), "python")
     smooth("RGB", (100, 75)).save("photo.jpg", quality=95)
     torch.testing.assert_close(features(lines)[0], model.embed("photo.jpg"), atol=1e-3, rtol=1e-3)
+
+
+HOSTILE = "# x <script>alert(1)</script>[a](http://b)`` | www.b.org me@b.org\n\n# y ``` \n```python\nz"
+
+
+def test_nothing_that_a_file_states_is_markup_in_the_card(tmp_path):
+    config = {"method": HOSTILE, "data": {"source": [HOSTILE, "photos"]}, "init": {"weights": HOSTILE}}
+    save_backbone(backbone(), f"{HOSTILE.partition('/')[0]}.safetensors", network=HOSTILE, config=config)
+    model = load_backbone(f"{HOSTILE.partition('/')[0]}.safetensors")
+    export_backbone(model, "out", "huggingface", card=model_card(model, license=HOSTILE))
+    text = ModelCard.load("out/README.md").text
+    rendered = MarkdownIt("gfm-like", {"linkify": False}).render(text)
+    tags = {tag for tag in re.findall(r"<(\w+)", rendered)}
+    assert tags == {"h1", "p", "table", "thead", "tbody", "tr", "th", "td", "h2", "pre", "code"}
+    assert rendered.count("<h1>") == 1
+    assert rendered.count("&lt;script&gt;") >= 4
+    assert rendered.count("<pre>") == 1
+    assert len({len(row) for row in rows(text.replace(r"\|", ""))}) == 1
 
 
 @pytest.mark.parametrize("config", [{}, {"weights": None, "classes": ["cat", "dog"]}])

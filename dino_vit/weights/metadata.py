@@ -1,0 +1,226 @@
+"""What files state about a backbone beside its tensors, validated before anything uses it.
+
+`Facts` is the one model for our own files, our exports and folders of the Hugging Face Hub, whose JSON
+`HubFacts` reads. What they do not know is ignored; what they know has the bounds of the settings.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from dino_vit.config.loading import requirement
+from dino_vit.config.sections import Fit, Interpolation, WeightsFormat
+from dino_vit.config.settings import (
+    Dimension,
+    FewOrZero,
+    NonEmpty,
+    NonNegative,
+    NormEps,
+    Number,
+    Positive,
+    Settings,
+    Side,
+)
+from dino_vit.core.text import brief
+
+DEEPEST = 32  # lists and objects in each other
+Text = Annotated[str, Field(max_length=200)]
+Json = dict[str, JsonValue]
+Mean = NonEmpty[Number]
+Std = NonEmpty[Positive]
+Pair = tuple[Dimension, Dimension]
+F = TypeVar("F", bound=Settings)
+
+
+class WeightsError(ValueError):
+    """The given weights cannot be used as requested."""
+
+
+class OtherArchitecture(WeightsError):
+    """The given weights are not those of our vision transformer; timm may have theirs."""
+
+
+class Stated(Settings):
+    """Facts in a file, which may have others too."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Preparation(Settings):
+    """How images are prepared, where it is not as published."""
+
+    fit: Fit | None = None
+    shorter_side: Dimension | None = None
+    interpolation: Interpolation | None = None
+
+
+class Facts(Stated):
+    """What is known of a backbone; nothing that a file states is used unless it is in here."""
+
+    mean: Mean | None = None
+    std: Std | None = None
+    bits: Literal[8, 16] | None = None
+    range: tuple[Number, Number] | None = None
+    size: Pair | None = None
+    preparation: Preparation | None = None
+    network: Text | None = None
+    step: Annotated[int, Field(ge=0, le=10**12)] | None = None
+    config: Json | None = None
+    # Of our own files.
+    kind: Text | None = None
+    architecture: Json | None = None  # the arguments of a constructor, which validates them
+    # Of exports and of the hub, as far as tensors do not show it.
+    format: WeightsFormat | None = None
+    name: Text | None = None  # of a model of timm
+    timm_name: Text | None = None  # of one that may be ours
+    model_args: Json | None = None
+    positions: Literal["learned", "rotary"] | None = None
+    heads: FewOrZero | None = None  # 0: of a model of timm, whose heads are not known
+    image_size: Side | None = None
+    channels: Dimension | None = None
+    norm_eps: NormEps | None = None
+    activation: Text | None = None
+    rotary_base: Number | None = None
+    rotary_rescale: NonNegative | None = None  # 0: none
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for problem in self._disagreements():
+            raise ValueError(problem)
+        return self
+
+    def _disagreements(self) -> Iterator[str]:
+        counts = {len(values) for values in (self.mean, self.std) if values}
+        if len(counts) > 1:
+            yield "mean and std have different numbers of channels"
+        if self.range and self.range[0] >= self.range[1]:
+            yield "range does not go from low to high"
+        channels = (self.architecture or {}).get("channels", self.channels)
+        if isinstance(channels, int) and counts - {channels}:
+            yield f"mean and std have {counts.pop()} values, but images {channels} channels"
+
+    def stated(self) -> dict[str, Any]:
+        """Return what is stated; null states nothing."""
+        return self.model_dump(exclude_none=True)
+
+
+class PretrainedCfg(Stated):
+    """What timm states of pretrained weights."""
+
+    input_size: tuple[Dimension, Dimension, Dimension] | None = None
+    mean: Mean | None = None
+    std: Std | None = None
+    crop_pct: Annotated[float, Field(gt=0.01, le=10)] | None = None
+    crop_mode: Text | None = None
+    interpolation: Text | None = None
+
+
+class Edges(Stated):
+    """A size of a processor."""
+
+    height: Dimension | None = None
+    width: Dimension | None = None
+    shortest_edge: Dimension | None = None
+
+
+class Rope(Stated):
+    """Rotary positions."""
+
+    rope_theta: Number | None = None
+
+
+class HubFacts(Stated):
+    """config.json and preprocessor_config.json of a folder of the hub, as far as they are about a ViT."""
+
+    model_type: Text | None = None
+    architecture: Text | None = None
+    pretrained_cfg: PretrainedCfg | None = None
+    model_args: Json | None = None
+    num_attention_heads: FewOrZero | None = None
+    image_size: Side | None = None
+    layer_norm_eps: NormEps | None = None
+    hidden_act: Text | None = None
+    rope_theta: Number | None = None
+    rope_parameters: Rope | None = None
+    pos_embed_rescale: NonNegative | None = None
+    image_mean: Mean | None = None
+    image_std: Std | None = None
+    do_center_crop: bool | None = None
+    size: Side | Edges | None = None
+    crop_size: Side | Edges | None = None
+    resample: Annotated[int, Field(ge=0, le=5)] | None = None
+
+
+class TrainedOn(Stated):
+    """Where the images of a pretraining were."""
+
+    source: Annotated[str, Field(max_length=4096)] | NonEmpty[str] | None = None
+
+
+class StartedFrom(Stated):
+    """The weights that a pretraining started from."""
+
+    weights: Annotated[str, Field(max_length=4096)]
+
+
+class Pretraining(Stated):
+    """What a model card says of the settings of a run, be it of another version."""
+
+    method: Text
+    data: TrainedOn
+    init: StartedFrom | None = None
+
+
+def pretraining_of(config: Mapping[str, Any]) -> Pretraining | None:
+    """Return the settings of a pretraining, unless they are of something else, such as of a fine-tuning."""
+    try:
+        return Pretraining.model_validate(config)
+    except ValidationError:
+        return None
+
+
+def parse(where: str, text: Any) -> dict[str, Any]:
+    """Return a JSON object; a file that nests more deeply than any of ours is refused."""
+    try:
+        content = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{where} is not a JSON object: {brief(error, 200)}") from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{where} is not a JSON object")
+    level: list[Any] = [content]
+    for _ in range(DEEPEST):
+        level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [value for value in level if isinstance(value, dict | list)]
+    if level:
+        raise WeightsError(f"{where} has lists or objects in each other, more than {DEEPEST} deep")
+    return content
+
+
+def check(cls: type[F], content: Mapping[str, Any], where: str) -> F:
+    """Return what a file states if it may be used, or raise WeightsError with what is wrong and allowed."""
+    try:
+        return cls.model_validate(content)
+    except ValidationError as error:
+        faults = dict[str, list[str]]()  # a union has a message for each type
+        for detail in error.errors(include_url=False):
+            text, value = _stated_at(content, detail["loc"])
+            named = f"{brief(text)} = {brief(repr(value))}: " if text else ""
+            message = requirement(detail).removeprefix("Value error, ")
+            faults.setdefault(named, []).append(message)
+        texts = [f"{named}{' or '.join(dict.fromkeys(messages))}" for named, messages in faults.items()]
+        more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
+        text = f"{where} describes no backbone that is supported: {'; '.join(texts[:3])}{more}"
+        raise WeightsError(text) from None
+
+
+def _stated_at(content: Any, place: Sequence[int | str]) -> tuple[str, Any]:
+    """Return the name and the value that a message is about, of whose place the end names types."""
+    names = list[str]()
+    for name in place:
+        if not isinstance(content, Mapping) or name not in content:
+            break
+        content = content[name]
+        names.append(str(name))
+    return ".".join(names), content
