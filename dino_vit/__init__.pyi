@@ -437,6 +437,7 @@ def report(
     *,
     output: str | os.PathLike[str] | None = None,
     source: str | os.PathLike[str] | object = None,
+    trust: bool = False,
     images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
@@ -452,6 +453,7 @@ def report(
       run=...                             folder of the run
       output=null                         file to write; null: report.html in the folder of the run [FILE.html]
       source=null                         where the images are now; null: where the run read them
+      trust=false                         import the python:MODULE:NAME in config.yaml, which runs its code
       images=500                          images on the map; with more, their pictures are smaller
     """
 
@@ -756,6 +758,7 @@ def search(
     *,
     weights: str | os.PathLike[str] | None = None,
     k: int = 8,
+    trust: bool = False,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | SearchConfig | None = None,
     verbose: bool = True,
@@ -772,6 +775,7 @@ def search(
       images=...                          image files to find similar images to
       weights=null                        run folder or weights file; null: those of the embeddings
       k=8                                 nearest images to show
+      trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         with a JSON file beside it; null: search.png, in Python none [FILE.png]
     """
 
@@ -780,6 +784,7 @@ def duplicates(
     *,
     threshold: float = 0.95,
     pairs: int = 10000,
+    trust: bool = False,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | DuplicatesConfig | None = None,
     verbose: bool = True,
@@ -795,6 +800,7 @@ def duplicates(
       embeddings=...                      file that `dino-vit embed` wrote
       threshold=0.95                      minimum cosine of a pair
       pairs=10000                         closest pairs to list; groups are formed by all pairs
+      trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         with sheets beside it; null: duplicates.json, in Python none [FILE.json]
     """
 
@@ -806,6 +812,7 @@ def curate(
     keep: int | None = None,
     like: str | os.PathLike[str] | None = None,
     k: int = 32,
+    trust: bool = False,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | CurateConfig | None = None,
     verbose: bool = True,
@@ -824,6 +831,7 @@ def curate(
       keep=null                           images to choose, which are drawn alike; null: a weight for each
       like=null                           embeddings of examples, to choose images near them; null: all images
       k=32                                like: nearest images of each example
+      trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         with PNG and JSON beside it; null: weights.csv, in Python none [FILE.csv]
     """
 

@@ -38,6 +38,7 @@ JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
 PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
 OF_PYTHON = "in Python none"
+TRUST: bool = setting(False, "import the python:MODULE:NAME that the file names, which runs its code")
 RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {OF_PYTHON}", resumable=True)
 
 
@@ -216,6 +217,7 @@ class ReportConfig(Settings):
     run: str = Field(description="folder of the run")
     output: HtmlFile | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: Sources | None = setting(None, "where the images are now; null: where the run read them")
+    trust: bool = setting(False, "import the python:MODULE:NAME in config.yaml, which runs its code")
     images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 
 

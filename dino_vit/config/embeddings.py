@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from dino_vit.config.commands import OF_PYTHON, CachedConfig, JsonFile, PngFile, Precision
+from dino_vit.config.commands import OF_PYTHON, TRUST, CachedConfig, JsonFile, PngFile, Precision
 from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
 
@@ -35,6 +35,7 @@ class SearchConfig(Settings):
     images: tuple[str, ...] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
+    trust: bool = TRUST
     output: PngFile | None = setting(None, f"with a JSON file beside it; null: search.png, {OF_PYTHON}")
 
 
@@ -46,6 +47,7 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Cosine = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
+    trust: bool = TRUST
     output: JsonFile | None = setting(None, f"with sheets beside it; null: duplicates.json, {OF_PYTHON}")
     writes: ClassVar = "duplicates.json"
 
@@ -61,5 +63,6 @@ class CurateConfig(Settings):
     keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
     like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
     k: Dimension = setting(32, "like: nearest images of each example")
+    trust: bool = TRUST
     output: CsvFile | None = setting(None, f"with PNG and JSON beside it; null: weights.csv, {OF_PYTHON}")
     writes: ClassVar = "weights.csv"

@@ -1,6 +1,13 @@
-"""Python objects that a setting names: `python:MODULE:NAME`, or one that a program passed to a function."""
+"""Python objects that a setting names: `python:MODULE:NAME`, or one that a program passed to a function.
 
+To import a module is to run it. So a name is used that a user gave, on a command line, in a file of settings
+or in Python; one that was read from a file of results needs the user's word for it (`trust=true`).
+"""
+
+from collections.abc import Sequence
 from pkgutil import resolve_name
+
+from dino_vit.core.text import brief
 
 _passed: dict[str, object] = {}
 
@@ -19,6 +26,14 @@ def title_of(value: object) -> str:
 def is_object(spec: str) -> bool:
     """Tell whether a text names an object."""
     return spec.startswith(("python:", "object:"))
+
+
+def check_trusted(specs: Sequence[str | None], file: object, *, trust: bool) -> None:
+    """Refuse the modules that a file names, unless the user trusts it to run code."""
+    for spec in () if trust else specs:
+        if spec and spec.startswith("python:"):
+            text = f"{file} names {brief(spec, 200)}, which runs the code of a module when it is imported"
+            raise ValueError(f"{text}; if you trust it, give trust=true")
 
 
 def find(spec: str) -> object:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 from pydantic import TypeAdapter
 
-from dino_vit.config.objects import find, is_object
+from dino_vit.config.objects import check_trusted, find, is_object
 from dino_vit.core import log
 from dino_vit.core.outputs import MARK, replacing_output
 from dino_vit.core.storage import OWN_KEY
 from dino_vit.core.text import brief, public_names
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
 from dino_vit.views.eval_transform import EvalTransform
 
@@ -38,11 +38,18 @@ class Embeddings:
     labels: Sequence[str | None] = field(repr=False)  # names of classes
     indices: NDArray[np.int64] = field(repr=False)  # of the images in the source
     metadata: dict[str, Any] = field(repr=False)
+    trusted: bool = field(default=True, repr=False)  # to name what is imported; those of a file are not
 
     @property
     def transform(self) -> EvalTransform:
         """The transform of the images."""
         return TypeAdapter(EvalTransform).validate_python(self.metadata["transform"])
+
+    def open_source(self) -> Source:
+        """Open the images that were embedded."""
+        spec = self.metadata["source"]["spec"]
+        check_trusted([spec], "the embedding file", trust=self.trusted)
+        return open_source(spec)
 
 
 def write_embeddings(path: Path, embeddings: Embeddings) -> None:
@@ -62,8 +69,8 @@ def write_embeddings(path: Path, embeddings: Embeddings) -> None:
         parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
 
 
-def read_embeddings(path: Path) -> Embeddings:
-    """Read an embedding file."""
+def read_embeddings(path: Path, *, trust: bool = False) -> Embeddings:
+    """Read an embedding file; `trust` lets it name a module that is imported."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; `dino-vit embed SOURCE WEIGHTS output={path}` writes it")
     try:
@@ -77,8 +84,9 @@ def read_embeddings(path: Path) -> Embeddings:
             labels=table["label"].to_pylist(),
             indices=table["index"].to_numpy(),
             metadata=metadata,
+            trusted=trust,
         )
-        metadata["source"]["spec"], embeddings.transform  # must be there
+        TypeAdapter(str).validate_python(metadata["source"]["spec"]), embeddings.transform  # must be there
     except Exception as error:  # Arrow has errors of its own
         # "'NoneType' object is not subscriptable" means nothing to a user.
         why = "" if isinstance(error, LookupError | TypeError) else f": {brief(error, 200)}"
@@ -86,9 +94,9 @@ def read_embeddings(path: Path) -> Embeddings:
     return embeddings
 
 
-def read_image_embeddings(path: str) -> Embeddings:
+def read_image_embeddings(path: str, *, trust: bool = False) -> Embeddings:
     """Read embeddings, of a file or passed by a program, that have one for each image."""
-    embeddings = find(path) if is_object(path) else read_embeddings(Path(path))
+    embeddings = find(path) if is_object(path) else read_embeddings(Path(path), trust=trust)
     assert isinstance(embeddings, Embeddings)
     if embeddings.values.ndim != 2:
         raise ValueError(f"{path} has several tokens of each image, but needs one: embed with tokens=cls")
@@ -98,7 +106,7 @@ def read_image_embeddings(path: str) -> Embeddings:
 def embedded_panels(embeddings: Embeddings, captions: Iterable[tuple[int, str]]) -> list[Panel]:
     """Return embedded images by their rows as small pictures with captions; empty ones if they are gone."""
     try:
-        source = open_source(embeddings.metadata["source"]["spec"])
+        source = embeddings.open_source()
     except (ValueError, OSError, SourceLost) as error:
         log.warning("the sheet does not show the embedded images: %s", error)
         return [(EMPTY, caption) for _, caption in captions]

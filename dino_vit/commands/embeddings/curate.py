@@ -25,7 +25,6 @@ from dino_vit.config.embeddings import CurateConfig
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Advance, plural, progress
-from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import FAISS, nearest, unit
 from dino_vit.eval.maps.pictures import draw_sheet
@@ -55,7 +54,10 @@ def run(config: CurateConfig) -> CurateResult:
         claim(output, output.with_suffix(".json"), output.with_suffix(".png"))
     if not FAISS:
         raise ValueError("curate needs FAISS, which is not installed, or cannot run beside PyTorch (macOS)")
-    embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
+    embeddings, device = (
+        read_image_embeddings(config.embeddings, trust=config.trust),
+        start_processes().device,
+    )
     rows = choose_candidates(embeddings, config, device)
     if config.keep and config.keep > len(rows):
         raise ValueError(f"keep={config.keep} is more than the {plural(len(rows), 'image')} to choose from")
@@ -65,7 +67,7 @@ def run(config: CurateConfig) -> CurateResult:
     of_rows = choose(levels, config.keep, random) if config.keep else share_alike(levels) * len(rows)
     names = list(embeddings.names)
     if unreadable := embeddings.metadata["source"].get("unreadable"):  # a weight file names all images
-        source = open_source(embeddings.metadata["source"]["spec"])
+        source = embeddings.open_source()
         embedded = set(names)
         names += [name for name in map(source.name, range(len(source))) if name not in embedded]
         if len(names) > len(embedded) + unreadable:
@@ -99,7 +101,7 @@ def choose_candidates(embeddings: Embeddings, config: CurateConfig, device: torc
     rows = np.flatnonzero(kept)
     if config.like is None:
         return rows
-    examples = read_image_embeddings(config.like)
+    examples = read_image_embeddings(config.like, trust=config.trust)
     facts = [(each.metadata["weights"]["sha256"], each.metadata["tokens"]) for each in (embeddings, examples)]
     if facts[0] != facts[1] or embeddings.transform != examples.transform:
         text = f"like={config.like} was embedded with other weights or settings than {config.embeddings}"

@@ -68,7 +68,8 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     output = None if config.output is None else Path(config.output)
     sheets = [output and output.with_name(output.stem + ending) for ending in SHEETS]
     claim(*filter(None, (output, *sheets)))
-    embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
+    embeddings = read_image_embeddings(config.embeddings, trust=config.trust)
+    device = start_processes().device
     splits, keep = splits_of_names(embeddings.names), config.pairs
     kinds = ClosestPairs(keep, embeddings.labels), ClosestPairs(keep, splits), ClosestPairs(keep)
     linked = find_duplicates(embeddings.values, config.threshold, kinds, device=device)

@@ -13,7 +13,7 @@ from dino_vit.commands import Result
 from dino_vit.config.embeddings import SearchConfig
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import printable, public
+from dino_vit.core.text import brief, printable, public
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
@@ -23,6 +23,10 @@ from dino_vit.eval.maps.pictures import Panel, draw_sheet, shorten, thumbnail
 from dino_vit.eval.results import write_results
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.weights import load_backbone
+
+PRECISIONS = {
+    str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ def run(config: SearchConfig) -> SearchResult:
     output = None if config.output is None else Path(config.output)
     path = output and output.with_suffix(".json")
     claim(*filter(None, (output, path)))
-    embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
+    embeddings = read_image_embeddings(config.embeddings, trust=config.trust)
+    queries = CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
     embedded = embeddings.metadata["source"]
     folder = embedded.get("root") or embedded["spec"]
@@ -100,7 +105,10 @@ def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings
     except (ValueError, OSError) as error:
         text = f"search needs the weights that computed the embeddings: {error}"
         raise ValueError(f"{text}. If they were moved, give their new path with weights=") from error
-    precision = getattr(torch, embeddings.metadata["precision"])
+    stated = embeddings.metadata["precision"]
+    precision = PRECISIONS.get(stated) if isinstance(stated, str) else None
+    if precision is None:
+        raise ValueError(f"{config.embeddings} states precision={brief(stated)}, which is none of embeddings")
     frozen = FrozenBackbone(
         model=model.to(start_processes().device),
         transform=embeddings.transform,
