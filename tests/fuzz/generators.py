@@ -19,6 +19,7 @@ from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
 from tests.fuzz.bombs import bomb
 from tests.fuzz.commands import embeddings, resumes, runs, settings, weights
+from tests.fuzz.metadata import metadata
 from tests.fuzz.outputs import outputs
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
 
@@ -165,6 +166,7 @@ GENERATORS: dict[str, Generator] = {
     "lists": lists,
     "tables": tables,
     "weights": weights,
+    "metadata": metadata,
     "settings": settings,
     "runs": runs,
     "embeddings": embeddings,
