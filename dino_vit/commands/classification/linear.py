@@ -64,7 +64,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
     setting, values, heads = _fit(config, train, columns, frozen.device)
     judged = _judge_heads(heads, val)
-    chosen_by = judged if chosen_on is val else _judge_heads(heads, chosen_on)
+    chosen_by: Sequence[Accuracy | float] = judged if chosen_on is val else _judge_heads(heads, chosen_on)
     name = "top1" if val.task == "multiclass" else "score"
     cells: list[dict[str, Any]] = [
         {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: of_head}
