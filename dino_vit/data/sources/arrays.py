@@ -29,7 +29,9 @@ class ArraySource:
 
     def __init__(self, path: str, key: str | None = None, dtype: np.dtype[Any] | None = None) -> None:
         if is_url(path):
-            raise ValueError(f"{public(path)} is remote, but arrays are mapped into memory: copy it here")
+            raise ValueError(
+                f"{public(path)} is remote, but arrays are mapped into memory: copy it here first."
+            )
         self._path, self._key = path, key
         arrays = _load(path)
         self._images = _choose(path, arrays, key)

@@ -266,7 +266,7 @@ class FolderSource(PathSource):
     def __init__(self, root: str | Path) -> None:
         self.root = root = plain(os.fspath(root))
         if not is_folder(root):
-            raise ValueError(f"{public(root)} is no folder. Give a folder with images in it, at any depth.")
+            raise ValueError(f"{public(root)} is not a folder. Give one with images in it, at any depth.")
         with indexing(root):
             remote = from_rank_0(lambda: list_remote(root)) if is_url(root) else {}
             names = _images_among(root, list(remote) if is_url(root) else list_local(root))
