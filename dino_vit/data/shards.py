@@ -98,7 +98,7 @@ class LocalCopies:
     def present(self) -> int:
         """Return the bytes of the copies that there are, of other sources too."""
         total = 0
-        for path in self.folder.glob(f"*{SUFFIX}"):
+        for path in filter(lambda path: _COPY.fullmatch(path.name), self.folder.glob(f"*{SUFFIX}")):
             with suppress(FileNotFoundError):  # another run deletes too
                 total += path.stat().st_size
         return total

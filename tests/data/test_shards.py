@@ -146,18 +146,22 @@ def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(ser
     _, copies = opened(server.url, tmp_path / "copies")
     for shard in range(5):
         copies.copy(shard)
-    used, unused = (copies.folder / f"{name}.shard" for name in ("used", "unused"))
+    used, unused = (copies.folder / f"0-{letter * 24}.shard" for letter in "ab")
     shutil.copy(copies.path(0), used)
     shutil.copy(copies.path(0), unused)
     os.utime(unused, (0, 0))
     uses = np.array([50, 10, 90, 30, 70, 0, 0, 0])
+    of_others = [copies.folder / name for name in ("family.shard", "download.partial")]
+    for path in of_others:
+        path.write_bytes(b"of a user")
     for gone in (unused, *map(copies.path, (2, 4, 0)), used):
         assert gone.exists()
-        copies.limit = files_in(copies.folder) + copies.sizes[5] - 1
+        copies.limit = copies.present() + copies.sizes[5] - 1  # files of others do not count
         copies.make_room(5, uses, keep=[1, 3])
         assert not gone.exists()
     assert copies.path(1).exists()
     assert copies.path(3).exists()
+    assert all(path.read_bytes() == b"of a user" for path in of_others)
 
 
 def test_names_of_classes_beside_shards_are_no_shard(server, folder, tmp_path):
@@ -165,7 +169,7 @@ def test_names_of_classes_beside_shards_are_no_shard(server, folder, tmp_path):
     (folder / "classes.txt").write_text("a\nb\n")
     _, copies = opened(server.url, tmp_path / "copies")
     copies.copy(0)
-    copies.path(0).rename(copies.folder / f"{COUNT}-ofothers.shard")
+    copies.path(0).rename(copies.folder / f"{COUNT}-{'a' * 24}.shard")
     copies.limit = 0
     copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
     assert not list(copies.folder.iterdir())

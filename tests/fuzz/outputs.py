@@ -18,7 +18,19 @@ TEXTS = {
     "notes.txt": "dino-vit wrote features of these",
     "config.yaml": "k: 2\n",
 }
-STEMS = ("photos", "query", "labels", "e", "out", "list", "maps/sheet-1", "maps/sheet-7", "maps/0-cat-a")
+STEMS = (
+    "photos",
+    "query",
+    "labels",
+    "e",
+    "out",
+    "list",
+    "maps/sheet-1",
+    "maps/sheet-7",
+    "maps/0-cat-a",
+    "maps/1-knn",
+    "maps/comparison",
+)
 SUFFIXES = (
     ".json",
     ".png",
@@ -42,6 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # with the setting of what it writes, 
     "attention photos w.safetensors size=16": ("output", "/"),
     "attention list.txt w.safetensors size=16": ("output", "/"),
     "export w.safetensors format=timm overwrite=false": ("out", ".pth"),
+    "compare photos w.safetensors untrained=true measures=[knn]": ("output", "/"),
     "pack photos": ("output", "/"),
 }
 
