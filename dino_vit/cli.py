@@ -195,6 +195,6 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):
         advice = "If memory ran out, use fewer workers or smaller batches. Run the same command again"
         if "Bus error" in text:
-            advice = "Give more shared memory (docker run --shm-size=8g) or set data.workers=0"
+            advice = "Give more shared memory (docker run --shm-size=16g) or set data.workers=0"
         return f"{text.strip(' .')}. {advice}", REQUEUE
     return text if is_foreseen(error) else "", getattr(error, "exit_code", 2)

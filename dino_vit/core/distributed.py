@@ -126,14 +126,13 @@ def _gathered(what: str, work: Callable[[], T]) -> list[T]:
         outcome = what, None, portable(error)
     outcomes: list[Any] = [None] * world_size()
     dist.all_gather_object(outcomes, outcome, group=_hosts()[0])
-    error = next((error for *_, error in outcomes if error is not None), None)
-    if error is None and any(
-        other != what for other, *_ in outcomes
-    ):  # one sees a folder, another an archive
-        error = ValueError(f"the processes see different {what}: let all of them see the same files")
-    if error is not None:
-        vars(error)[_RAISED] = True
-        raise error
+    first = next((failure for *_, failure in outcomes if failure is not None), None)
+    # One sees a folder where another sees an archive.
+    if first is None and any(other != what for other, *_ in outcomes):
+        first = ValueError(f"the processes see different {what}: let all of them see the same files")
+    if first is not None:
+        vars(first)[_RAISED] = True
+        raise first
     return [result for _, result, _ in outcomes]
 
 

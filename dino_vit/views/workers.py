@@ -71,7 +71,7 @@ def _warn_of_full_memory() -> None:
     if not _has_warned:
         log.warning(
             "shared memory (/dev/shm) is too small for the batches of the workers, which come through pipes: "
-            "slower; docker run --shm-size=8g gives more"
+            "slower; docker run --shm-size=16g gives more"
         )
     _has_warned = True
 
