@@ -21,6 +21,7 @@ from dino_vit.eval.frozen import cached_features
 from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import extracted
+from tests.support.close import assert_close_to_scale
 from tests.support.image_sets import write_folder, write_tar
 from tests.support.images import saved, write_synthetic
 from tests.support.processes import command_in_two
@@ -266,8 +267,10 @@ def test_two_processes_write_what_one_does(tmp_path):
     (one,), (two,) = ([*(tmp_path / name).iterdir()] for name in ("one", "two"))
     assert one.name == two.name
     for ours, theirs in zip(*(read_tensors(path)[0].values() for path in (one, two)), strict=True):
-        assert torch.equal(ours, theirs)
-    assert read_table(tmp_path / "one.parquet").equals(read_table(tmp_path / "two.parquet"))
+        assert_close_to_scale(ours.float(), theirs.float())  # by batches of other sizes
+    ours, theirs = (read_table(tmp_path / f"{name}.parquet") for name in ("one", "two"))
+    assert ours.drop_columns("embedding").equals(theirs.drop_columns("embedding"))
+    assert_close_to_scale(*(torch.tensor(table["embedding"].to_pylist()) for table in (ours, theirs)))
 
 
 def test_images_that_lose_bits_are_said(tmp_path, caplog):

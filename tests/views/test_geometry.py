@@ -72,10 +72,11 @@ def test_crop_views_resample_as_torchvision_does(interpolation):
     assert turned.stride() == (1, 3 * 53, 3)
     mode = V.InterpolationMode(interpolation)
     expected = [V.resized_crop(image, *box, [16, 12], mode, antialias=True) for box in boxes.tolist()]
+    levels = 0 if "AVX" in torch.backends.cpu.get_cpu_capability() else 1  # where kernels depend on strides
     for given in (image, turned):
         views = crop_views(given, boxes, (16, 12), interpolation=interpolation, out=room[1])
-        assert torch.equal(views, torch.stack(expected))
-    assert torch.equal(room[1], torch.stack(expected))
+        torch.testing.assert_close(views, torch.stack(expected), rtol=0, atol=levels)
+        assert torch.equal(room[1], views)
 
 
 def test_a_view_is_a_function_of_seed_epoch_sample_and_view():

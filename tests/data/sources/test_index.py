@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import time
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,18 @@ def test_one_source_has_one_index_however_its_path_is_written(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     stamps = {open_source(spec).stamp for spec in ("a.parquet", str(tmp_path / "a.parquet"), "./a.parquet")}
     assert (len(stamps), len(built)) == (1, 1)
+
+
+def test_the_cache_is_where_the_variables_say(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value, folder in (
+        ("DINO_VIT_CACHE", "~/own", tmp_path / "own"),
+        ("XDG_CACHE_HOME", "/other", Path("/other/dino-vit")),
+        ("XDG_CACHE_HOME", "", tmp_path / ".cache/dino-vit"),
+    ):
+        monkeypatch.delenv("DINO_VIT_CACHE", raising=False)
+        monkeypatch.setenv(name, value)
+        assert cache_folder() == folder
 
 
 def test_truncated_indices_are_built_anew(tmp_path, cache, caplog):

@@ -1,5 +1,6 @@
 """Images in Parquet files, which are unpacked: local ones, and behind a real HTTP server."""
 
+import json
 import os
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.tables import find_columns
 from tests.support.remote import serving
 
 PICTURES = [os.urandom(30) for _ in range(8)]
@@ -67,3 +69,12 @@ def test_a_table_that_is_damaged_or_out_of_reach_is_a_sentence(tables, monkeypat
         server.down = True
         with pytest.raises((SourceLost, OSError), match=r"rows\.parquet"):
             open_source(f"{server.url}/rows.parquet")
+
+
+@pytest.mark.parametrize(("marked", "label"), [((), None), (("genus",), "genus"), (("genus", "place"), None)])
+def test_a_column_of_classes_is_the_label_whatever_it_is_called_if_it_is_the_only_one(marked, label):
+    features = {name: {"_type": "ClassLabel", "names": ["a", "b"]} for name in marked}
+    types = {"image": pa.binary(), "genus": pa.int64(), "place": pa.int64()}
+    noted = {"huggingface": json.dumps({"info": {"features": features}})}
+    found = find_columns("a.parquet", pa.schema(types, noted))
+    assert (found.label, found.classes) == (label, ("a", "b") if label else None)
