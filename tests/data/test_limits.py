@@ -6,6 +6,7 @@ import zipfile
 import zlib
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from dino_vit.data import limits

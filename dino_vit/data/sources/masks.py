@@ -142,7 +142,7 @@ def _pairs(
     masks_by_stem = {_stem(folder.name(index)): index for index in range(len(folder))}
     with_mask = [index for index, stem in enumerate(stems) if stem in masks_by_stem]
     if not with_mask:
-        example = f": there is no {stems[0]}.png, for example" if stems else ", as its list names none of them"
+        example = f": there is no {stems[0]}.png, for example" if stems else ", as its list names none"
         raise ValueError(f"no image of {public(spec)} has a mask in {public(of_masks)}{example}")
     if len(with_mask) < len(source):
         text = "left out: %s of %s without a mask in %s"
