@@ -296,10 +296,10 @@ class ListSource(PathSource):
     def __init__(self, path: str) -> None:
         self.root, self._path = folder_of(path), public(path)
         with indexing(path):
-            entries = list(read_entries(self._path, read_file(path)))
+            text = read_file(path)
+            entries = sorted(read_entries(self._path, text), key=lambda each: os.fsencode(each.name))
         if not entries:
             raise ValueError(f"{self._path} lists no images. Write one path per line.")
-        entries.sort(key=lambda entry: os.fsencode(entry.name))
         paths = [_join(self.root, entry.name) for entry in entries]
         # To ask for the size of each remote file would take long.
         local = [row for row, path in enumerate(paths) if not is_url(path)]
@@ -316,8 +316,7 @@ class ListSource(PathSource):
             return IndexContents(names=names, sizes=sizes, labels=labels)
 
         super().__init__(open_index("list", path, build, files, signatures))
-        if len(local) < len(paths):
-            self.stamp = None
+        self.stamp = self.stamp if len(local) == len(paths) else None
 
     def _check_missing(self, paths: Sequence[str], missing: NDArray[np.int64]) -> None:
         """Refuse a list without any file that exists, and warn of those that do not."""
