@@ -41,6 +41,7 @@ from dino_vit.config.settings import (
 )
 from dino_vit.core import height_width, log
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
+from dino_vit.core.outputs import claim
 from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
@@ -60,7 +61,7 @@ from dino_vit.weights import load_backbone, save_backbone
 
 MIN_LR = 1e-6  # at the end
 NEIGHBOURS = 20
-WEIGHTS = "backbone.safetensors"  # in the folder of the run, when it is done
+RESULTS, WEIGHTS = "eval/finetune.json", "backbone.safetensors"  # in the folder of a run that is done
 
 
 class FinetuneConfig(SupervisedConfig):
@@ -95,6 +96,7 @@ def run(config: FinetuneConfig) -> Classification:
         log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)
+        claim(Path(config.output) / RESULTS)
         weights = Path(config.output) / WEIGHTS
         if weights.exists() and not tuning.history:
             raise ValueError(f"{weights} already exists, and is of no run here; give another output")
@@ -232,8 +234,7 @@ def _result(tuning: Finetuning) -> Classification:
         f"k-NN of the network before fine-tuning: {before} %{advice}\n"
         f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
-    path = folder / "eval" / "finetune.json"
-    return classification("finetune", path, "top-1", predictions, details, text)
+    return classification("finetune", folder / RESULTS, "top-1", predictions, details, text)
 
 
 if __name__ == "__main__":

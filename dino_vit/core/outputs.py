@@ -113,7 +113,7 @@ def claim(*paths: Path) -> None:
             raise StorageError(f"{path} is a folder; give the name of a file as output")
         if not is_ours(path):
             raise StorageError(
-                f"{path} already exists, and dino-vit did not write it (or a version before 0.4 did); "
+                f"{path} already exists, and dino-vit did not write it (or an earlier version did); "
                 "give another output, or move that file away"
             )
 

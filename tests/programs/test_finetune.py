@@ -54,6 +54,16 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     assert load_backbone(output).architecture["num_classes"] == 0, "it serves as a backbone too"
 
 
+@pytest.mark.parametrize("name", ["backbone.safetensors", "eval/finetune.json"])
+def test_files_of_others_in_its_folder_stay(name, tmp_path, weights):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"of a user")
+    with pytest.raises(ValueError, match="already exists"):
+        tune(tmp_path / "run", f"weights={weights}")
+    assert path.read_bytes() == b"of a user"
+
+
 def test_a_short_run_has_a_short_warm_up(tmp_path, weights):
     for number in range(100):  # a brightness for each of four classes, which neighbours tell at once
         (tmp_path / "abcd"[number % 4]).mkdir(exist_ok=True)
