@@ -9,6 +9,7 @@ from PIL import Image
 
 from dino_vit import VisionTransformer, knn, save_backbone
 from dino_vit.cli import main
+from dino_vit.core.outputs import claim
 from dino_vit.core.storage import StorageError
 from tests.support import embeddings
 from tests.support.images import saved, smooth
@@ -111,6 +112,13 @@ def test_a_result_is_written_again_through_links_but_never_where_it_is_read(fold
     Path("dangling.png").symlink_to("nowhere.png")
     assert main(["inspect-data", "photos", "sheet=dangling.png"]) == 2
     assert Path("dangling.png").is_symlink()
+
+
+def test_devices_and_pipes_are_not_opened(folder):
+    os.mkfifo("pipe.json")
+    for path in ("pipe.json", "/dev/null"):
+        with pytest.raises(StorageError, match="already exists"):
+            claim(Path(path))
 
 
 def test_only_sheets_of_earlier_calls_are_removed(folder, monkeypatch):
