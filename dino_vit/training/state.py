@@ -294,13 +294,18 @@ class TrainingState:
             "seconds": self.seconds,
         }
 
+    def _kept_before(self, checkpoint: Checkpoint) -> list[int]:
+        """Return the steps that a version before 0.4, which did not list them, has kept."""
+        every = checkpoint.metadata["config"]["run"].get("keep_every")
+        return [*range(every, checkpoint.step + 1, every)] if every else []
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore from a checkpoint."""
         restore(checkpoint, self._modules(), self.optimizer)
         if checkpoint.metadata["scaler"]:  # empty except in float16
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
-        self.checkpoints.kept |= {*checkpoint.metadata.get("kept", ())}
+        self.checkpoints.kept |= {*checkpoint.metadata.get("kept", self._kept_before(checkpoint))}
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
         self.best = self.best_written = checkpoint.metadata["best"]
         self.evaluated_by = checkpoint.metadata.get("evaluated_by")
