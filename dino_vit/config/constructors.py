@@ -31,7 +31,7 @@ def validated(
 
     taken = signature(init)
 
-    def checked(self: S, *args: P.args, **keywords: P.kwargs) -> None:
+    def checked(self: S, /, *args: P.args, **keywords: P.kwargs) -> None:
         try:
             taken.bind(self, *args, **keywords)
         except TypeError as error:
