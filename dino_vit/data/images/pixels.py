@@ -49,14 +49,14 @@ class Pixels:
         conformed = torch.empty(image.shape, dtype=self.dtype)
         rows = max(1, _STRIP // (len(image) * image.shape[2]))
         lowest, highest = inf, -inf
-        for part, out in zip(image.split(rows, dim=1), conformed.split(rows, dim=1), strict=True):
-            values = part.to(_exact(image.dtype), copy=True)
+        for top in range(0, image.shape[1], rows):
+            values = image[:, top : top + rows].to(_exact(image.dtype), copy=True)
             least, most = (float(value) for value in values.aminmax())
             if not -inf < least <= most < inf:
                 raise ValueError(NOT_FINITE)
             lowest, highest = min(lowest, least), max(highest, most)
             scaled = values.sub_(low).div_(high - low).clamp_(0, 1)
-            out.copy_(scaled.mul_(255).round_() if self.bits == 8 else scaled)
+            conformed[:, top : top + rows] = scaled.mul_(255).round_() if self.bits == 8 else scaled
         if self.range is None and (lowest < low or highest > high):
             raise ValueError(
                 f"its {kind_of(image)} values go from {lowest:g} to {highest:g}, beyond {low:g} to {high:g}; "
