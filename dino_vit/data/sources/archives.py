@@ -18,10 +18,10 @@ from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
 from dino_vit.data.limits import check_bytes
 from dino_vit.data.shards import LocalCopies, ShardedSource
-from dino_vit.data.sources.files import changed, exists, open_file, read_file, short_names
+from dino_vit.data.sources.files import changed, exists, open_file, read_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.ranges import ByteRangeReader
-from dino_vit.data.sources.source import ShardLayout, folder_of, is_image
+from dino_vit.data.sources.source import ShardLayout, folder_of, is_image, short_names
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index

@@ -21,8 +21,17 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.process import REQUEUE, in_threads
 from dino_vit.core.text import brief, progress, public, public_text
-from dino_vit.data.limits import BYTES, MAX_BYTES, hold, open_regular, read_regular
-from dino_vit.data.sources.http import LongFile, WholeFile, read_range, read_whole
+from dino_vit.data.limits import (
+    BYTES,
+    MAX_BYTES,
+    LongFile,
+    WholeFile,
+    hold,
+    open_regular,
+    read_range,
+    read_regular,
+    read_whole,
+)
 
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
@@ -257,16 +266,6 @@ def exists(path: str) -> bool:
         return bool(retry(lambda: remote_info(path), path))
     except Refused:
         return False
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the names of files, or where some are equal, their paths below the folder that all share."""
-    paths = list(map(public, paths))
-    names = [os.path.basename(path) for path in paths]
-    if len({*names}) == len(names):
-        return names
-    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return [os.path.relpath(path, shared) for path in paths]
 
 
 def is_folder(path: str) -> bool:

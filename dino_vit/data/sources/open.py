@@ -32,7 +32,7 @@ from dino_vit.data.sources.files import (
 )
 from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, MixedSource, Source, folder_of, is_image, suffix_of
-from dino_vit.data.sources.walk import list_local, match_local
+from dino_vit.data.walk import list_local, match_local
 
 if TYPE_CHECKING:
     from dino_vit.data.sources.published import PublishedSet

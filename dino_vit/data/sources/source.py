@@ -254,6 +254,16 @@ def folder_of(path: str) -> str:
     return os.path.dirname(path)
 
 
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the names of files, or where some are equal, their paths below the folder that all share."""
+    paths = list(map(public, paths))
+    names = [os.path.basename(path) for path in paths]
+    if len({*names}) == len(names):
+        return names
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, shared) for path in paths]
+
+
 def is_image(name: str | bytes) -> bool:
     """Tell whether this is the name of an image file that is not hidden, nor in a hidden folder."""
     text = os.fsdecode(name)

@@ -20,8 +20,9 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
 from dino_vit.data.limits import check_bytes
-from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file, short_names
+from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
+from dino_vit.data.sources.source import short_names
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")

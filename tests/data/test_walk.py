@@ -3,7 +3,7 @@ import os
 import pytest
 
 from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.walk import list_local, match_local
+from dino_vit.data.walk import list_local, match_local
 
 
 @pytest.fixture
