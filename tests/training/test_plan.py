@@ -106,6 +106,12 @@ def test_evaluations_are_due_after_epochs_parts_of_them_or_steps(override: str, 
     assert [step for step in range(1, 26) if plan.is_evaluated(step)] == steps
 
 
+def test_the_rate_may_stay_at_its_peak() -> None:
+    config = load(PretrainConfig, None, ["optim.lr=1e-6", "optim.min_lr=1e-6", "optim.lr_scaling=none"])
+    plan = make_plan(config, images=6400, world_size=1)
+    assert plan.rates(plan.warmup_steps).lr == plan.rates(plan.total_steps - 1).lr == plan.lr == 1e-6
+
+
 @pytest.mark.parametrize(
     ("overrides", "run", "message"),
     [
