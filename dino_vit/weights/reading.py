@@ -115,7 +115,7 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise WeightsError(
             f"{path} has format version {brief(repr(version))}, this dino-vit {FORMAT_VERSION}: upgrade it"
         )
-    if "architecture" not in metadata:  # such as the classifier and optimiser of a fine-tuning
+    if metadata.get("architecture") is None:  # such as the classifier and optimiser of a fine-tuning
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
     where = f"the metadata of {path}"
     facts = check(Facts, metadata, where).stated()

@@ -188,6 +188,7 @@ def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
     ("metadata", "message"),
     [
         ({"kind": "backbone"}, "architecture is missing"),
+        ({**OWN, "architecture": None}, "architecture is missing"),
         ({**OWN, "version": 2}, "has format version 2"),
     ],
 )
