@@ -123,6 +123,7 @@ def test_a_mistyped_command_leads_to_its_name(typed, meant, capsys):
     [
         (torch.OutOfMemoryError("CUDA out of memory\nmore"), 2, "out of memory: use a smaller batch, "),
         (RuntimeError("DataLoader worker (pid 7) died. "), 75, "DataLoader worker (pid 7) died. If memory "),
+        (RuntimeError("DataLoader worker: Bus error."), 75, "DataLoader worker: Bus error. Give more "),
     ],
 )
 def test_memory_that_runs_out_is_a_sentence(error, code, message, monkeypatch, capsys):
