@@ -27,9 +27,7 @@ from dino_vit.core.distributed import (
     broadcast_int,
     from_rank_0,
     in_all_processes,
-    is_main_process,
     limit_waits,
-    world_size,
 )
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -81,7 +79,7 @@ def pretrain(
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
             run = set_up(config, accelerator, fit_to_minutes(config))
-            if config.data.cache_gb and is_main_process():
+            if config.data.cache_gb and accelerator.is_main_process:
                 bound_caches(config.data.cache_gb)
             with Reporter(run, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
                 finished = train(run.state, reporter, interruption)
@@ -134,7 +132,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
 def stop_without_batch(state: TrainingState, reporter: Reporter) -> None:
     """Save what can be saved when a run that was asked to stop would wait for images first."""
     # Others may be in the middle of the step, and so is this process after a micro-batch.
-    if world_size() == 1 and state.config.optim.accumulate == 1:
+    if state.accelerator.num_processes == 1 and state.config.optim.accumulate == 1:
         save(state, reporter, wait=True)
         reporter.stop()
     else:
@@ -261,8 +259,7 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
 def fit_to_minutes(config: PretrainConfig) -> Fit:
     """Measure what fits into `budget.minutes`; nothing for another budget, and for a run that resumes.
 
-    Measuring and evaluations are part of the minutes: `recipe=auto` has as many evaluations as take a tenth
-    of them, six at most.
+    Measuring and evaluations are part of the minutes; those of `recipe=auto` take a tenth, six at most.
     """
     minutes, start = config.budget.minutes, time.monotonic()
     if minutes is None or Checkpoints(Path(config.output)).exist_on_rank_0():
@@ -270,12 +267,11 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
     context = open_context(config, start_processes())
     log.info("measuring how long a step and an evaluation take ...")
     config = with_choices(config, start_choices(config, context))
-    choices: list[Choice] = []
+    choices, least = list[Choice](), 1
     samples = spread(len(context.source), INSPECTED)
+    inspect = partial(inspect_images, context.source, samples, max_pixels=config.data.max_pixels)
     with in_all_processes():
-        images = from_rank_0(
-            lambda: inspect_images(context.source, samples, max_pixels=config.data.max_pixels)
-        )
+        images = from_rank_0(inspect)
     ladder = network_ladder(config, images.image_size)
     step, evaluation = measured_seconds(replace(config, ladder[0].settings) if ladder else config)
     if ladder:
@@ -291,7 +287,6 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
             step, evaluation = measured_seconds(replace(config, chosen.settings))
     count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
     of_evaluations = (count + 1) * evaluation  # one is before the first step
-    least = 1
     if config.recipe == "auto" and 60 * minutes - of_evaluations >= SHORT * step:
         # A step of a long run takes longer.
         least, (step, _) = SHORT - 1, measured_seconds(with_choices(config, choices), SHORT)

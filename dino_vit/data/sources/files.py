@@ -21,17 +21,7 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.process import REQUEUE, in_threads
 from dino_vit.core.text import brief, progress, public, public_text
-from dino_vit.data.limits import (
-    BYTES,
-    MAX_BYTES,
-    LongFile,
-    WholeFile,
-    hold,
-    open_regular,
-    read_range,
-    read_regular,
-    read_whole,
-)
+from dino_vit.data import limits
 
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
@@ -171,7 +161,7 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: f
     for attempt in count():
         try:
             return work()
-        except (ChangedFile, LongFile):
+        except (ChangedFile, limits.LongFile):
             raise
         except OSError as error:
             shown = public(path)
@@ -207,7 +197,7 @@ def _refusal(path: str, error: OSError) -> str | None:
     unreachable = cause is not None and not hasattr(cause, "response") and not isinstance(cause, LookupError)
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden:")  # as gcsfs says
     refused = (isinstance(error, FileNotFoundError) and not unreachable) or forbidden
-    refused = refused or isinstance(error, WholeFile)
+    refused = refused or isinstance(error, limits.WholeFile)
     return brief(without(path, error), 200) if refused else None
 
 
@@ -245,7 +235,7 @@ def request(url: str, start: int, size: int) -> bytes:
 
     def ask(system: Any, inner: str) -> Any:
         if is_http(url):
-            return read_range(system, inner, start, size, time_limit(system))
+            return limits.read_range(system, inner, start, size, time_limit(system))
         # By name: another argument comes first on S3.
         return system.cat_file(inner, start=start, end=start + size, **time_limit(system))
 
@@ -281,27 +271,27 @@ def is_folder(path: str) -> bool:
 
 
 def read_file(path: str, seconds: float | None = None) -> bytes:
-    """Read a file of at most `MAX_BYTES`; of a large remote one no other thread reads meanwhile."""
+    """Read a file of at most `limits.MAX_BYTES`; of a large remote one no other thread reads meanwhile."""
     if not is_url(path):
-        return read_regular(path)
-    for limit in (AT_ONCE, MAX_BYTES):
-        hold(BYTES, limit)
-        with suppress(LongFile):
+        return limits.read_regular(path)
+    for limit in (AT_ONCE, limits.MAX_BYTES):
+        limits.hold(limits.BYTES, limit)
+        with suppress(limits.LongFile):
             return retry(partial(_request_whole, path, limit), path, seconds=seconds)
-    raise ValueError(f"{path} has more than the {MAX_BYTES:,} bytes that a file may have")
+    raise ValueError(f"{public(path)} has more than the {limits.MAX_BYTES:,} bytes that a file may have")
 
 
 def _request_whole(url: str, limit: int) -> bytes:
     """Return a remote file of up to `limit` bytes."""
 
     def ask(system: Any, inner: str) -> Any:
-        limits = time_limit(system)
+        seconds = time_limit(system)
         if is_http(url):
-            return read_whole(system, inner, limit, limits)
-        size = system.info(inner, **limits).get("size")
+            return limits.read_whole(system, inner, limit, seconds)
+        size = system.info(inner, **seconds).get("size")
         if size and size > limit:
-            raise LongFile(f"{url} has more than {limit:,} bytes")
-        return system.cat_file(inner, **({"start": 0, "end": size} if size else {}), **limits)
+            raise limits.LongFile(f"{public(url)} has more than {limit:,} bytes")
+        return system.cat_file(inner, **({"start": 0, "end": size} if size else {}), **seconds)
 
     return remotely(url, ask)
 
@@ -326,7 +316,7 @@ def raise_if_lost(unreadable: Exception) -> None:
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
     """Open a file for random access; of a remote one at least `buffer` bytes are requested at a time."""
     if not is_url(path):
-        return open_regular(path)
+        return limits.open_regular(path)
     size = retry(lambda: remote_info(path), path).get("size")
     if size is None:
         raise OSError(f"{public(path)} has no known size, so it cannot be read at random")
