@@ -112,6 +112,13 @@ def test_the_rate_may_stay_at_its_peak() -> None:
     assert plan.rates(plan.warmup_steps).lr == plan.rates(plan.total_steps - 1).lr == plan.lr == 1e-6
 
 
+def test_steps_are_logged_at_their_interval_at_evaluations_and_at_the_end() -> None:
+    settings = ["budget.steps=25", "optim.warmup_epochs=0", "data.batch_size=10"]
+    settings += ["run.log_every=6", "run.eval_every=null", "run.eval_every_steps=10"]
+    plan = make_plan(load(PretrainConfig, None, settings), images=100, world_size=1)
+    assert [step for step in range(1, 26) if plan.is_logged(step)] == [6, 10, 12, 18, 20, 24, 25]
+
+
 @pytest.mark.parametrize(
     ("overrides", "run", "message"),
     [
