@@ -64,5 +64,7 @@ def _evaluation(model: Backbone, config: ExportConfig) -> str:
     history = [r for r in read_records(folder / "metrics.jsonl", METRICS) if r.step <= step and r.rankme]
     before = next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline())
     figures = evaluation_text(history, before)
+    if not figures:
+        return ""
     where = f"Measured at step {history[-1].step:,}, on images of the source"
-    return f"{where}: {code(figures)}." if figures else ""
+    return f"{where}: {code(figures)}."

@@ -16,6 +16,7 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Task
 from dino_vit.core import log
+from dino_vit.core.blocks import choose_blocks, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.labels import choose_splits, describe_use
@@ -25,7 +26,6 @@ from dino_vit.data.sources.open import PathSource, open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.accuracy import Predictions
-from dino_vit.eval.blocks import choose_blocks, series_of
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 from dino_vit.models.tokens import CLS, FeatureSpec
@@ -198,7 +198,7 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     train, val = given_sets(config)
     if train is not None:
         return train, val
-    series: Sequence[Hashable] = series_of(val.source, val.indices.tolist())
+    series: Sequence[Hashable] = series_of(val.source.name, val.indices.tolist())
     if val.task == "multiclass":
         series = list(zip(series, val.targets.tolist(), strict=True))
     chosen = choose_blocks(series, _VAL_SHARE, config.seed)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core import Size, log
+from dino_vit.core.blocks import choose_blocks
 from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
@@ -21,7 +22,6 @@ from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.accuracy import trivial_baselines
-from dino_vit.eval.blocks import choose_blocks
 from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import neighbour_means, weighted_knn
 from dino_vit.eval.metrics import TITLES, Title, measure

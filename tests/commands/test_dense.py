@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from dino_vit.core.blocks import choose_blocks, series_of
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.blocks import choose_blocks, series_of
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -49,7 +49,7 @@ def test_neighbours_are_those_of_a_loop_in_one_process_or_two(tmp_path, weights)
     output = tmp_path / "dense.json"
     said = command_here(*arguments(weights, output))
     found = json.loads(output.read_text())
-    judged = choose_blocks(series_of(SCENES, range(12)), 2, seed=0)
+    judged = choose_blocks(series_of(SCENES.name, range(12)), 2, seed=0)
     bank = [patches_of(weights, index) for index in np.flatnonzero(~judged).tolist()]
     features, classes = torch.cat([one for one, _ in bank]), [kind for _, kinds in bank for kind in kinds]
     right = pixels = 0

@@ -120,7 +120,10 @@ def test_no_source_shows_its_secrets(kind, sources, tmp_path, capsys, lines):
 
 
 def test_a_run_keeps_secrets_in_its_config_and_checkpoints_only(sources, tmp_path, capsys, lines):
-    run, settings = tmp_path / "run", {**TINY, "budget.steps": 2, "optim.warmup_epochs": 0}
+    run, settings = (
+        tmp_path / "run",
+        {**TINY, "budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0},
+    )
     settings |= {"run.eval_every": 1, "data.max_unreadable": 1, "run.trackers": "[tensorboard]"}
     text = json.dumps({"data": {"source": [sources["folder"], sources["list"]]}, "output": str(run)})
     (tmp_path / "run.yaml").write_text(text)

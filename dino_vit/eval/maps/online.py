@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
+from dino_vit.core.blocks import choose_blocks, series_of
 from dino_vit.core.distributed import (
     agree,
     all_gather,
@@ -27,7 +28,6 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.masks import MaskedSource, open_watched
 from dino_vit.data.sources.source import describe_images, spread
 from dino_vit.eval.accuracy import Measured, of_sums
-from dino_vit.eval.blocks import choose_blocks, series_of
 from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
@@ -47,7 +47,7 @@ class OnlineSegmentation:
         self.grid = backbone.grid_of(*evaluation.transform.size)
         self.patches = spread(math.prod(self.grid), PATCHES)
         indices = np.array(spread(len(source), IMAGES))
-        judged = choose_blocks(series_of(source, indices.tolist()), 2, seed=0)
+        judged = choose_blocks(series_of(source.name, indices.tolist()), 2, seed=0)
         self.learned, self.judged = (self._classes_of(indices[rows].tolist()) for rows in (~judged, judged))
         classes, targets = (torch.cat([*part.values()]) for part in (self.learned, self.judged))
         classes = classes[classes < IGNORED]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from PIL import Image
 from sklearn.metrics import jaccard_score
 
+from dino_vit.core.blocks import choose_blocks, series_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.blocks import choose_blocks, series_of
 from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.views.eval_transform import EvalTransform
@@ -34,7 +34,7 @@ def test_patches_of_half_the_images_are_told_by_those_of_the_others():
     assert said == [
         "the run is evaluated by masks: patches of 10 images are classified by those of 11 others"
     ]
-    judged = choose_blocks(series_of(SCENES, range(21)), 2, seed=0)
+    judged = choose_blocks(series_of(SCENES.name, range(21)), 2, seed=0)
     learned_from, told = (np.flatnonzero(rows).tolist() for rows in (~judged, judged))
     assert ([*segmentation.learned], [*segmentation.judged]) == (learned_from, told)
     features, classes = [], []

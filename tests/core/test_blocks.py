@@ -9,7 +9,7 @@ import torch
 from dino_vit.commands.dense import _open
 from dino_vit.config.commands import DenseConfig
 from dino_vit.config.settings import Task
-from dino_vit.eval.blocks import STRETCHES, choose_blocks, series_of
+from dino_vit.core.blocks import STRETCHES, choose_blocks, series_of
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 
 
@@ -24,7 +24,7 @@ class Named:
 
 
 def series(names):
-    return series_of(Named(names), range(len(names)))
+    return series_of(names.__getitem__, range(len(names)))
 
 
 def apart(chosen):

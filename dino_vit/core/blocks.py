@@ -1,22 +1,21 @@
 """Split images that nobody has split: by blocks of neighbours, as frames of one place are nearly the same."""
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.data.sources.source import Source
 
 STRETCHES = 5  # of all images, about, with a held-out block in each
 SHORTEST = 8  # images of a stretch, unless its series has fewer
 _NUMBER = re.compile("[0-9]+")
 
 
-def series_of(source: Source, indices: Sequence[int]) -> list[str]:
+def series_of(name: Callable[[int], str], indices: Sequence[int]) -> list[str]:
     """Return the series of each image: those whose names differ in numbers only, as frames and bursts do."""
-    return [_NUMBER.sub("0", source.name(index)) for index in indices]
+    return [_NUMBER.sub("0", name(index)) for index in indices]
 
 
 def choose_blocks(series: Sequence[Hashable], share: int, seed: int) -> NDArray[np.bool_]:
