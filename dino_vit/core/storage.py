@@ -101,7 +101,8 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         state.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        state.update(tensor.flatten().view(uint8).numpy().data)
+        if tensor.numel():  # PyTorch cannot view an empty one as bytes if its stride is 0
+            state.update(tensor.flatten().view(uint8).numpy().data)
     return state.hexdigest()
 
 

@@ -224,8 +224,11 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
 
 def _figures(model):
     """Of images and, by masks, of 33 to learn from: the first process takes one batch, the second two."""
-    sources = SyntheticSource(length=101), SyntheticSource(length=2), SceneSource(length=65, size=40)
-    evaluations = [OnlineEvaluation(source=source, **SETTINGS, seed=0) for source in sources]
+    sources = SyntheticSource(length=101), SyntheticSource(length=2), PartlyLabelled(9, labels={})
+    evaluations = [
+        OnlineEvaluation(source=source, **SETTINGS, seed=0)
+        for source in (*sources, SceneSource(length=65, size=40))
+    ]
     segmentation, _ = open_segmentation("synthetic:scenes", evaluations[-1], model)
     return [*(astuple(evaluation(model)) for evaluation in evaluations), tuple(segmentation(model).values())]
 
