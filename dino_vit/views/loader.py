@@ -101,7 +101,7 @@ class Loader(Dataset[Any]):
     def batches(self, position: int = 0, is_stopping: Callable[[], bool] = lambda: False) -> Generator[Batch]:
         """Yield the batches from a step on, without end; closing the iterator ends the workers.
 
-        When the run is asked to stop and no batch comes for some seconds, this raises NoBatch.
+        When the run is asked to stop and no batch comes for far longer than usual, this raises NoBatch.
         """
         stops = multiprocessing.Event()
         loader: DataLoader[Any] = DataLoader(
@@ -121,8 +121,11 @@ class Loader(Dataset[Any]):
             with ExitStack() as threads:
                 for prefetch in self.prefetch:  # after the fork of the workers, which would inherit its files
                     threads.enter_context(prefetch.running(position))
+                longest = 0.0  # wait for a batch
                 for taken in count():
-                    batch = wait_for_batch(batches, is_stopping)
+                    start = time.perf_counter()
+                    batch = wait_for_batch(batches, is_stopping, longest)
+                    longest = max(longest, time.perf_counter() - start)
                     for prefetch in self.prefetch:
                         prefetch.position = position + taken // self.sampler.accumulate
                         if prefetch.failure:

@@ -21,7 +21,8 @@ from dino_vit.data.sources import files
 
 MOST_WORKERS = 16  # more rarely help, but cost memory
 LOOK_S = 1.0  # for which a process waits for a batch before it looks at its workers and signals
-GRACE_S = 5.0  # for which it waits after a signal
+GRACE_S = 5.0  # for which it waits after a signal, at least
+SLOWER = 2  # or for so many times as long as for any batch before
 _by_pipe = False  # in a worker: whether shared memory was full
 _has_warned = False
 
@@ -89,8 +90,11 @@ def handed_over(make: Callable[[], Any]) -> Any:
         return Packed(portable(error))
 
 
-def wait_for_batch(batches: Any, is_stopping: Callable[[], bool]) -> Any:
-    """Return what comes next from the workers; after a signal wait some seconds at most."""
+def wait_for_batch(batches: Any, is_stopping: Callable[[], bool], longest: float = 0.0) -> Any:
+    """Return what comes next from the workers; after a signal wait a limited time.
+
+    `longest` is how long it took until now: where batches are slow, the step is still finished.
+    """
     waited = 0.0
     while True:
         try:
@@ -100,7 +104,7 @@ def wait_for_batch(batches: Any, is_stopping: Callable[[], bool]) -> Any:
             if not str(error).startswith("DataLoader timed out"):
                 raise
         waited += LOOK_S if is_stopping() else 0.0
-        if waited >= GRACE_S:
+        if waited >= max(GRACE_S, SLOWER * longest):
             _kill(batches)
             raise NoBatch
 

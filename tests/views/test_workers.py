@@ -119,6 +119,21 @@ def test_a_batch_that_does_not_come_is_not_waited_for_after_a_signal(monkeypatch
     assert not multiprocessing.active_children()
 
 
+def test_a_slow_batch_is_waited_for_after_a_signal_if_others_were_as_slow():
+    """By the count of looks, so that no clock decides."""
+
+    class Slow:
+        looks = 0
+
+        def __next__(self):
+            self.looks += 1
+            if self.looks <= 30:
+                raise RuntimeError("DataLoader timed out after 1 seconds")
+            return "batch"
+
+    assert workers.wait_for_batch(Slow(), lambda: True, longest=16.0) == "batch"
+
+
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
