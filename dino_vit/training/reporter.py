@@ -177,7 +177,7 @@ class Reporter:
                 write_bytes(folder / "config.yaml", settings)
             # A run that was killed may have logged steps that come after its last checkpoint.
             self.history = drop_later_records(folder / "metrics.jsonl", self.state.step)
-            if self.state.step:
+            if run.resumed:
                 self.baseline = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
         # Trackers take numbers and text only.
         plain = {

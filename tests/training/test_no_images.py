@@ -1,7 +1,9 @@
 """A run that is asked to stop while its images do not come."""
 
+import os
 import signal
 import time
+from functools import partial
 
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.views import loader, workers
@@ -11,7 +13,7 @@ SETTINGS = {"data.workers": 1, "budget.steps": 5, "optim.warmup_epochs": 0.1, "r
 READ = 3 * 8  # images of three steps
 
 
-def hang():
+def hang(images=READ):
     """Have the worker read the images of three steps and then wait, as for a disk that is gone."""
     workers.GRACE_S = 0.4
     loader.LOOK_S = workers.LOOK_S = 0.2
@@ -21,7 +23,8 @@ def hang():
         nonlocal count
         if workers.get_worker_info() is not None:
             count += 1
-            if count > READ:
+            if count > images:
+                os.write(2, b"hangs\n")
                 time.sleep(600)
         return read(self, index)
 
@@ -37,6 +40,16 @@ def test_a_signal_ends_a_run_that_waits_for_images_and_nothing_is_lost(tmp_path)
     assert "step 3: stopped while no images came" in started.said
     assert steps(output) == [3]
     assert "resuming after step 3" in run(output, SETTINGS)
+
+
+def test_a_run_that_stops_before_its_first_step_keeps_its_baseline(tmp_path):
+    output, settings = tmp_path / "run", {**SETTINGS, "run.eval_every": 1}
+    started = Run(output, settings, before=partial(hang, 0))
+    started.wait_until(lambda: "hangs" in started.said)
+    started.send(signal.SIGTERM)
+    assert started.wait(60) == 75
+    assert steps(output) == [0]
+    assert "(before training " in run(output, settings)
 
 
 def test_a_step_of_several_micro_batches_is_taken_again(tmp_path):
