@@ -6,7 +6,7 @@ An image of a Parquet file is read only with its whole row group, so these are u
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from dino_vit.data.sources.source import short_names
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
 BATCH = 32  # rows of a Parquet file that are read together, unless they may be the same bytes many times
+JOINED_BYTES = 2**24  # of rows that were read one by one and are taken together; a larger one is alone
 BINARY = (pa.binary(), pa.large_binary())
 # OWNER/NAME, then possibly [SPLIT] or :SPLIT, then possibly @REVISION.
 _HUB_NAME = re.compile(r"(.*?)(?:[\[:]([^\[\]:/@]+)\]?)?(?:@([^@]+))?", re.DOTALL)
@@ -206,10 +207,23 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
             read += filter(None, (columns.name, columns.label))
             for group in range(table.num_row_groups):
                 rows = 1 if _has_dictionary(table.metadata.row_group(group), read[0]) else BATCH
-                for batch in table.iter_batches(rows, row_groups=[group], columns=read):
+                for batch in _joined(table.iter_batches(rows, row_groups=[group], columns=read)):
                     yield columns, batch
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{public(path)} is damaged or not a Parquet file: {brief(error, 300)}") from error
+
+
+def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Join batches of small rows, as each costs the same time whatever is in it."""
+    waiting, size = list[pa.RecordBatch](), 0
+    for batch in batches:
+        if waiting and (len(waiting) == BATCH or size + batch.nbytes > JOINED_BYTES):
+            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+            waiting, size = [], 0
+        waiting.append(batch)
+        size += batch.nbytes
+    if waiting:
+        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
 
 
 def _has_dictionary(group: Any, column: str) -> bool:
