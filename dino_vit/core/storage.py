@@ -101,8 +101,8 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         state.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        if tensor.numel():  # PyTorch cannot view an empty one as bytes if its stride is 0
-            state.update(tensor.flatten().view(uint8).numpy().data)
+        # One of no or one element may have a stride of 0, with which PyTorch cannot view it as bytes.
+        state.update(tensor.as_strided((tensor.numel(),), (1,)).view(uint8).numpy().data)
     return state.hexdigest()
 
 

@@ -9,6 +9,7 @@ from tests.support.runs import limit_files, server
 TENSORS = {
     "scalar": torch.tensor(3.0),
     "empty": torch.zeros(0, 4),
+    "one without stride": torch.tensor(2.0).expand(1),
     "without stride": torch.zeros(0).as_strided((0,), (0,)),  # as some empty arrays of NumPy
     "half": torch.randn(3, 5).bfloat16(),
     "strided": torch.randn(4, 6).t(),
