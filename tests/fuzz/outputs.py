@@ -128,5 +128,6 @@ def _seen(folder: Path) -> dict[str, tuple[str, bytes]]:
     found = {}
     for path in folder.rglob("*"):
         link = os.readlink(path) if path.is_symlink() else ""
-        found[str(path.relative_to(folder))] = link, path.read_bytes() if path.is_file() else b""
+        # What a link leads to is seen by its own name; a new file may have that of one that led nowhere.
+        found[str(path.relative_to(folder))] = link, path.read_bytes() if path.is_file() and not link else b""
     return found
