@@ -9,7 +9,7 @@ import numpy as np
 
 from dino_vit.commands import Result, format_table
 from dino_vit.config.commands import DenseConfig
-from dino_vit.core.blocks import choose_blocks, series_of
+from dino_vit.core.blocks import choose_half
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import plural, public
 from dino_vit.data.sources.masks import MaskedSource, open_masks
@@ -107,7 +107,7 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
             raise ValueError(
                 f"{public(config.source)} has one image with a mask, which leaves none to evaluate on"
             )
-        judged = choose_blocks(series_of(queries.name, range(len(queries))), 2, seed=0)
+        judged = choose_half(queries.name, range(len(queries)))
         return queries, np.flatnonzero(~judged).tolist(), queries, np.flatnonzero(judged).tolist()
     train = open_masks(train_spec, config.train_masks, training=True, **values)
     refuse_same_images(config.source, queries, train_spec, train)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +19,23 @@ def series_of(name: Callable[[int], str], indices: Sequence[int]) -> list[str]:
     return [_NUMBER.sub("0", name(index)) for index in indices]
 
 
-def choose_blocks(series: Sequence[Hashable], share: int, seed: int) -> NDArray[np.bool_]:
+def numbers_of(name: Callable[[int], str], indices: Sequence[int]) -> list[list[tuple[int, str]]]:
+    """Return the numbers in each name such that they sort as numbers: frame 9 is before frame 10."""
+    numbers = (_NUMBER.findall(name(index)) for index in indices)
+    return [[(len(digits := each.lstrip("0")), digits) for each in of_name] for of_name in numbers]
+
+
+def choose_blocks(
+    series: Sequence[Hashable], share: int, seed: int, numbers: Sequence[Any] | None = None
+) -> NDArray[np.bool_]:
     """Hold out one in `share` images: of each series a block of neighbours, of a long one some blocks.
 
-    The seed draws where the blocks lie. Of series of a few images, some have none.
+    The seed draws where the blocks lie. Neighbours are those in the order of `numbers`, or of the images. Of
+    series of a few images, some have none.
     """
     members = dict[Hashable, list[int]]()
-    for row, key in enumerate(series):
-        members.setdefault(key, []).append(row)
+    for row in sorted(range(len(series)), key=None if numbers is None else numbers.__getitem__):
+        members.setdefault(series[row], []).append(row)
     stretches = list[NDArray[np.int64]]()
     for rows in members.values():
         parts = min(round(STRETCHES * len(rows) / len(series)), len(rows) // SHORTEST)
@@ -39,3 +49,8 @@ def choose_blocks(series: Sequence[Hashable], share: int, seed: int) -> NDArray[
         held[rows[start : start + count]] = True
         passed += len(rows)
     return held
+
+
+def choose_half(name: Callable[[int], str], indices: Sequence[int]) -> NDArray[np.bool_]:
+    """Hold out half of some images by their names alone."""
+    return choose_blocks(series_of(name, indices), 2, 0, numbers_of(name, indices))

@@ -16,7 +16,7 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Task
 from dino_vit.core import log
-from dino_vit.core.blocks import choose_blocks, series_of
+from dino_vit.core.blocks import choose_blocks, numbers_of, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.labels import choose_splits, describe_use
@@ -198,10 +198,11 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     train, val = given_sets(config)
     if train is not None:
         return train, val
-    series: Sequence[Hashable] = series_of(val.source.name, val.indices.tolist())
+    name, indices = val.source.name, val.indices.tolist()
+    series: Sequence[Hashable] = series_of(name, indices)
     if val.task == "multiclass":
         series = list(zip(series, val.targets.tolist(), strict=True))
-    chosen = choose_blocks(series, _VAL_SHARE, config.seed)
+    chosen = choose_blocks(series, _VAL_SHARE, config.seed, numbers_of(name, indices))
     train = val.part(~chosen, f"the rest of {val.name}")
     train.require_two_classes()
     return train, val.part(chosen, f"a fifth of {val.name}")

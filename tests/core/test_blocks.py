@@ -9,7 +9,7 @@ import torch
 from dino_vit.commands.dense import _open
 from dino_vit.config.commands import DenseConfig
 from dino_vit.config.settings import Task
-from dino_vit.core.blocks import STRETCHES, choose_blocks, series_of
+from dino_vit.core.blocks import STRETCHES, choose_blocks, numbers_of, series_of
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 
 
@@ -39,6 +39,15 @@ def test_frames_of_one_place_lie_in_blocks(share):
     assert 2 <= apart(chosen) <= 2 * STRETCHES, "of every other image it is 399"
     for part in np.array_split(chosen, STRETCHES):
         assert part.sum() == 80 // share, "of every time"
+
+
+@pytest.mark.parametrize("name", ["{}.png", "place/frame_{:04d}.png", "{} of 9.png"])
+def test_neighbours_have_neighbouring_numbers_however_these_are_written(name):
+    names = sorted(name.format(number) for number in range(400))
+    chosen = choose_blocks(series(names), 5, 0, numbers_of(names.__getitem__, range(400)))
+    by_number = sorted(range(400), key=lambda row: int("".join(filter(str.isdigit, names[row]))))
+    assert chosen.sum() == 80
+    assert apart(chosen[by_number]) <= 2 * STRETCHES
 
 
 @pytest.mark.parametrize("names", ["{}/{:03d}.jpg", "{}_{:d}.jpg", "set/{} ({}).jpg"])

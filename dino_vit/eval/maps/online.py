@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
-from dino_vit.core.blocks import choose_blocks, series_of
+from dino_vit.core.blocks import choose_half
 from dino_vit.core.distributed import (
     agree,
     all_gather,
@@ -47,7 +47,7 @@ class OnlineSegmentation:
         self.grid = backbone.grid_of(*evaluation.transform.size)
         self.patches = spread(math.prod(self.grid), PATCHES)
         indices = np.array(spread(len(source), IMAGES))
-        judged = choose_blocks(series_of(source.name, indices.tolist()), 2, seed=0)
+        judged = choose_half(source.name, indices.tolist())
         self.learned, self.judged = (self._classes_of(indices[rows].tolist()) for rows in (~judged, judged))
         classes, targets = (torch.cat([*part.values()]) for part in (self.learned, self.judged))
         classes = classes[classes < IGNORED]
