@@ -6,6 +6,7 @@ A file that exists is replaced or removed only if it has our mark, and never if 
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,7 +53,7 @@ class Work:
         return files
 
     def reader(self, path: Path) -> str | None:
-        """Return the setting by which the command reads a file that exists."""
+        """Return the setting by which the command reads a file, or would read it if it were there."""
         if (identity := _identity(path)) in self._files:
             return self._files[identity]
         return next((f"{key}={spec}" for key, spec in self.inputs if _contains(key, spec, path)), None)
@@ -65,8 +66,10 @@ def _contains(key: str, spec: str, path: Path) -> bool:
     if os.path.isdir(spec):
         folder, path = (Path(os.path.realpath(each)) for each in (spec, path))
         return path.suffix.lower() in _PICTURES and folder in path.parents
-    is_list = Path(spec).suffix.lower() in _LISTS and os.path.isfile(spec)
-    return is_list and os.fsencode(path.name) in Path(spec).read_bytes()
+    if Path(spec).suffix.lower() not in _LISTS or not (path.exists() and os.path.isfile(spec)):
+        return False
+    cells = re.split(rb"[,\t\r\n]", Path(spec).read_bytes())
+    return os.fsencode(path.name) in {os.path.basename(cell.strip(b' "')) for cell in cells}
 
 
 def _patterns(spec: str) -> Iterator[str]:
@@ -112,6 +115,8 @@ def claim(*paths: Path) -> None:
     work = _work.get()
     for path in paths:
         if not os.path.lexists(path):
+            if work and (setting := work.reader(path)):
+                raise StorageError(f"{path} would be one of the images of {setting}; give another output")
             continue
         if work and (setting := work.reader(path)):
             raise StorageError(f"{path} would be overwritten, but {setting} is read; give another output")

@@ -110,7 +110,8 @@ def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path,
 
 
 def test_a_source_without_readable_images_is_an_error(tmp_path, capsys):
-    (tmp_path / "a.png").write_bytes(b"")
-    assert main(["inspect-data", str(tmp_path), f"sheet={tmp_path / 'sheet.png'}"]) == 2
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/a.png").write_bytes(b"")
+    assert main(["inspect-data", str(tmp_path / "photos"), f"sheet={tmp_path / 'sheet.png'}"]) == 2
     assert "none of 1 inspected image can be read" in capsys.readouterr().err
     assert not (tmp_path / "sheet.png").exists()

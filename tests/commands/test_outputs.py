@@ -98,7 +98,10 @@ def test_no_spelling_deceives(spelt, folder, capsys):
 
 
 def test_a_result_is_written_again_through_links_but_never_where_it_is_read(folder, capsys):
-    for name in ("sheet.png", "photos/sheet.png", "link.png"):
+    assert main(["inspect-data", "photos", "sheet=photos/sheet.png", *SMALL]) == 2
+    assert "would be one of the images of source=photos" in capsys.readouterr().err
+    assert main(["inspect-data", "synthetic:2:16", "sheet=photos/sheet.png", *SMALL]) == 0
+    for name in ("sheet.png", "link.png"):
         if name == "link.png":
             Path(name).symlink_to("sheet.png")
         assert main(["inspect-data", "photos", f"sheet={name}", *SMALL]) == 0
