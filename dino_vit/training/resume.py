@@ -54,8 +54,8 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or run.resume=changed to resume anyway"
         )
-    files = stamp_of(context.source)
-    if resumed.metadata.get("files", files) != files:
+    stamp = stamp_of(context.source)  # before 0.4 it was made otherwise, and called `files`
+    if resumed.metadata.get("stamp", stamp) != stamp:
         text = (
             "the files of %s were moved, copied or changed since step %d, but have the same names and sizes"
         )

@@ -280,7 +280,7 @@ class TrainingState:
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
-            "files": stamp_of(self.source),
+            "stamp": stamp_of(self.source),
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,
