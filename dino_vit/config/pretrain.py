@@ -15,6 +15,7 @@ from pydantic import model_validator
 from dino_vit.config import sections
 from dino_vit.config.settings import Seed, Settings, get, given_keys, setting, values
 from dino_vit.core import Size, height_width
+from dino_vit.core.text import plural
 
 # Defaults that differ from those of method=dino: DINOv2's "fast" setup of a ViT-L/16 on ImageNet-1k, of which
 # a smaller ViT takes all but the length and the batch.
@@ -285,7 +286,9 @@ def check_phases(
             length, run = (round(in_steps(value, steps_per_epoch)) for value in (length, epochs))
         if length and length >= run:
             short = fitting_phase(key, epochs)
-            text = f"{key}={get(config, key):g} is not shorter than the run ({epochs:.3g} epochs)"
+            value = cast(float, get(config, key))
+            equal = f", both of {plural(int(run), 'step')}" if value < epochs else ""
+            text = f"{key}={value:g} is not shorter than the run ({epochs:.3g} epochs{equal})"
             yield f"{text}; set {key}={short}, or a larger budget.{config.budget.unit}"
 
 

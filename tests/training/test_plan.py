@@ -56,7 +56,9 @@ def test_all_phases_have_the_steps_of_their_decimal_number(per_epoch: int) -> No
 def test_a_phase_that_is_rounded_up_to_the_whole_run_is_refused() -> None:
     settings = ["budget.steps=29", "optim.warmup_epochs=0.287", "optim.freeze_last_layer_epochs=0"]
     config = load(PretrainConfig, None, settings)
-    with pytest.raises(ValueError, match=r"optim.warmup_epochs=0.287 is not shorter than the run"):
+    with pytest.raises(
+        ValueError, match=r"0.287 is not shorter than the run \(0.29 epochs, both of 29 steps\)"
+    ):
         make_plan(config, images=6400, world_size=1)
     assert make_plan(config, images=6300, world_size=1).warmup_steps == 28
 
