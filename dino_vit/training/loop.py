@@ -169,6 +169,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     loss, finite = reduce_loss(loss, norm)
     step_if_finite(state.optimizer, finite)
     restore_unless(finite, state.statistics, before)
+    scale = state.scaler.scale(torch.ones((), device=state.device)) if state.scaler.is_enabled() else None
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     # After a skipped step too: the student is as it was, so the teacher moves towards it.
@@ -176,7 +177,6 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     state.objective.update()
 
     state.step += 1
-    scale = state.scaler.scale(torch.ones((), device=state.device)) if state.scaler.is_enabled() else None
     state.interval.add(loss, norm, finite, state.plan.global_batch, scale)
 
 

@@ -6,10 +6,12 @@ import torch
 
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.training.interval import Interval
+from dino_vit.training.loop import take_step
 from dino_vit.views.loader import Batch, UnreadableImages
 from tests.support.images import broken_files, write_synthetic
 from tests.support.processes import pair, run_in_two, torchrun_environs
 from tests.support.runs import history, run
+from tests.support.training import opened
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +106,14 @@ def test_what_was_named_before_is_not_named_again(tmp_path):
     UnreadableImages(tmp_path, limit=0.1).count(batch(unreadable=2))
     UnreadableImages(tmp_path, limit=0.1).count(batch(unreadable=3))
     assert (tmp_path / "unreadable.txt").read_text() == "0.png: broken\n1.png: broken\n2.png: broken\n"
+
+
+def test_a_skipped_step_counts_by_the_scale_that_it_was_taken_with(tmp_path, monkeypatch):
+    """Not by the one that the next will try, or a run would end before it tries the smallest."""
+    state, scales = opened(tmp_path, {"run.precision": "fp16", "data.workers": 0}).state, []
+    monkeypatch.setattr(state.interval, "add", lambda *sums: scales.append(float(sums[-1])))
+    torch.nn.init.constant_(next(state.student.parameters()), torch.nan)
+    batches = state.loader.batches()
+    for _ in range(2):
+        take_step(state, batches)
+    assert scales == [65536, 32768]
