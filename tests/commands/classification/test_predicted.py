@@ -85,10 +85,10 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
 
 
 def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
-    labels = photos / "numbers.csv"
+    labels, output = photos / "numbers.csv", photos.parent / f"{photos.name} results" / "knn.json"
     bank, targets, queries, true, classes = features_of(photos, weights, "numbers.csv")
     assert classes == ("red", "green")
-    knn = dino_vit.knn(photos, weights, labels=labels, k=7, output=photos / "knn.json", **SETTINGS)
+    knn = dino_vit.knn(photos, weights, labels=labels, k=7, output=output, **SETTINGS)
     predicted = neighbours_mean(bank, targets, queries, 7)
     assert knn.outputs == pytest.approx(predicted, rel=1e-4)
     assert knn.score.percent == pytest.approx(100 * r2_score(true, predicted), abs=1e-3)
@@ -100,7 +100,7 @@ def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
     )
     of_mean = np.abs(true[:, 0] - targets[:, 0].mean()).mean()
     assert knn.per_target["red"]["MAE of a guess"] == pytest.approx(of_mean, rel=1e-5)
-    with Image.open(photos / "knn.png") as plot:
+    with Image.open(output.with_suffix(".png")) as plot:
         assert plot.width > plot.height > 100
     linear = dino_vit.linear(photos, weights, labels=labels, select="source", **SETTINGS)
     cells = linear.details["table"]

@@ -6,6 +6,7 @@ from threading import Thread
 
 import pytest
 
+from dino_vit.data import limits
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import Refused, is_folder, read_file, request, retry
 from tests.support.remote import serving
@@ -67,7 +68,7 @@ def test_a_shard_without_a_type_is_not_taken_for_a_page(endless):
 @pytest.mark.parametrize("name", ["png", "unknown"])
 def test_a_whole_file_is_read_as_far_as_it_may_be_long(endless, name, monkeypatch):
     monkeypatch.setattr(files, "AT_ONCE", 2**20)
-    monkeypatch.setattr(files, "MAX_BYTES", 2**22)
+    monkeypatch.setattr(limits, "MAX_BYTES", 2**22)
     with pytest.raises(
         ValueError, match=rf"a\.{name} has more than the 4,194,304 bytes that a file may have"
     ):
