@@ -109,7 +109,7 @@ def hold(budget: Budget, amount: int) -> None:
 
 
 def _release_all() -> None:
-    """Let a forked process begin anew: the threads that hold something are not in it."""
+    """Reset the budgets in a forked process: the threads that hold something are not in it."""
     BYTES.reset()
     PIXELS.reset()
     _held.amounts = None

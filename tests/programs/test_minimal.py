@@ -15,7 +15,7 @@ from dino_vit import load_backbone
 from dino_vit.training.loop import take_step
 from tests.support.documents import ROOT
 from tests.support.images import saved, smooth
-from tests.support.training import opened
+from tests.support.training import opened, without_key_biases
 
 PATH = ROOT / "examples/minimal.py"
 STEPS, TOTAL, PER_EPOCH = 5, 20, 8
@@ -58,18 +58,9 @@ def settings_of(minimal):
     }
 
 
-def comparable(tensors):
-    """Return tensors without the biases of keys: no softmax sees them, so rounding alone moves them."""
-    kept = dict(tensors)
-    for name in [name for name in kept if name.endswith("qkv.bias")]:
-        query, _, value = kept.pop(name).chunk(3)
-        kept |= {f"{name}.query": query, f"{name}.value": value}
-    return kept
-
-
 def assert_same_network(ours, theirs):
     for mine, other in (
-        (comparable(ours.backbone.state_dict()), comparable(theirs.backbone.state_dict())),
+        (without_key_biases(ours.backbone.state_dict()), without_key_biases(theirs.backbone.state_dict())),
         (ours.mlp.state_dict(), theirs.head.mlp.state_dict()),
         (ours.prototypes.detach(), theirs.head.last_layer.weight_v.detach()),
     ):

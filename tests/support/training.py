@@ -59,6 +59,15 @@ def tensors_of(module):
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
+def without_key_biases(tensors):
+    """Return tensors without the biases of keys: no softmax sees them, so rounding alone moves them."""
+    kept = dict(tensors)
+    for name in [name for name in kept if name.endswith("qkv.bias")]:
+        query, _, value = kept.pop(name).chunk(3)
+        kept |= {f"{name}.query": query, f"{name}.value": value}
+    return kept
+
+
 def moved(before, after):
     """Return the names of the tensors that changed."""
     return {name for name in before if not torch.equal(before[name], after[name])}

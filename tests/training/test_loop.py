@@ -21,7 +21,7 @@ from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import TrainingState
 from tests.support.runs import assert_same_end, assert_same_readings, history, steps, tensors
-from tests.support.training import moved, opened, tensors_of, trained
+from tests.support.training import moved, opened, tensors_of, trained, without_key_biases
 
 SHORT = {"optim.warmup_epochs": 0}
 
@@ -52,15 +52,6 @@ def lose(monkeypatch):
     return lose
 
 
-def determined(module):
-    """A state without key biases: no softmax sees them, so AdamW makes full steps of mere rounding."""
-    found = tensors_of(module)
-    for name in [name for name in found if name.endswith("qkv.bias")]:
-        query, _, value = found.pop(name).chunk(3)
-        found |= {f"{name}.query": query, f"{name}.value": value}
-    return found
-
-
 def test_steps_are_those_of_the_reference(tmp_path):
     """On the views that the loader makes; all of one size, as the reference resamples positions otherwise."""
     settings = {"budget.steps": 6, "optim.warmup_epochs": 0.25, "optim.freeze_last_layer_epochs": 0}
@@ -75,7 +66,9 @@ def test_steps_are_those_of_the_reference(tmp_path):
     assert [line["loss"] for line in history(tmp_path / "ours")] == pytest.approx(losses, rel=1e-5)
     other = reference.trainer
     for ours, theirs in ((taken.student, other.student), (taken.teacher, other.teacher)):
-        assert_close(determined(ours.backbone), determined(theirs.backbone), atol=1e-5, rtol=1e-4)
+        assert_close(
+            *(without_key_biases(tensors_of(side.backbone)) for side in (ours, theirs)), atol=1e-5, rtol=1e-4
+        )
         assert_close(tensors_of(ours.head.mlp), tensors_of(theirs.head.mlp), atol=1e-5, rtol=1e-4)
         direction = theirs.head.last_layer.parametrizations.weight.original1
         assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
