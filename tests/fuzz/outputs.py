@@ -117,7 +117,7 @@ def _check(folder: Path, argv: list[str], *, twice: bool) -> None:
             command(argv)
     finally:
         os.chdir(home)
-        ours = ("", good_embeddings()) if argv[0] == "embed" else None  # which it may write again
+        ours = "", good_embeddings()  # whatever has our mark may be written again, by whichever name
         after = _seen(folder)
         changed = [name for name, seen in before.items() if seen not in (after.get(name), ours)]
         assert not changed, f"{' '.join(argv)} changed {changed[0]}"
