@@ -69,7 +69,6 @@ PARTS = {
     "dino_vit.training.loop.clip_gradients": "clipping",
     "dino_vit.training.loop.step_if_finite": "optimiser",
     "dino_vit.training.loop.ema_update": "average",
-    "dino_vit.method.objective.Objective.accumulate": "centre",
     "dino_vit.method.objective.Objective.update": "centre",
 }
 

@@ -46,13 +46,12 @@ objective = Objective(
 optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4, weight_decay=0.04)
 for step, batch in enumerate(islice(loader.batches(), options.steps)):
     views = [augment(batch.views[size].to(device), batch.augment[size]) for size in batch.views]
-    out = objective(student, teacher, views, None, images=len(batch.samples), teacher_temperature=0.04)
+    terms, _ = objective(student, teacher, views, None, images=len(batch.samples), teacher_temperature=0.04)
     optimizer.zero_grad()
-    out.loss.backward()
+    terms.loss.backward()
     optimizer.step()
     ema_update(list(teacher.parameters()), list(student.parameters()), momentum=0.996)
-    objective.accumulate(out)
     objective.update()
     if step % 10 == 0:
-        print(f"step {step}: loss {out.loss:.3f}")
+        print(f"step {step}: loss {terms.loss:.3f}")
 save_backbone(teacher.backbone, "own.safetensors", **norm)

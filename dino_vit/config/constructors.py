@@ -1,8 +1,8 @@
-"""Validate the arguments of a constructor as settings are: by the bounds that it declares."""
+"""Constructors that take the fields of a record as keywords, validated as settings are."""
 
 from collections.abc import Callable
 from functools import cache, update_wrapper
-from inspect import Parameter, signature, unwrap
+from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 from pydantic import create_model
@@ -12,37 +12,38 @@ from dino_vit.config.settings import Settings
 
 P = ParamSpec("P")
 S = TypeVar("S")
+C = TypeVar("C")
 
 
 @cache
-def arguments_of(function: Callable[..., object]) -> type[Settings]:
-    """Return the keyword arguments of a constructor as settings."""
-    function = unwrap(function)
-    hints, fields = get_type_hints(function, include_extras=True), dict[str, Any]()
-    for name, parameter in list(signature(function).parameters.items())[1:]:
+def arguments_of(record: Callable[..., object]) -> type[Settings]:
+    """Return the fields of a dataclass as settings, with the bounds that its annotations declare."""
+    hints, fields = get_type_hints(record, include_extras=True), dict[str, Any]()
+    for name, parameter in signature(record).parameters.items():
         fields[name] = hints[name], ... if parameter.default is Parameter.empty else parameter.default
-    return create_model(function.__qualname__, __base__=Settings, **fields)
+    return create_model(record.__qualname__, __base__=Settings, **fields)
 
 
-def validated(
-    init: Callable[Concatenate[S, P], None],
-) -> Callable[Concatenate[S, P], None]:
-    """Let a constructor take only what its annotations allow; a mistake raises a ConfigError."""
+def takes(
+    record: Callable[P, C],
+) -> Callable[[Callable[[S, C], None]], Callable[Concatenate[S, P], None]]:
+    """Let a constructor be called with the fields of a dataclass; a mistake raises a ConfigError."""
+    declared, plain = signature(record), get_type_hints(record)  # without bounds, for help()
+    shown = [each.replace(annotation=plain[name]) for name, each in declared.parameters.items()]
 
-    taken = signature(init)
+    def decorate(init: Callable[[S, C], None]) -> Callable[Concatenate[S, P], None]:
+        def checked(self: S, /, *args: P.args, **keywords: P.kwargs) -> None:
+            try:
+                declared.bind(*args, **keywords)
+            except TypeError as error:
+                raise TypeError(f"{init.__qualname__}() {error}") from None
+            arguments: Any = load(arguments_of(record), None, keywords)
+            build: Callable[..., C] = record
+            init(self, build(**dict(arguments)))
 
-    def checked(self: S, /, *args: P.args, **keywords: P.kwargs) -> None:
-        try:
-            taken.bind(self, *args, **keywords)
-        except TypeError as error:
-            raise TypeError(f"{init.__qualname__}() {error}") from None
-        arguments: Any = load(arguments_of(init), None, keywords)
-        init(self, *args, **dict(arguments))
+        update_wrapper(checked, init)
+        self_parameter = Parameter("self", Parameter.POSITIONAL_ONLY)
+        checked.__signature__ = Signature([self_parameter, *shown])  # type: ignore[attr-defined]
+        return checked
 
-    plain = get_type_hints(init)  # bounds would hide the types in help()
-    shown = [
-        each.replace(annotation=plain.get(name, Parameter.empty)) for name, each in taken.parameters.items()
-    ]
-    update_wrapper(checked, init)
-    checked.__signature__ = taken.replace(parameters=shown)  # type: ignore[attr-defined]
-    return checked
+    return decorate

@@ -3,11 +3,13 @@
 Two ways: a running mean (2021), or the offsets with which the prototypes share each batch equally (2023).
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from dino_vit.core.distributed import all_reduce_logsumexp, all_reduce_mean
-from dino_vit.method.cross_entropy import LazyLogits, Logits
+from dino_vit.method.cross_entropy import LazyLogits
 
 MOMENTUM = 0.9  # of the mean of the teacher's logits
 ITERATIONS = 3  # of Sinkhorn-Knopp, as in DINOv2
@@ -26,24 +28,16 @@ class Center(nn.Module):
         self.register_buffer("pending", torch.zeros(1, prototypes), persistent=False)
         self.register_buffer("rows", torch.zeros(1, 1), persistent=False)
 
-    def forward(self, teacher_logits: Logits, temperature: float) -> Tensor:
-        """Return the centre (1, prototypes) for the teacher's logits of a forward pass, in chunks of rows."""
+    @torch.no_grad()
+    def forward(self, teacher_logits: LazyLogits, temperature: float) -> Tensor:
+        """Return the centre (1, prototypes) for the logits of a micro-batch, which the next update counts."""
+        self.pending += teacher_logits.sum()
+        self.rows += len(teacher_logits)
         return self.center
 
     @torch.no_grad()
-    def accumulate(self, teacher_logits: Logits) -> None:
-        """Add the teacher's logits of a micro-batch to the next update."""
-        if isinstance(teacher_logits, LazyLogits):
-            self.pending += teacher_logits.sum()
-            self.rows += len(teacher_logits)
-            return
-        for logits in teacher_logits:
-            self.pending += logits.sum(0, keepdim=True, dtype=self.pending.dtype)
-            self.rows += len(logits)
-
-    @torch.no_grad()
     def update(self) -> None:
-        """Move towards the mean of the accumulated logits, unless it is not finite."""
+        """Move towards the mean of the logits since the last update, unless it is not finite."""
         # Sums and counts, not means: processes have different numbers of masked patches.
         sums = all_reduce_mean(torch.cat([self.pending, self.rows], dim=1))
         mean = sums[:, :-1] / sums[:, -1:]
@@ -53,25 +47,30 @@ class Center(nn.Module):
         self.rows.zero_()
 
 
-class SinkhornCenter(Center):
-    """The centre that balances the prototypes over each forward pass of all processes; it keeps no mean."""
+class SinkhornCenter(nn.Module):
+    """The centre that balances the prototypes over each micro-batch of all processes; it keeps no mean."""
+
+    center: Tensor
+
+    def __init__(self, *, prototypes: int) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, prototypes))
 
     @torch.no_grad()
-    def forward(self, teacher_logits: Logits, temperature: float) -> Tensor:
-        """Return the centre (1, prototypes) for the teacher's logits of a forward pass, in chunks of rows."""
+    def forward(self, teacher_logits: LazyLogits, temperature: float) -> Tensor:
+        """Return the centre (1, prototypes) for the logits of a micro-batch."""
         center = sinkhorn_center(teacher_logits, temperature)
         # The report assigns images to prototypes by the last one.
         self.center.copy_(torch.where(center.isfinite().all(), center, self.center))
         return center
 
-    def accumulate(self, teacher_logits: Logits) -> None:
-        """Do nothing."""
-
     def update(self) -> None:
-        """Do nothing."""
+        """Do nothing: the next micro-batch has a centre of its own."""
 
 
-def sinkhorn_center(teacher_logits: Logits, temperature: float, iterations: int = ITERATIONS) -> Tensor:
+def sinkhorn_center(
+    teacher_logits: Iterable[Tensor], temperature: float, iterations: int = ITERATIONS
+) -> Tensor:
     """Return the centre (1, k) that gives each prototype an equal share of the rows of all processes.
 
     The logits come in chunks (rows, k), once per iteration, so that all of them need not fit into memory.

@@ -7,7 +7,7 @@ k prototypes, d bottleneck features
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,11 @@ def teacher_targets(teacher_logits: Tensor, center: Tensor, temperature: float) 
 
 @dataclass(frozen=True)
 class LazyLogits:
-    """Logits (n, k) that are computed a few rows at a time, since all together would not fit into memory."""
+    """Logits (n, k) that are computed a few rows at a time, where all together would not fit into memory."""
 
     features: Tensor  # (n, d)
     prototypes: Tensor  # (k, d)
+    values: Tensor | None = None  # (n, k): all of them, where they are few
 
     @classmethod
     def of(cls, features: Tensor, prototypes: Tensor) -> "LazyLogits":
@@ -51,10 +52,16 @@ class LazyLogits:
             return cls(features.half(), prototypes.half())
         return cls(features, prototypes)
 
+    def computed(self) -> "LazyLogits":
+        """Return the same logits, computed once."""
+        return LazyLogits(self.features, self.prototypes, self[:])
+
     def __len__(self) -> int:
         return len(self.features)
 
     def __getitem__(self, rows: slice) -> Tensor:
+        if self.values is not None:
+            return self.values[rows]
         features = self.features[rows]
         with torch.autocast(features.device.type, enabled=False):
             if features.dtype == torch.float16:
@@ -69,7 +76,7 @@ class LazyLogits:
             return linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self[rows] for rows in self.chunks())
+        return iter([self.values]) if self.values is not None else (self[rows] for rows in self.chunks())
 
     def chunks(self, chunk_bytes: int | None = None) -> Iterator[slice]:
         """Yield the rows of each chunk."""
@@ -77,12 +84,12 @@ class LazyLogits:
         return (slice(start, start + size) for start in range(0, max(1, len(self)), size))
 
     def sum(self) -> Tensor:
-        """Return the sum of all rows, (1, k): the logits of the sum of their features."""
+        """Return the sum of all rows, (1, k), at least in float32."""
         dtype = torch.promote_types(self.features.dtype, torch.float32)
+        if self.values is not None:
+            return self.values.sum(0, keepdim=True, dtype=dtype)
+        # The logits of the sum of the features.
         return logits_of(self.features.sum(0, keepdim=True, dtype=dtype), self.prototypes.to(dtype))
-
-
-Logits = Sequence[Tensor] | LazyLogits  # (n, k), in chunks of rows
 
 
 def chunk_bytes_on(device: torch.device) -> int:

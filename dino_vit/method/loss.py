@@ -4,6 +4,8 @@ g global views, v all views (global ones first), b images, m masked patches,
 k prototypes, d bottleneck features
 """
 
+from collections.abc import Iterable
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -12,7 +14,6 @@ from dino_vit.core.distributed import all_reduce_mean, world_size
 from dino_vit.method.cross_entropy import (
     Index,
     LazyLogits,
-    Logits,
     chunk_bytes_on,
     chunked_cross_entropy,
     log_softmax,
@@ -27,7 +28,7 @@ BLOCK_BYTES = 2**20
 def dino_loss(
     student_features: Tensor,  # (v*b, d)
     prototype_weight: Tensor,  # (k, d)
-    teacher_logits: Tensor,  # (g*b, k)
+    teacher_logits: LazyLogits,  # (g*b, k)
     center: Tensor,  # (1, k)
     *,
     views: int,
@@ -40,15 +41,15 @@ def dino_loss(
     images = len(student_features) // views
     assert views > 1 <= global_views <= views, (views, global_views)
     assert len(student_features) == views * images, (student_features.shape, views)
-    assert len(teacher_logits) == global_views * images, (teacher_logits.shape, global_views, images)
+    assert len(teacher_logits) == global_views * images, (len(teacher_logits), global_views, images)
     chunk_bytes = chunk_bytes or chunk_bytes_on(student_features.device)
     images_at_once = min(images, max(1, chunk_bytes // (4 * views * len(prototype_weight))))
     starts = range(0, images, images_at_once)
-    teacher_logits = rearrange(teacher_logits, "(g b) k -> g b k", g=global_views)
+    logits_by_view = rearrange(teacher_logits[:], "(g b) k -> g b k", g=global_views)
 
     def chunk_loss(index: Index, logits: Tensor, grad_scale: float | None) -> Tensor:
         log_probs = log_softmax(logits)
-        targets = teacher_targets(teacher_logits[index], center, teacher_temperature).to(log_probs.dtype)
+        targets = teacher_targets(logits_by_view[index], center, teacher_temperature).to(log_probs.dtype)
         loss = _pairs_loss(rearrange(log_probs, "(v b) k -> v b k", v=views), targets, grad_scale)
         if grad_scale is not None:
             logits.copy_(log_probs)
@@ -136,7 +137,7 @@ def _block_loss(logits: Tensor, scores: Tensor, weight: Tensor, grad_scale: floa
 
 @torch.no_grad()
 def loss_statistics(
-    loss: Tensor, teacher_logits: Logits, center: Tensor, *, teacher_temperature: float
+    loss: Tensor, teacher_logits: Iterable[Tensor], center: Tensor, *, teacher_temperature: float
 ) -> dict[str, Tensor]:
     """Decompose the loss over all processes; for logging steps only, as it computes all targets again."""
     total = used = torch.zeros_like(center[0])

@@ -4,7 +4,7 @@ v views (global ones first), g global views, b images
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,39 +13,32 @@ from torch import Tensor, nn
 from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centering import Center, SinkhornCenter
-from dino_vit.method.cross_entropy import LazyLogits, Logits
+from dino_vit.method.cross_entropy import LazyLogits
 from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
 from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.student_teacher import Masks, Network, Output
+from dino_vit.models.student_teacher import Masks, Network, StudentOutput
 
 PATCH_STATISTICS = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
 
 
-class Targets(NamedTuple):
-    """What the student is to predict: the teacher's logits, and what is subtracted from them."""
-
-    logits: Logits
-    center: Tensor
-
-
-class Teaching(NamedTuple):
-    """What the teacher makes of the global views: logits, or features if it is a backbone without heads."""
+class TeacherOutput(NamedTuple):
+    """What the student is to predict: the teacher's logits for the global views, or a backbone's features."""
 
     cls: Tensor  # (g·b, width)
-    targets: Mapping[str, Targets] = {}  # by the name of the centre: of CLS tokens, and of masked patches
+    logits: Mapping[str, LazyLogits] = {}  # of CLS tokens, and of masked patches, by the names of centers
+    centers: Mapping[str, Tensor] = {}  # what is subtracted from them
     patches: Tensor | None = None  # (g·b, N, width)
 
 
-class ObjectiveOutput(NamedTuple):
-    """The loss of a forward pass: the weighted sum of the terms, each of them, and what the teacher gave."""
+class LossTerms(NamedTuple):
+    """The loss of a forward pass, which is the weighted sum of the terms, and each of them."""
 
     loss: Tensor
-    teaching: Teaching
-    cls_loss: Tensor  # cross-entropy of the CLS tokens of student and teacher, or 1 minus their cosine
-    patch_loss: Tensor | None = None  # the same of patches
-    koleo_loss: Tensor | None = None  # summed over the global views
-    gram_loss: Tensor | None = None
+    cls: Tensor  # cross-entropy of the CLS tokens of student and teacher, or 1 minus their cosine
+    patch: Tensor | None = None  # the same of patches
+    koleo: Tensor | None = None  # summed over the global views
+    gram: Tensor | None = None
 
 
 class Objective:
@@ -79,7 +72,7 @@ class Objective:
         self.gram_teacher = gram_teacher and gram_teacher.to(device).requires_grad_(False)
         self.frozen = frozen and frozen.to(device)
         self.prototypes = None if isinstance(frozen, Backbone) else prototypes
-        self.centers: dict[str, Center] = {}  # by their names in a checkpoint
+        self.centers: dict[str, Center | SinkhornCenter] = {}  # by their names in a checkpoint
         if self.prototypes:
             build = SinkhornCenter if centering == "sinkhorn" else Center
             for name in ("loss", "patch_loss") if patch_weight else ("loss",):
@@ -94,23 +87,23 @@ class Objective:
         *,
         images: int,
         teacher_temperature: float,
-    ) -> ObjectiveOutput:
-        """Compute the loss of a pass; `student` is a Network that may be wrapped."""
+    ) -> tuple[LossTerms, TeacherOutput]:
+        """Compute the loss of a micro-batch; `student` is a Network that may be wrapped."""
         rows = self.global_views * images
         large = views[0][:rows]
         views = self._resize_global(views, rows)
         if isinstance(self.frozen, Backbone):
-            masks, teaching = None, self._features(self.frozen, views[0][:rows])
+            masks, teacher_out = None, self._features(self.frozen, views[0][:rows])
         else:
-            teaching = self._targets(self.frozen or teacher, views[0][:rows], masks, teacher_temperature)
+            teacher_out = self._targets(self.frozen or teacher, views[0][:rows], masks, teacher_temperature)
         # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
-        all_patches = teaching.patches is not None or self.gram_teacher is not None
-        out: Output = student(views, masks, hide=self.frozen is None, all_patches=all_patches)
+        all_patches = teacher_out.patches is not None or self.gram_teacher is not None
+        out: StudentOutput = student(views, masks, hide=self.frozen is None, all_patches=all_patches)
 
-        if teaching.targets:
-            cls, patch = self._cross_entropies(out, teaching.targets, masks, rows, teacher_temperature)
+        if teacher_out.logits:
+            cls, patch = self._cross_entropies(out, teacher_out, masks, rows, teacher_temperature)
         else:
-            cls, patch = self._distill_features(out, teaching, rows)
+            cls, patch = self._distill_features(out, teacher_out, rows)
         loss, koleo, gram = cls, None, None
         if patch is not None:
             loss = loss + self.patch_weight * patch
@@ -121,7 +114,7 @@ class Objective:
         if self.gram_teacher is not None and out.tokens is not None:
             gram = gram_loss(out.tokens[:rows], self._tokens_of(self.gram_teacher, large)[1])
             loss = loss + self.gram_weight * gram
-        return ObjectiveOutput(loss, teaching, cls, patch, koleo, gram)
+        return LossTerms(loss, cls, patch, koleo, gram), teacher_out
 
     def _resize_global(self, views: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
         """Return the views, the global ones as the student sees them; a Gram teacher may see more."""
@@ -131,22 +124,24 @@ class Objective:
         return [resized, *(view for view in (views[0][rows:], *views[1:]) if len(view))]
 
     @torch.no_grad()
-    def _targets(self, teacher: Network, views: Tensor, masks: Masks | None, temperature: float) -> Teaching:
+    def _targets(
+        self, teacher: Network, views: Tensor, masks: Masks | None, temperature: float
+    ) -> TeacherOutput:
         """Return the targets for the CLS tokens of the global views, and for the masked patches."""
         out = teacher([views], masks)
-        logits: dict[str, Logits] = {"loss": [LazyLogits.of(*out.projection)[:]]}
-        if out.patches is not None and "patch_loss" in self.centers:
-            logits["patch_loss"] = LazyLogits.of(*out.patches)
-        targets = {name: Targets(of, self.centers[name](of, temperature)) for name, of in logits.items()}
-        return Teaching(out.cls, targets)
+        logits = {"loss": LazyLogits.of(out.features, out.prototypes).computed()}
+        if out.patch_features is not None and "patch_loss" in self.centers:
+            logits["patch_loss"] = LazyLogits.of(out.patch_features, out.patch_prototypes)
+        centers = {name: self.centers[name](each, temperature) for name, each in logits.items()}
+        return TeacherOutput(out.cls, logits, centers)
 
     @torch.no_grad()
-    def _features(self, frozen: Backbone, views: Tensor) -> Teaching:
+    def _features(self, frozen: Backbone, views: Tensor) -> TeacherOutput:
         """Return the features of a frozen backbone for the global views."""
         if not self.patch_weight:
-            return Teaching(frozen.forward_cls(views))
+            return TeacherOutput(frozen.forward_cls(views))
         cls, patches = self._tokens_of(frozen, views)
-        return Teaching(cls, patches=patches)
+        return TeacherOutput(cls, patches=patches)
 
     @torch.no_grad()
     def _tokens_of(self, backbone: Backbone, views: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,57 +153,69 @@ class Objective:
 
     def _cross_entropies(
         self,
-        out: Output,
-        targets: Mapping[str, Targets],
+        out: StudentOutput,
+        teacher_out: TeacherOutput,
         masks: Masks | None,
         rows: int,
         teacher_temperature: float,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the cross-entropies of other views (DINO) and of masked patches (iBOT)."""
-        temperatures: dict[str, Any] = {
-            "student_temperature": self.student_temperature,
-            "teacher_temperature": teacher_temperature,
-        }
-        (logits,), center = targets["loss"]
-        counts = {"views": self.views, "global_views": self.global_views}
-        cls = dino_loss(*out.projection, logits, center, **{**counts, **temperatures})
-        if masks is None or out.patches is None or "patch_loss" not in targets:
+        logits, centers = teacher_out.logits, teacher_out.centers
+        cls = dino_loss(
+            out.features,
+            out.prototypes,
+            logits["loss"],
+            centers["loss"],
+            views=self.views,
+            global_views=self.global_views,
+            student_temperature=self.student_temperature,
+            teacher_temperature=teacher_temperature,
+        )
+        if out.patch_features is None or out.patch_prototypes is None or "patch_loss" not in logits:
             return cls, None
-        lazy, center = targets["patch_loss"]
-        assert isinstance(lazy, LazyLogits)
-        return cls, patch_loss(*out.patches, lazy, center, masks.weights, views=rows, **temperatures)
+        assert masks is not None
+        patch = patch_loss(
+            out.patch_features,
+            out.patch_prototypes,
+            logits["patch_loss"],
+            centers["patch_loss"],
+            masks.weights,
+            views=rows,
+            student_temperature=self.student_temperature,
+            teacher_temperature=teacher_temperature,
+        )
+        return cls, patch
 
-    def _distill_features(self, out: Output, teaching: Teaching, rows: int) -> tuple[Tensor, Tensor | None]:
+    def _distill_features(
+        self, out: StudentOutput, teacher_out: TeacherOutput, rows: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Return 1 minus the cosines of the student's projected features with the backbone's."""
-        cls = imitation_loss(out.projection.features, teaching.cls, global_views=self.global_views)
-        if teaching.patches is None:
+        cls = imitation_loss(out.features, teacher_out.cls, global_views=self.global_views)
+        if teacher_out.patches is None:
             return cls, None
-        assert out.patches is not None
-        return cls, cosine_loss(out.patches.features[:rows], teaching.patches)
-
-    def accumulate(self, out: ObjectiveOutput) -> None:
-        """Remember the teacher's logits of a pass for the centers after the step."""
-        for name, targets in out.teaching.targets.items():
-            self.centers[name].accumulate(targets.logits)
+        assert out.patch_features is not None
+        return cls, cosine_loss(out.patch_features[:rows], teacher_out.patches)
 
     def update(self) -> None:
-        """Move the centers, after the last pass of a step."""
+        """Move the centers, after the last micro-batch of a step."""
         for center in self.centers.values():
             center.update()
 
 
-def output_statistics(out: ObjectiveOutput, teacher_temperature: float) -> dict[str, Tensor]:
-    """Return what a log line says of a pass, over all processes."""
-    statistics = {"embedding_std": all_reduce_mean(embedding_std(out.teaching.cls))}
+def output_statistics(
+    terms: LossTerms, teacher_out: TeacherOutput, teacher_temperature: float
+) -> dict[str, Tensor]:
+    """Return what a log line says of a micro-batch, over all processes."""
+    statistics = {"embedding_std": all_reduce_mean(embedding_std(teacher_out.cls))}
     # KoLeo is the same in all processes already.
-    terms = {"koleo": out.koleo_loss, "gram": out.gram_loss, "patch_loss": out.patch_loss}
-    for name, term in terms.items():
+    for name, term in {"koleo": terms.koleo, "gram": terms.gram, "patch_loss": terms.patch}.items():
         if term is not None:
             statistics[name] = term.detach() if name == "koleo" else all_reduce_mean(term.detach())
-    for name, targets in out.teaching.targets.items():
-        loss = out.cls_loss if name == "loss" else out.patch_loss
+    for name, logits in teacher_out.logits.items():
+        loss = terms.cls if name == "loss" else terms.patch
         assert loss is not None
-        figures = loss_statistics(loss, *targets, teacher_temperature=teacher_temperature)
+        center = teacher_out.centers[name]
+        figures = loss_statistics(loss, logits, center, teacher_temperature=teacher_temperature)
         if name == "loss":
             statistics |= figures
         else:

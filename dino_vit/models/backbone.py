@@ -3,14 +3,17 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from dino_vit.core import Size
 from dino_vit.models.linear import Linear, init_linear
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Provenance:
 class Backbone(nn.Module):
     """A network from images (B, C, H, W) to CLS features (B, D), or to class logits."""
 
-    architecture: dict[str, Any]  # the arguments that build it
+    config: "DataclassInstance"  # the arguments that build it
     provenance = Provenance()  # none
     grad_checkpointing: bool  # activation checkpointing: less memory, more time
     image_size: Size
@@ -60,34 +63,6 @@ class Backbone(nn.Module):
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return all tokens (B, 1 + R + N, D), CLS first; `mask` (B, N) are the masked patches."""
 
-    drop_path_seed: int | None = None  # which the training loop sets for each forward pass
-    patch_drop: float = 0.0  # share of the patches that `draw_visible` drops in training
-
-    def draw_scales(self, views: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Draw the `scales` of `forward_views`, if the backbone takes any."""
-        return None
-
-    def draw_visible(self, images: Tensor) -> Tensor | None:
-        """Draw the `visible` patches of `forward_views`, if not all are."""
-        return None
-
-    def forward_views(
-        self,
-        views: Sequence[Tensor],
-        mask: Tensor | None = None,
-        *,
-        tokens: bool = False,
-        scales: Sequence[Tensor] | None = None,
-        visible: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
-
-        `scales` are what stochastic depth multiplies the branches of blocks by, for each size; `visible` are
-        the patches of the first size that are not dropped.
-        """
-        first = self.forward_features(views[0], mask) if tokens else self.forward_cls(views[0])
-        return [first, *map(self.forward_cls, views[1:])]
-
     @abstractmethod
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks."""
@@ -99,6 +74,11 @@ class Backbone(nn.Module):
     @abstractmethod
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter, counted from the input; the head comes last."""
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The arguments that build it, as files of weights record them."""
+        return asdict(self.config)
 
     @property
     def first_patch(self) -> int:
@@ -113,7 +93,7 @@ class Backbone(nn.Module):
         """Replace the head by a new classifier."""
         self.head = Linear(self.width, classes)
         init_linear(self.head)
-        self.architecture["num_classes"] = classes
+        self.config = replace(self.config, num_classes=classes)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Parameters are named as in the 2021 DINO code, so that its checkpoints load by n
 in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncBatchNorm.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dino_vit.config.constructors import validated
+from dino_vit.config.constructors import takes
 from dino_vit.config.settings import Dimension, PrototypeCount
 from dino_vit.core.distributed import all_reduce_sum, world_size
 from dino_vit.models.linear import init_linear
@@ -34,28 +35,32 @@ class Prototypes(nn.Module):
         return F.linear(x, self.weight())
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The keywords of a `DINOHead`."""
+
+    in_dim: Dimension
+    prototypes: PrototypeCount = 65536
+    hidden_dim: Dimension = 2048
+    bottleneck_dim: Dimension = 256
+    batch_norm: bool = False
+    norm_last_layer: bool = True
+
+
 class DINOHead(nn.Module):
     """Project backbone features to unit vectors and multiply them with the prototypes."""
 
-    @validated
-    def __init__(
-        self,
-        *,
-        in_dim: Dimension,
-        prototypes: PrototypeCount = 65536,
-        hidden_dim: Dimension = 2048,
-        bottleneck_dim: Dimension = 256,
-        batch_norm: bool = False,
-        norm_last_layer: bool = True,
-    ) -> None:
+    @takes(HeadConfig)
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
+        hidden, bottleneck = config.hidden_dim, config.bottleneck_dim
         mlp: list[nn.Module] = []
-        for width in (in_dim, hidden_dim):
-            norm = [nn.BatchNorm1d(hidden_dim)] if batch_norm else []
-            mlp += [nn.Linear(width, hidden_dim), *norm, nn.GELU()]
-        self.mlp = nn.Sequential(*mlp, nn.Linear(hidden_dim, bottleneck_dim))
-        learn_gain = not norm_last_layer
-        self.last_layer = Prototypes(dim=bottleneck_dim, prototypes=prototypes, learn_gain=learn_gain)
+        for width in (config.in_dim, hidden):
+            norm = [nn.BatchNorm1d(hidden)] if config.batch_norm else []
+            mlp += [nn.Linear(width, hidden), *norm, nn.GELU()]
+        self.mlp = nn.Sequential(*mlp, nn.Linear(hidden, bottleneck))
+        gain = not config.norm_last_layer
+        self.last_layer = Prototypes(dim=bottleneck, prototypes=config.prototypes, learn_gain=gain)
         for module in self.mlp.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)

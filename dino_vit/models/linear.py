@@ -1,4 +1,4 @@
-"""Linear layers: the weights of several are cast together, and oneDNN is called where it is faster.
+"""Layers: the weights of several are cast together, and oneDNN is called where it is faster.
 
 In float32 on a CPU, PyTorch multiplies matrices with MKL, which uses only AVX2 on AMD processors. oneDNN,
 which PyTorch includes and uses for other dtypes, has AVX-512 kernels that take half as long
@@ -13,31 +13,49 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-Weights = tuple[Tensor, Tensor | None]  # and the bias
-Cast = tuple[()] | tuple[Weights]
+from torch.func import functional_call
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` with the faster kernel; `weights` are its own, cast already."""
+    """`torch.nn.Linear` with the faster kernel."""
 
-    def forward(self, x: Tensor, weights: Weights | None = None) -> Tensor:
-        return linear(x, *(weights or (self.weight, self.bias)))
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
-def cast_together(*layers: nn.Module) -> list[Cast]:
-    """Return the weights of layers as autocast casts them, by one kernel instead of one for each tensor.
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` of float32 tokens, also with the bfloat16 weights that FSDP gathers."""
 
-    It is what the layers are called with after their input: nothing where a compiler joins the casts itself,
-    and where a layer was replaced by another kind.
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+
+
+def call_with_cast_weights(module: nn.Module, *arguments: Any) -> Any:
+    """Call a module with the weights of its linear layers as autocast casts them, by one kernel for all.
+
+    They take the place of its parameters meanwhile, so no other thread may use the module.
     """
-    ours = [layer for layer in layers if isinstance(layer, Linear)]
-    tensors = [tensor for layer in ours for tensor in (layer.weight, layer.bias) if tensor is not None]
-    fits = len(ours) == len(layers) and all(tensor.dtype == torch.float32 for tensor in tensors)
-    if not fits or torch.compiler.is_compiling():
-        return [()] * len(layers)
-    cast = iter(_CastTogether.apply(*tensors))
-    return [((next(cast), None if layer.bias is None else next(cast)),) for layer in ours]
+    device = next(module.parameters()).device.type
+    joins_casts = torch.compiler.is_compiling()  # the compiler does
+    weights = {} if joins_casts or not torch.is_autocast_enabled(device) else _linear_weights(module)
+    if not weights:
+        return module(*arguments)
+    cast = dict(zip(weights, _CastTogether.apply(*weights.values()), strict=True))
+    return functional_call(module, cast, arguments, tie_weights=False)
+
+
+def _linear_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the float32 weights and biases of linear layers; FSDP casts those that it shards."""
+    return {
+        f"{prefix}.{name}": parameter
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.dtype == torch.float32 and not hasattr(parameter, "full_tensor")
+    }
 
 
 class _CastTogether(torch.autograd.Function):

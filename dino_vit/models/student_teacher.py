@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead, FeatureHead, convert_sync_batchnorm
+from dino_vit.models.multicrop import Drops, draw_drops, forward_multicrop
 from dino_vit.models.vit import VisionTransformer
 
 Head = DINOHead | FeatureHead
@@ -41,33 +42,35 @@ class Masks(NamedTuple):
         return Masks(*(part.pin_memory() for part in self))
 
 
-class Projection(NamedTuple):
-    """Features, and the prototypes whose products with them are the logits."""
+class StudentOutput(NamedTuple):
+    """What the student computes of its views, in their order; a teacher is a network too and gives the same.
 
-    features: Tensor  # (rows, bottleneck), L2-normalised
-    prototypes: Tensor  # (prototypes, bottleneck); none of a FeatureHead
-
-
-class Output(NamedTuple):
-    """The output of a network for its views, in their order."""
+    Logits are the products of features, which are L2-normalised, with prototypes; the loss computes them.
+    """
 
     cls: Tensor  # (v·b, width)
-    projection: Projection  # of cls
-    patches: Projection | None = None  # of the masked patches, or of all
+    features: Tensor  # (v·b, bottleneck): the projections of cls
+    prototypes: Tensor  # (prototypes, bottleneck); none of a FeatureHead
+    patch_features: Tensor | None = None  # (patches, bottleneck): of the masked patches, or of all
+    patch_prototypes: Tensor | None = None
     tokens: Tensor | None = None  # (v·b, N, width): all patches of the views of the first size, if asked for
 
 
 class Network(nn.Module):
-    """A backbone and a projection head: one backbone pass per view size, one head pass for all.
+    """A backbone and a projection head: one backbone pass for all view sizes, one head pass for all.
 
     Masked patches pass a head of their own, or the same one; with a `FeatureHead` all patches pass it.
+    `patch_drop` is the share of the patches of global views that are left out in training.
     """
 
-    def __init__(self, backbone: Backbone, head: Head, patch_head: Head | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, head: Head, patch_head: Head | None = None, *, patch_drop: float = 0.0
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
         self.patch_head = patch_head
+        self.patch_drop = patch_drop
 
     def forward(
         self,
@@ -76,7 +79,7 @@ class Network(nn.Module):
         *,
         hide: bool = False,
         all_patches: bool = False,
-    ) -> Output:
+    ) -> StudentOutput:
         """Compute the output for views by size, each (views of that size · b, C, h, w).
 
         The masks are of the first views of the first size, the global ones; with `hide` the mask token
@@ -85,36 +88,28 @@ class Network(nn.Module):
         mask = None
         if masks is not None and hide:
             mask = F.pad(masks.mask, (0, 0, 0, len(views[0]) - len(masks.mask)))
-        drawn = self.backbone.draw_scales(views), self.backbone.draw_visible(views[0])
-        cls, tokens = self.features(views, mask, masks is not None or all_patches, *drawn)
+        drops = draw_drops(self.backbone, views, self.patch_drop)
+        cls, tokens = self.embed(views, mask, masks is not None or all_patches, drops)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
-        projection = Projection(self.head.project(cls), self.head.prototypes)
+        out = StudentOutput(cls, self.head.project(cls), self.head.prototypes)
         if tokens is None:
-            return Output(cls, projection)
+            return out
         patches = tokens if masks is None else tokens.flatten(0, 1)[masks.mask_indices]
         if self.patch_head is not None:
-            of_patches = Projection(self.patch_head.project(patches), self.patch_head.prototypes)
+            prototypes = self.patch_head.prototypes
+            out = out._replace(patch_features=self.patch_head.project(patches), patch_prototypes=prototypes)
         elif masks is not None:
-            of_patches = Projection(self.head.project(patches), projection.prototypes)
-        else:
-            of_patches = None
-        return Output(cls, projection, of_patches, tokens if all_patches else None)
+            out = out._replace(patch_features=self.head.project(patches), patch_prototypes=out.prototypes)
+        return out._replace(tokens=tokens) if all_patches else out
 
-    def features(
-        self,
-        views: Sequence[Tensor],
-        mask: Tensor | None,
-        all_patches: bool,
-        scales: Sequence[Tensor] | None,
-        visible: Tensor | None,
+    def embed(
+        self, views: Sequence[Tensor], mask: Tensor | None, all_patches: bool, drops: Drops
     ) -> tuple[Tensor, Tensor | None]:
         """Return the CLS tokens of all views, and all patches of the first size if asked for.
 
         This is what `run.compile` compiles: the shapes are the same in each step.
         """
-        first, *others = self.backbone.forward_views(
-            views, mask, tokens=all_patches, scales=scales, visible=visible
-        )
+        first, *others = forward_multicrop(self.backbone, views, mask, tokens=all_patches, drops=drops)
         if not all_patches:
             return torch.cat([first, *others]), None
         return torch.cat([first[:, 0], *others]), first[:, self.backbone.first_patch :]
@@ -144,7 +139,7 @@ def build_networks(
     width, without prototypes.
     """
 
-    def build(rate: float) -> Network:
+    def build(rate: float, patches: float = 0.0) -> Network:
         built: Backbone
         if "name" in backbone:
             from dino_vit.models.timm_backbone import TimmBackbone
@@ -152,7 +147,9 @@ def build_networks(
             built = TimmBackbone(**backbone, drop_path=rate)
         else:
             built = VisionTransformer(**backbone, drop_path=rate)
-        network = Network(built, *(build_head(built.width) for _ in range(1 + patch_head)))
+        network = Network(
+            built, *(build_head(built.width) for _ in range(1 + patch_head)), patch_drop=patches
+        )
         convert_sync_batchnorm(network)
         return network
 
@@ -161,9 +158,7 @@ def build_networks(
             return FeatureHead(in_dim=width, out_dim=feature_dim)
         return DINOHead(in_dim=width, **head)
 
-    student, teacher = build(drop_path), build(0.0)
-    if patch_drop:
-        student.backbone.patch_drop = patch_drop
+    student, teacher = build(drop_path, patch_drop), build(0.0)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False).eval()  # its targets are a function of the images
     for module in teacher.modules():  # a BatchNorm takes the statistics of the batch, as in 2021

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.config.constructors import validated
+from dino_vit.config.constructors import takes
 from dino_vit.config.settings import BelowOne, Classes, Dimension, Side
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
@@ -19,25 +20,29 @@ from dino_vit.models.linear import Linear
 PREFIX = "timm:"  # of a name in the settings
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimmConfig:
+    """The keywords of a `TimmBackbone`, which its files of weights record."""
+
+    name: str
+    image_size: Side = 224
+    channels: Dimension = 3
+    drop_path: BelowOne = 0.0
+    num_classes: Classes = 0
+
+
 class TimmBackbone(Backbone):
     """A randomly initialised model of timm, without its classifier."""
 
-    @validated
-    def __init__(
-        self,
-        *,
-        name: str,
-        image_size: Side = 224,
-        channels: Dimension = 3,
-        drop_path: BelowOne = 0.0,
-        num_classes: Classes = 0,
-    ) -> None:
-        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+    config: TimmConfig
+
+    @takes(TimmConfig)
+    def __init__(self, config: TimmConfig) -> None:
         super().__init__()
-        self.architecture: dict[str, Any] = arguments
-        self.name, self.image_size, self.channels = name, height_width(image_size), channels
+        self.config, name, channels = config, config.name, config.channels
+        self.name, self.image_size, self.channels = name, height_width(config.image_size), channels
         self.depth, self.heads, self.registers = 1, 0, 0
-        self.model, self.arguments = _create(name, self.image_size, channels, drop_path)
+        self.model, self.arguments = _create(name, self.image_size, channels, config.drop_path)
         self._shapes: dict[Size, tuple[int, Size]] = {}
         self.width, grid = self._shapes_of(*self.image_size)
         self.has_patches = grid != (0, 0)
@@ -45,7 +50,7 @@ class TimmBackbone(Backbone):
             math.ceil(side / max(count, 1)) for side, count in zip(self.image_size, grid, strict=True)
         )
         self.patch_size = height, width
-        self.head = Linear(self.width, num_classes) if num_classes else nn.Identity()
+        self.head = Linear(self.width, config.num_classes) if config.num_classes else nn.Identity()
 
     @property
     def grad_checkpointing(self) -> bool:

@@ -11,7 +11,8 @@ B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_vit.config.constructors import validated
+from dino_vit.config.constructors import takes
 from dino_vit.config.settings import (
     BelowOne,
     Classes,
@@ -34,9 +35,8 @@ from dino_vit.config.settings import (
     Side,
 )
 from dino_vit.core import VIT_SIZES, height_width
-from dino_vit.core.distributed import to_device
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import ALL, Block, Packed
+from dino_vit.models.block import Block, draw_drop_path
 from dino_vit.models.linear import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
@@ -45,12 +45,46 @@ from dino_vit.models.positions import (
     interpolate_pos_embs,
     rotary_positions,
 )
+from dino_vit.models.sequences import sequences_of_blocks
 
-CLS = slice(0, 1)
 BLOCK_OPTIONS = "mlp_ratio", "mlp", "qkv_bias", "layer_scale", "norm_eps"
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 # In the metadata of earlier files; without effect on the features, or the tensors show it.
 FORMER_ARGUMENTS = ("stem", "resnet_layers", "resnet_width", "dropout", "attention_dropout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """The keywords of a `VisionTransformer`, which its files of weights record."""
+
+    image_size: Side = 224  # that positions are for; images of any other size are taken too
+    patch_size: Side = 16
+    channels: Dimension = 3
+    width: Dimension = 384
+    depth: Few = 12
+    heads: Few = 6
+    mlp_ratio: MlpRatio = 4.0
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    num_classes: Classes = 0  # 0: CLS features instead of class logits
+    positions: Literal["learned", "rotary"] = "learned"
+    rotary_rescale: Rescale | None = None
+    position_mode: PositionMode = "hf"
+    registers: FewOrZero = 0
+    mask_token: bool = False
+    qkv_bias: bool = True
+    key_bias: bool | None = None  # None: unless positions are rotary, as in DINOv3's released weights
+    layer_scale: Positive | None = None
+    norm_eps: NormEps = 1e-6
+    drop_path: BelowOne = 0.0
+    drop_path_schedule: Literal["linear", "uniform"] = "linear"
+    init_std: Positive = 0.02
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} is not divisible by heads={self.heads}")
+        if self.positions == "rotary" and self.width // self.heads % 4:
+            text = "positions='rotary' needs a multiple of 4 channels in a head"
+            raise ValueError(f"{text}, not {self.width // self.heads}")
 
 
 class PatchEmbed(nn.Module):
@@ -67,60 +101,32 @@ class PatchEmbed(nn.Module):
 class VisionTransformer(Backbone):
     """A pre-norm vision transformer: images (B, C, H, W) in, CLS features (B, D) or class logits out."""
 
-    @validated
-    def __init__(
-        self,
-        *,
-        image_size: Side = 224,
-        patch_size: Side = 16,
-        channels: Dimension = 3,
-        width: Dimension = 384,
-        depth: Few = 12,
-        heads: Few = 6,
-        mlp_ratio: MlpRatio = 4.0,
-        mlp: Literal["gelu", "swiglu"] = "gelu",
-        num_classes: Classes = 0,
-        positions: Literal["learned", "rotary"] = "learned",
-        rotary_rescale: Rescale | None = None,
-        position_mode: PositionMode = "hf",
-        registers: FewOrZero = 0,
-        mask_token: bool = False,
-        qkv_bias: bool = True,
-        key_bias: bool | None = None,
-        layer_scale: Positive | None = None,
-        norm_eps: NormEps = 1e-6,
-        drop_path: BelowOne = 0.0,
-        drop_path_schedule: Literal["linear", "uniform"] = "linear",
-        init_std: Positive = 0.02,
-    ) -> None:
-        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        if positions == "rotary" and width // heads % 4:
-            text = "positions='rotary' needs a multiple of 4 channels in a head"
-            raise ValueError(f"{text}, not {width // heads}")
+    config: ViTConfig
+
+    @takes(ViTConfig)
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.architecture: dict[str, Any] = arguments
-        self.grad_checkpointing = False
-        self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
-        self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
-        self.registers, self.position_mode = registers, position_mode
+        self.config, self.grad_checkpointing = config, False
+        self.image_size, self.patch_size = height_width(config.image_size), height_width(config.patch_size)
+        self.channels, self.width = config.channels, config.width
+        self.depth, self.heads, self.registers = config.depth, config.heads, config.registers
+        self.position_mode, self.rotary = config.position_mode, config.positions == "rotary"
         self.trained_grid = self.grid_of(*self.image_size)
 
-        self.patch_embed = PatchEmbed(patch_size=self.patch_size, channels=channels, width=width)
+        width, count = self.width, 1 + math.prod(self.trained_grid)
+        self.patch_embed = PatchEmbed(patch_size=self.patch_size, channels=self.channels, width=width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.rotary, self.rotary_rescale = positions == "rotary", rotary_rescale
-        count = 1 + math.prod(self.trained_grid)
         self.pos_embed = None if self.rotary else nn.Parameter(torch.zeros(1, count, width))
-        self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
-        self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
-        uniform = drop_path_schedule == "uniform"
-        rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.drop_path_rates = rates
-        options = {name: arguments[name] for name in BLOCK_OPTIONS}
-        # Where keys are rotated, their bias has an effect; in DINOv3's released weights they have none.
-        options["key_bias"] = not self.rotary if key_bias is None else key_bias
-        self.blocks = nn.ModuleList(Block(width, heads, **options) for _ in range(depth))
-        self.norm = nn.LayerNorm(width, eps=norm_eps)
-        self.head = Linear(width, num_classes) if num_classes else nn.Identity()
+        registers = nn.Parameter(torch.zeros(1, self.registers, width)) if self.registers else None
+        self.register_tokens = registers
+        self.mask_token = nn.Parameter(torch.zeros(1, width)) if config.mask_token else None
+        last, uniform = max(self.depth - 1, 1), config.drop_path_schedule == "uniform"
+        self.drop_path_rates = [config.drop_path * (1 if uniform else i / last) for i in range(self.depth)]
+        options = {name: getattr(config, name) for name in BLOCK_OPTIONS}
+        options["key_bias"] = not self.rotary if config.key_bias is None else config.key_bias
+        self.blocks = nn.ModuleList(Block(width, self.heads, **options) for _ in range(self.depth))
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.head = Linear(width, config.num_classes) if config.num_classes else nn.Identity()
         self.init_weights()
 
     def layers(self) -> dict[str, int]:
@@ -139,89 +145,45 @@ class VisionTransformer(Backbone):
                 nn.init.trunc_normal_(tokens, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                init_linear(module, self.architecture["init_std"])
+                init_linear(module, self.config.init_std)
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
-        return self.forward_views([images])[0]
+        x = self.embed_patches(images)
+        for block, sequences, drop in self._passes(x, images, only_cls=True):
+            x = self.run(block, x, sequences, drop)
+        return self.norm(x)[:, 0]
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return all tokens after the final LayerNorm, (B, 1 + R + N, D), CLS first.
 
         The mask token replaces the patches that are masked (B, N).
         """
-        return self.forward_views([images], mask, tokens=True)[0]
-
-    def draw_scales(self, views: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Draw what stochastic depth multiplies branches by: (depth, 2, B, 1, 1) for each size of views.
-
-        They are drawn on the host, all at once: on a GPU each draw would be a kernel of its own. With a
-        `drop_path_seed` they are a function of it, else they come from PyTorch's generator.
-        """
-        if not self.training or not any(self.drop_path_rates):
-            return None
-        seed, counts = self.drop_path_seed, [view.shape[0] for view in views]
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        rates = torch.tensor(self.drop_path_rates)[:, None, None]
-        kept = torch.rand(self.depth, 2, sum(counts), generator=generator) >= rates
-        scales = to_device(kept / (1 - rates), views[0].device)  # the expectation stays
-        return torch.split(scales[..., None, None], counts, dim=2)
-
-    def draw_visible(self, images: Tensor) -> Tensor | None:
-        """Draw which tokens of each image `patch_drop` leaves, (B, 1 + R + kept), as `draw_scales` draws."""
-        if not self.training or not self.patch_drop:
-            return None
-        generator = None if (seed := self.drop_path_seed) is None else torch.Generator().manual_seed(seed + 1)
-        batch, patches = images.shape[0], math.prod(self.grid_of(*images.shape[-2:]))
-        kept = max(1, round(patches * (1 - self.patch_drop)))
-        chosen = torch.rand(batch, patches, generator=generator).argsort(1)[:, :kept].sort(1).values
-        others = torch.arange(self.first_patch).expand(batch, -1)
-        return to_device(torch.cat([others, self.first_patch + chosen], dim=1), images.device)
-
-    def forward_views(
-        self,
-        views: Sequence[Tensor],
-        mask: Tensor | None = None,
-        *,
-        tokens: bool = False,
-        scales: Sequence[Tensor] | None = None,
-        visible: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
-
-        The sizes pass the blocks together; the last one computes no token that is not asked for.
-        """
-        scales = scales or self.draw_scales(views)
-        parts = [self.embed_patches(view, None if i else mask) for i, view in enumerate(views)]
-        if visible is not None:
-            parts[0] = parts[0].gather(1, visible[..., None].expand(-1, -1, self.width))
-        rotations = [self.rotations(view) for view in views]
-        packed = after = Packed([(part.shape[0], part.shape[1]) for part in parts])
-        x, of_rows = packed.join(parts), [None] * self.depth if scales is None else packed.scales(scales)
-        queries = [ALL] * len(views)
-        for index, block in enumerate(self.blocks):
-            if index == self.depth - 1:
-                queries = [ALL if tokens and i == 0 else CLS for i in range(len(views))]
-                shapes = zip(packed.shapes, queries, strict=True)
-                after = Packed([(batch, n if chosen is ALL else 1) for (batch, n), chosen in shapes])
-                of_rows = of_rows if scales is None else after.scales(scales)
-            turned = [of_size[index] for of_size in rotations]
-            x = self._run(block, x, queries, turned, of_rows[index], packed)
-        parts = after.split(self.norm(x), -1)
-        return [part if tokens and i == 0 else part[:, 0] for i, part in enumerate(parts)]
+        x = self.embed_patches(images, mask)
+        for block, sequences, drop in self._passes(x, images):
+            x = self.run(block, x, sequences, drop)
+        return self.norm(x)
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks, after the final LayerNorm."""
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
-        tokens, rotations, taken = self.embed_patches(images), self.rotations(images), {}
-        for index, block in enumerate(self.blocks):
-            tokens = self._run(block, tokens, [ALL], [rotations[index]])
+        x, taken = self.embed_patches(images), {}
+        for index, (block, sequences, drop) in enumerate(self._passes(x, images)):
+            x = self.run(block, x, sequences, drop)
             if index in wanted:
-                taken[index] = self.norm(tokens)
+                taken[index] = self.norm(x)
         return [taken[index] for index in wanted]
 
+    def _passes(self, x: Tensor, images: Tensor, *, only_cls: bool = False) -> Iterator[tuple[Any, ...]]:
+        """Return each block, what is in its sequences, and what stochastic depth drops of it in training."""
+        of_blocks = sequences_of_blocks([(x.shape[0], x.shape[1])], [self.rotations(images)], [only_cls])
+        drops: Iterable[Tensor | None] = [None] * self.depth
+        if self.training and any(self.drop_path_rates):
+            drops = draw_drop_path(self.drop_path_rates, x.shape[0], x.device)
+        return zip(self.blocks, of_blocks, drops, strict=True)
+
     def get_attention(
-        self, images: Tensor, blocks: Sequence[int] | None = None, *, queries: slice = ALL
+        self, images: Tensor, blocks: Sequence[int] | None = None, *, queries: slice = slice(None)
     ) -> list[Tensor]:
         """Return the attention weights of the given blocks, by default of all: (B, heads, queries, T) each.
 
@@ -229,14 +191,13 @@ class VisionTransformer(Backbone):
         of the CLS token alone, so that large images fit into memory.
         """
         wanted = self._block_indices(range(self.depth) if blocks is None else blocks)
-        tokens, rotations, taken = self.embed_patches(images), self.rotations(images), {}
-        for index, block in enumerate(self.blocks[: max(wanted) + 1]):
-            assert isinstance(block, Block)
+        x, taken = self.embed_patches(images), {}
+        for index, (block, sequences, drop) in enumerate(self._passes(x, images)):
             if index in wanted:
-                q, k, _ = block.attn.split(block.norm1(tokens), rotations[index])
+                q, k, _ = block.attn.split(block.norm1(x), *sequences.rotations)
                 taken[index] = block.attn.softmax(q[:, :, queries], k)
             if index < max(wanted):
-                tokens = block(tokens, rotations=[rotations[index]])
+                x = block(x, sequences, drop)
         return [taken[index] for index in wanted]
 
     def embed_patches(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -280,8 +241,8 @@ class VisionTransformer(Backbone):
         if not self.rotary:
             return [None] * self.depth
         scale = torch.ones(1, 1, 1, device=images.device)
-        if self.training and self.rotary_rescale:
-            reach = math.log(self.rotary_rescale)
+        if self.training and self.config.rotary_rescale:
+            reach = math.log(self.config.rotary_rescale)
             scale = scale.new_empty(self.depth, 1, 1).uniform_(-reach, reach).exp()
         with torch.autocast(images.device.type, enabled=False):
             channels = self.width // self.heads
@@ -297,11 +258,11 @@ class VisionTransformer(Backbone):
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def _run(self, block: nn.Module, tokens: Tensor, *options: Any) -> Tensor:
+    def run(self, block: Callable[..., Tensor], x: Tensor, *options: Any) -> Tensor:
         """Run a block, with activation checkpointing if it is enabled."""
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, tokens, *options, use_reentrant=False)
-        return block(tokens, *options)
+            return checkpoint(block, x, *options, use_reentrant=False)
+        return block(x, *options)
 
     def _block_indices(self, blocks: Sequence[int]) -> list[int]:
         outside = [index for index in blocks if not -self.depth <= index < self.depth]

@@ -142,7 +142,7 @@ def stop_without_batch(state: TrainingState, reporter: Reporter) -> None:
 
 def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     """Take one optimiser step, and update the teacher."""
-    config, student = state.config, state.student
+    config = state.config
     state.rates = rates = state.plan.rates(state.step)
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
 
@@ -153,14 +153,13 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         batch = state.interval.next_batch(batches)
         state.unreadable.count(batch)
         # What networks draw is a function of (seed, step, part of the batch), so that a resumed run draws the
-        # same: our stochastic depth has a seed of its own, what timm draws comes from PyTorch.
+        # same.
         # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
         seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
         torch.default_generator.manual_seed(seed)
         if state.device.type != "cpu":
             torch.get_device_module(state.device).manual_seed(seed)
-        student.backbone.drop_path_seed = seed
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`
@@ -188,7 +187,7 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
     # Processes exchange gradients once per step, in its last backward pass; sharded ones in each.
     with contextlib.nullcontext() if last or state.sharded else state.accelerator.no_sync(state.wrapped):
         with state.autocast():
-            out = state.objective(
+            terms, teacher_out = state.objective(
                 state.wrapped,
                 state.teacher,
                 views,
@@ -196,11 +195,10 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
                 images=len(batch.samples),
                 teacher_temperature=rates.teacher_temp,
             )
-        torch.autograd.backward(state.scaler.scale(out.loss / accumulate))
+        torch.autograd.backward(state.scaler.scale(terms.loss / accumulate))
     if last and state.plan.is_logged(state.step + 1):
-        state.outputs = output_statistics(out, rates.teacher_temp)
-    state.objective.accumulate(out)
-    return out.cls_loss.detach() / accumulate
+        state.outputs = output_statistics(terms, teacher_out, rates.teacher_temp)
+    return terms.cls.detach() / accumulate
 
 
 def freeze(state: TrainingState) -> None:

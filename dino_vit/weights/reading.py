@@ -23,8 +23,8 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural, public_values
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.timm_backbone import TimmBackbone
-from dino_vit.models.vit import VisionTransformer, current_arguments
+from dino_vit.models.timm_backbone import TimmConfig
+from dino_vit.models.vit import ViTConfig, current_arguments
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 from dino_vit.weights.metadata import Edges, Facts, HubFacts, PretrainedCfg, WeightsError, check, parse
 
@@ -120,8 +120,8 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     where = f"the metadata of {path}"
     facts = check(Facts, metadata, where).stated()
     known = current_arguments(facts["architecture"])
-    network = TimmBackbone if "name" in known else VisionTransformer
-    arguments = check(arguments_of(network.__init__), known, where).model_dump(exclude_unset=True)
+    keywords = arguments_of(TimmConfig if "name" in known else ViTConfig)
+    arguments = check(keywords, known, where).model_dump(exclude_unset=True)
     return {**facts, "architecture": arguments}
 
 

@@ -4,7 +4,7 @@ import torch
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.storage import StorageError
 from dino_vit.method.centering import Center
-from dino_vit.method.cross_entropy import logits_of
+from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
 from dino_vit.models.student_teacher import build_networks
 
@@ -115,10 +115,12 @@ def train(modules, optimizer, steps):
     for step in range(steps):
         images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
         set_rates(optimizer, lr=0.1, weight_decay=0.04)
-        logits_of(*student([images]).projection).pow(2).sum().backward()
+        out = student([images])
+        logits_of(out.features, out.prototypes).pow(2).sum().backward()
         step_if_finite(optimizer, torch.tensor(True))
         optimizer.zero_grad()
-        center.accumulate([logits_of(*teacher([images]).projection).detach()])
+        out = teacher([images])
+        center(LazyLogits(out.features, out.prototypes), 0.04)
         center.update()
 
 

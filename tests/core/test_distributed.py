@@ -26,6 +26,7 @@ from dino_vit.method.optim import reduce_loss
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
+from tests.support.naive import as_logits
 from tests.support.runs import server
 
 
@@ -155,7 +156,7 @@ def _check_terms(number, logits, center, koleo, koleo_gradient):
 
 def _check_center(number, logits):
     center = Center(prototypes=5)
-    center.accumulate([logits.chunk(2)[number]])
+    center(as_logits(logits.chunk(2)[number]), 0.04)
     center.update()
     torch.testing.assert_close(center.center, 0.1 * logits.mean(0, keepdim=True))
 

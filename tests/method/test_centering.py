@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from dino_vit.method.centering import Center, SinkhornCenter, sinkhorn_center
 from dino_vit.method.cross_entropy import teacher_targets
+from tests.support.naive import as_logits
 
 
 def test_the_center_is_the_same_in_one_or_many_pieces():
@@ -13,11 +14,11 @@ def test_the_center_is_the_same_in_one_or_many_pieces():
     expected = torch.zeros(1, 7)
     for _ in range(3):
         logits = torch.randn(64, 7)
-        whole.accumulate([logits])
+        whole(as_logits(logits), 0.04)
         whole.update()
         for piece in logits.split([16, 16, 30, 2]):
             torch.testing.assert_close(pieces.center, expected)  # the one from before the step
-            pieces.accumulate([piece])
+            pieces(as_logits(piece), 0.04)
         pieces.update()
         expected = expected * 0.9 + logits.mean(0) * 0.1
         torch.testing.assert_close(whole.center, expected)
@@ -26,13 +27,13 @@ def test_the_center_is_the_same_in_one_or_many_pieces():
 
 def test_the_center_is_kept_from_what_is_not_finite():
     center = Center(prototypes=3)
-    center.accumulate([torch.ones(4, 3)])
+    center(as_logits(torch.ones(4, 3)), 0.04)
     center.update()
     before = center.center.clone()
-    center.accumulate([torch.tensor([[1.0, float("nan"), 1.0]])])
+    center(as_logits(torch.tensor([[1.0, float("nan"), 1.0]])), 0.04)
     center.update()
     assert torch.equal(center.center, before)
-    center.accumulate([torch.ones(4, 3)])
+    center(as_logits(torch.ones(4, 3)), 0.04)
     center.update()
     torch.testing.assert_close(center.center, before * 0.9 + 0.1)
 
@@ -62,11 +63,10 @@ def test_targets_with_the_sinkhorn_center_are_the_assignment(iterations):
 def test_the_sinkhorn_center_is_of_the_pass_alone_and_the_last_finite_one_is_saved():
     center = SinkhornCenter(prototypes=5)
     first, second = torch.randn(4, 5), torch.randn(4, 5)
-    center([first], 0.04)
-    center.accumulate([first])
+    center(as_logits(first), 0.04)
     center.update()
-    now = center([second], 0.04)
+    now = center(as_logits(second), 0.04)
     assert torch.equal(now, sinkhorn_center([second], 0.04))
     assert torch.equal(center.state_dict()["center"], now)
-    assert center([second * math.nan], 0.04).isnan().all()
+    assert center(as_logits(second * math.nan), 0.04).isnan().all()
     assert torch.equal(center.center, now)

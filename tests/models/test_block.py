@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dino_vit.models.block import Attention, Block, attend
+from dino_vit.models.block import attend
+from dino_vit.models.sequences import Sequences
 from dino_vit.models.vit import VisionTransformer
 from tests.support.close import assert_close_to_scale
 
@@ -45,14 +46,16 @@ def test_explicit_attention_has_the_gradients_of_the_fused_kernel() -> None:
     torch.testing.assert_close(*grads, atol=5e-2, rtol=0)
 
 
-def test_queries_choose_rows_of_attention_and_block() -> None:
+def test_a_block_may_compute_the_cls_tokens_of_some_sizes_alone() -> None:
     block = VisionTransformer(width=16, depth=1, heads=2, layer_scale=0.5, image_size=32).blocks[0]
-    assert isinstance(block, Block)
-    assert isinstance(block.attn, Attention)
-    x = torch.randn(2, 9, 16)
-    for rows in (slice(0, 1), slice(2, 5), slice(None)):
-        assert_close_to_scale(block.attn(x, [rows]), block.attn(x)[:, rows])
-        assert_close_to_scale(block(x, [rows]), block(x)[:, rows])
+    large, small = torch.randn(2, 9, 16), torch.randn(3, 5, 16)
+    for only_cls in ([False, False], [False, True], [True, False], [True, True]):
+        sequences = Sequences([(2, 9), (3, 5)], only_cls=only_cls)
+        together = sequences.after().split(block(sequences.join([large, small]), sequences), -1)
+        alone = [
+            block(x)[:, :1] if only else block(x) for x, only in zip((large, small), only_cls, strict=True)
+        ]
+        assert_close_to_scale(together, alone)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

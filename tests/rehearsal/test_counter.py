@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.kernels import Kernels
 from benchmarks.rehearsal import CUDA, HostWaits, MixedDevices, NotOnGpu, OnGpu, Rehearsal
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models import student_teacher
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
 from tests.support.training import configured
@@ -58,8 +58,7 @@ def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, s
 
         return drawn
 
-    for name in ("draw_scales", "draw_visible"):
-        monkeypatch.setattr(VisionTransformer, name, on_host(getattr(VisionTransformer, name)))
+    monkeypatch.setattr(student_teacher, "draw_drops", on_host(student_teacher.draw_drops))
     real, expected = second_step(Kernels(), Accelerator(), tmp_path / "real", settings)
     assert ours == real
     assert ours.total() > 300

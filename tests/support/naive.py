@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dino_vit.method.cross_entropy import LazyLogits
+
 
 def attention_weights(block: nn.Module, tokens: Tensor) -> Tensor:
     """Return the softmax of q·k/√d head by head and query by query, (b, heads, n, n)."""
@@ -29,3 +31,8 @@ def ranked_classes(similarities: list[float], labels: list, k: int) -> list:
     for row in order[:k]:
         scores[labels[row]] = scores.get(labels[row], 0) + math.exp(similarities[row] / 0.07)
     return sorted(scores, key=lambda label: -scores[label])
+
+
+def as_logits(values: Tensor) -> LazyLogits:
+    """Return logits whose values are given."""
+    return LazyLogits(values, torch.eye(values.shape[1]), values)

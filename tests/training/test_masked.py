@@ -43,7 +43,7 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
     batch = next(iter(state.loader.batches()))
     rates = state.plan.rates(0)
     views = state.views_of(batch)
-    out = state.objective(
+    out, _ = state.objective(
         state.student, teacher, views, batch.masks, images=8, teacher_temperature=rates.teacher_temp
     )
     out.loss.backward()
@@ -75,8 +75,8 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
             center = state.objective.centers["patch_loss"].center
             theirs = softmaxes(tokens[1][view, 1 + places], heads[1][1], temperatures[1], center).exp()
             patch = patch - (theirs * mine).sum(1).mean() / 16
-    assert_close(out.cls_loss, cls, atol=1e-5, rtol=1e-5)
-    assert_close(out.patch_loss, patch, atol=1e-5, rtol=1e-5)
+    assert_close(out.cls, cls, atol=1e-5, rtol=1e-5)
+    assert_close(out.patch, patch, atol=1e-5, rtol=1e-5)
     assert_close(out.loss, cls + 0.7 * patch, atol=1e-5, rtol=1e-5)
     (cls + 0.7 * patch).backward()
     for name, parameter in state.student.named_parameters():
@@ -141,13 +141,13 @@ def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
     state = opened(tmp_path, {**ALL_TERMS, "run.compile": "true"}).state
     counters = CompileCounter(), CompileCounter()
     for network, counter in zip((state.student, state.teacher), counters, strict=True):
-        features = Network.features.__get__(network)  # which is compiled without the time of a real backend
-        network.features = torch.compile(features, backend=counter, dynamic=False)
+        embed = Network.embed.__get__(network)  # which is compiled without the time of a real backend
+        network.embed = torch.compile(embed, backend=counter, dynamic=False)
     masked = set()
     for step, batch in enumerate(islice(state.loader.batches(), 6)):
         views, rates = state.views_of(batch), state.plan.rates(step)
         arguments = state.student, state.teacher, views, state.masks_of(batch)
-        state.objective(*arguments, images=8, teacher_temperature=rates.teacher_temp).loss.backward()
+        state.objective(*arguments, images=8, teacher_temperature=rates.teacher_temp)[0].loss.backward()
         masked.add(len(batch.masks.mask_indices))
     assert len(masked) > 1
     assert [counter.frame_count for counter in counters] == [1, 1]
@@ -189,7 +189,7 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     state = opened(tmp_path / "run", settings).state
     batch, rates = next(iter(state.loader.batches(10))), state.plan.rates(10)
     views = state.views_of(batch)
-    out = state.objective(
+    out, _ = state.objective(
         state.student, state.teacher, views, batch.masks, images=8, teacher_temperature=rates.teacher_temp
     )
     earlier, seen = load_backbone(kept), views[0]
@@ -202,8 +202,8 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     ours = state.student.backbone.forward_features(seen, hidden)[:, 1:]
     ours, theirs = F.normalize(ours, dim=2), F.normalize(theirs.flatten(2).mT, dim=2)
     gram = ((ours @ ours.mT - theirs @ theirs.mT) ** 2).mean()
-    assert_close(out.gram_loss, gram)
-    parts = out.cls_loss + (0 if out.patch_loss is None else out.patch_loss)
+    assert_close(out.gram, gram)
+    parts = out.cls + (0 if out.patch is None else out.patch)
     assert_close(out.loss, parts + 2 * gram)
     trained(tmp_path / "run", settings)
     found = [line["gram"] for line in history(tmp_path / "run")]
@@ -222,7 +222,7 @@ def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size
         batch = next(iter(state.loader.batches()))
         seen, networks = state.views_of(batch), (state.student, state.teacher)
         views.append(seen[0][:16])
-        outs.append(state.objective(*networks, seen, batch.masks, images=8, teacher_temperature=0.04))
+        outs.append(state.objective(*networks, seen, batch.masks, images=8, teacher_temperature=0.04)[0])
     reduced = F.interpolate(views[1], size=48, mode="bicubic", antialias=True)
     assert (reduced - views[0]).abs().mean() < 0.05  # a solarised or clamped pixel may differ more
-    assert_close(outs[1].cls_loss, outs[0].cls_loss, atol=1e-2, rtol=0)
+    assert_close(outs[1].cls, outs[0].cls, atol=1e-2, rtol=0)

@@ -1,6 +1,7 @@
 """DINOv3's backbone: rotary positions as in timm and transformers, its three layouts read, two written."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -184,7 +185,7 @@ def test_exports_open_in_their_library(tmp_path, mlp, format, changes):
 def test_the_coordinates_are_rescaled_in_training_alone_for_each_block_anew():
     model, seen = with_values(VisionTransformer(**ROTARY, rotary_rescale=2.0)).train(), []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2][0][0]))
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].rotations[0][0]))
     torch.manual_seed(1)
     rescaled = model(IMAGES[0])
     assert not torch.equal(rescaled, model(IMAGES[0]))
@@ -193,7 +194,7 @@ def test_the_coordinates_are_rescaled_in_training_alone_for_each_block_anew():
     evaluated = model.eval()(IMAGES[0])
     assert not torch.equal(*seen[:2])
     assert torch.equal(*seen[6:8])
-    model.train().rotary_rescale = None
+    model.train().config = replace(model.config, rotary_rescale=None)
     assert torch.equal(model(IMAGES[0]), evaluated)
 
 

@@ -114,7 +114,7 @@ def test_odd_facts_of_the_hub_are_a_sentence(stated, said, tmp_path):
 @pytest.mark.parametrize("stated", [{"image_size": 65_536}, {"channels": 60_000}])
 def test_a_model_of_timm_is_not_built_larger_than_its_tensors(stated):
     model = TimmBackbone(name="test_vit", image_size=160)
-    model.architecture |= stated
+    model.config = replace(model.config, **stated)
     save_backbone(model, "own.safetensors", mean=None, std=None)
     with pytest.raises(
         WeightsError, match=r"describes a network of [\d,]+ numbers, but has [\d,]+: its image_size"

@@ -1,6 +1,7 @@
 """Models of timm in our files and in timm's: read, written, opened by timm itself, found by name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import timm
@@ -64,7 +65,7 @@ def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
     with pytest.raises(WeightsError, match=r"which has no mask token; set loss\.patch_weight=0"):
         dino_vit.load_backbone(tmp_path / "a.safetensors", mask_token=True)
     model = TimmBackbone(name="test_convnext", image_size=64)
-    model.architecture["name"] = "test_resnet"
+    model.config = replace(model.config, name="test_resnet")
     dino_vit.save_backbone(model, tmp_path / "b.safetensors", **STATISTICS)
     with pytest.raises(WeightsError, match="does not fit its architecture"):
         dino_vit.load_backbone(tmp_path / "b.safetensors")

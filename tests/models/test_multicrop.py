@@ -1,0 +1,130 @@
+import pytest
+import torch
+
+from dino_vit.models.block import draw_drop_path
+from dino_vit.models.linear import call_with_cast_weights
+from dino_vit.models.multicrop import Drops, draw_drops, forward_multicrop
+from dino_vit.models.student_teacher import build_networks
+from dino_vit.models.timm_backbone import TimmBackbone
+from dino_vit.models.vit import VisionTransformer
+from tests.support.backbones import KEYWORDS as TINY
+from tests.support.backbones import backbone
+from tests.support.close import assert_close_to_scale
+
+
+def test_drop_path_grows_linearly_and_keeps_the_expectation():
+    model = VisionTransformer(**{**TINY, "depth": 5}, drop_path=0.2)
+    assert model.drop_path_rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    uniform = VisionTransformer(**TINY, drop_path=0.2, drop_path_schedule="uniform")
+    assert uniform.drop_path_rates == [0.2] * 3
+    drops = draw_drop_path(model.drop_path_rates, 20_000, torch.device("cpu"))
+    assert drops.shape == (5, 2, 20_000, 1, 1)
+    for rate, drop in zip(model.drop_path_rates, drops, strict=True):
+        assert drop.unique().tolist() == pytest.approx([0.0, 1 / (1 - rate)] if rate else [1.0])
+        assert drop.mean().item() == pytest.approx(1.0, abs=0.02), "the expectation stays"
+        assert not rate or not torch.equal(drop[0], drop[1]), "each branch has its own"
+
+
+def test_what_is_dropped_is_a_function_of_the_seed_and_of_training_alone():
+    model, views = VisionTransformer(**TINY, drop_path=0.5), [torch.zeros(4, 3, 32, 32)] * 2
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        drawn.append(draw_drops(model, views, patch_drop=0.5))
+    for kind in range(2):
+        assert torch.equal(drawn[0][kind], drawn[1][kind])
+        assert not torch.equal(drawn[0][kind], drawn[2][kind])
+    assert draw_drops(model.eval(), views, patch_drop=0.5) == (None, None)
+
+
+def test_the_student_alone_drops_patches_and_only_in_training():
+    student, teacher = build_networks(
+        backbone=TINY, drop_path=0.0, patch_drop=0.5, head={"prototypes": 8, "hidden_dim": 8}
+    )
+    images = torch.randn(2, 3, 32, 32)
+    assert not torch.equal(student([images]).cls, student([images]).cls)
+    assert torch.equal(teacher([images]).cls, teacher([images]).cls)
+    assert torch.equal(student.eval()([images]).cls, teacher([images]).cls)
+
+
+def test_dropped_patches_are_as_if_they_were_not_in_the_image():
+    model = VisionTransformer(**TINY, registers=2)
+    images = torch.randn(5, 3, 32, 32)
+    drops = draw_drops(model, [images], patch_drop=0.4)
+    tokens = model.embed_patches(images)
+    assert drops.visible.shape == (5, 3 + round(0.6 * (tokens.shape[1] - 3)))
+    assert (drops.visible[:, :3] == torch.arange(3)).all(), "CLS token and registers stay"
+    assert len(drops.visible.unique(dim=0)) == 5, "each image has its own"
+    cls = forward_multicrop(model, [images, images[:, :, :16, :16]], drops=drops)[0]
+    for one, indices in enumerate(drops.visible):
+        kept = torch.stack([tokens[one, index] for index in indices.unique().tolist()])[None]
+        assert kept.shape[1] == len(indices), "none twice"
+        for block in model.blocks:
+            kept = block(kept)
+        assert_close_to_scale(cls[one], model.norm(kept)[0, 0])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"positions": "rotary", "width": 32}, {"registers": 2, "layer_scale": 0.1}]
+)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_sizes_that_pass_together_have_the_features_and_gradients_of_each_alone(options, recomputed):
+    model = VisionTransformer(**{**TINY, **options}, drop_path=0.4, mask_token=True)
+    views = [torch.randn(5, 3, size, size) for size in (32, 16)]
+    mask = torch.rand(5, model.grid_of(32, 32)[0] ** 2) < 0.3
+    branches = draw_drops(model, views).branches
+    # Not squares, whose sum is fixed by LayerNorm: rounding would be most of their gradient.
+    direction = torch.randn(model.width)
+
+    def found(together):
+        parts = [[0, 1]] if together else [[0], [1]]
+        model.grad_checkpointing = recomputed and together
+        model.zero_grad()
+        out = []
+        for part in parts:
+            drops = Drops(torch.cat([branches[:, :, 5 * i : 5 * i + 5] for i in part], dim=2))
+            chosen = {"tokens": 0 in part, "drops": drops}
+            out += forward_multicrop(model, [views[i] for i in part], mask if 0 in part else None, **chosen)
+        sum((features @ direction).sum() for features in out).backward()
+        return [*out, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    assert_close_to_scale(found(True), found(False))
+
+
+def test_models_of_timm_take_one_size_after_another():
+    model = TimmBackbone(name="test_resnet", image_size=64)
+    views = [torch.randn(2, 3, size, size) for size in (64, 32)]
+    out = forward_multicrop(model.eval(), views, tokens=True)
+    assert torch.equal(out[0], model.forward_features(views[0]))
+    assert torch.equal(out[1], model.forward_cls(views[1]))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_weights_that_are_cast_together_give_what_autocast_gives(recomputed):
+    model = VisionTransformer(**TINY, layer_scale=0.5).train()
+    model.grad_checkpointing = recomputed
+    model.blocks[1].requires_grad_(False)
+    images, direction = torch.randn(2, 3, 32, 32), torch.randn(32)
+
+    def found(cls):
+        model.zero_grad()
+        (cls @ direction).sum().backward()
+        return [cls, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        together, apart = found(forward_multicrop(model, [images])[0]), found(model(images))
+    for one, other in zip(together, apart, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters()), "they are the module's again"
+
+
+def test_weights_that_autocast_leaves_alone_are_not_cast():
+    block, x = backbone().blocks[0], torch.randn(2, 5, 32)
+    assert torch.equal(call_with_cast_weights(block, x), block(x))  # without autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = block(x)
+        block.mlp.fc2 = torch.nn.Sequential(block.mlp.fc2)  # a layer of another kind may take its place
+        assert torch.equal(call_with_cast_weights(block, x), expected)
+        half = block.half()
+        assert torch.equal(call_with_cast_weights(half, x.half()), half(x.half()))
