@@ -21,25 +21,62 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, d) for each patch and 
 PositionMode = Literal["hf", "dino", "dinov2", "timm"]
 
 ROTARY_BASE = 100.0  # of the periods in DINOv3
+KEPT_MATRICES, LARGEST_KEPT = 16, 2**24  # of a backbone, and numbers in each
 DINO_OFFSET = 0.1  # keeps rounding of the scale factor from losing a cell
 
 
 def interpolate_pos_embs(
-    pos_embs: Tensor, grid: Grid, *, trained_grid: Grid, mode: PositionMode = "hf"
+    pos_embs: Tensor,
+    grid: Grid,
+    *,
+    trained_grid: Grid,
+    mode: PositionMode = "hf",
+    matrices: dict[Any, Tensor] | None = None,
 ) -> Tensor:
-    """Resample positions (1, 1 + h·w, d), CLS first, from the trained grid to another (h, w) grid."""
+    """Resample positions (1, 1 + h·w, d), CLS first, from the trained grid to another (h, w) grid.
+
+    That is a product with a matrix, whose backward pass is deterministic and needs no slow bicubic kernel;
+    `matrices` keeps those of earlier calls.
+    """
     dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
     if not dynamic and grid == trained_grid:
         return pos_embs
     cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
-    field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0], w=trained_grid[1]).float()
-    if mode in ("dino", "dinov2"):
-        scale = [(cells + DINO_OFFSET) / trained for cells, trained in zip(grid, trained_grid, strict=True)]
-        field = F.interpolate(field, scale_factor=scale, mode="bicubic")
+    if torch.compiler.is_compiling():  # a graph would make the matrix anew in each call
+        field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0]).float()
+        patches = rearrange(_resample(field, grid, mode), "1 d h w -> 1 (h w) d")
     else:
-        field = F.interpolate(field, size=grid, mode="bicubic", antialias=mode == "timm")
-    patches = rearrange(field, "1 d h w -> 1 (h w) d").to(pos_embs.dtype)
-    return torch.cat((cls, patches), dim=1)
+        matrix = _matrix(grid, trained_grid, mode, pos_embs.device, {} if matrices is None else matrices)
+        with torch.autocast(pos_embs.device.type, enabled=False):
+            patches = matrix @ patches.float()
+    return torch.cat((cls, patches.to(pos_embs.dtype)), dim=1)
+
+
+def _matrix(
+    grid: Grid, trained_grid: Grid, mode: PositionMode, device: torch.device, matrices: dict[Any, Tensor]
+) -> Tensor:
+    """Return the matrix (cells, trained cells) that resamples positions."""
+    key = grid, trained_grid, mode, device
+    if key in matrices:
+        return matrices[key]
+    cells = math.prod(trained_grid)
+    with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
+        identity = torch.eye(cells, device=device).view(1, cells, *trained_grid)
+        matrix = _resample(identity, grid, mode).flatten(2)[0].T.contiguous()
+    if len(matrices) >= KEPT_MATRICES:
+        matrices.clear()
+    if matrix.numel() <= LARGEST_KEPT:
+        matrices[key] = matrix
+    return matrix
+
+
+def _resample(field: Tensor, grid: Grid, mode: PositionMode) -> Tensor:
+    """Resample a field (1, n, h, w)."""
+    if mode in ("dino", "dinov2"):
+        trained = field.shape[-2:]
+        scale = [(cells + DINO_OFFSET) / before for cells, before in zip(grid, trained, strict=True)]
+        return F.interpolate(field, scale_factor=scale, mode="bicubic")
+    return F.interpolate(field, size=grid, mode="bicubic", antialias=mode == "timm")
 
 
 def rotary_positions(grid: Grid, channels: int, *, scale: Tensor) -> Rotation:

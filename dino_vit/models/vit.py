@@ -112,6 +112,7 @@ class VisionTransformer(Backbone):
         self.depth, self.heads, self.registers = config.depth, config.heads, config.registers
         self.position_mode, self.rotary = config.position_mode, config.positions == "rotary"
         self.trained_grid = self.grid_of(*self.image_size)
+        self._matrices: dict[Any, Tensor] = {}  # that resample positions
 
         width, count = self.width, 1 + math.prod(self.trained_grid)
         self.patch_embed = PatchEmbed(patch_size=self.patch_size, channels=self.channels, width=width)
@@ -228,9 +229,8 @@ class VisionTransformer(Backbone):
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:
         """Return the position embeddings, CLS first, for a grid of (h, w) patches: (1, 1 + h·w, D)."""
         assert self.pos_embed is not None, "rotary positions have no embeddings"
-        return interpolate_pos_embs(
-            self.pos_embed, grid, trained_grid=self.trained_grid, mode=self.position_mode
-        )
+        keywords: Any = {"trained_grid": self.trained_grid, "mode": self.position_mode}
+        return interpolate_pos_embs(self.pos_embed, grid, **keywords, matrices=self._matrices)
 
     def rotations(self, images: Tensor) -> Sequence[Rotation | None]:
         """Return the rotation of each patch of images of this size for each block, if there are any.

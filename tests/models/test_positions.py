@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.models.positions import interpolate_pos_embs
+from dino_vit.models.positions import KEPT_MATRICES, _resample, interpolate_pos_embs
+from dino_vit.models.vit import VisionTransformer
 
 
 def embeddings(grid: tuple[int, int], width: int = 8) -> torch.Tensor:
@@ -42,3 +43,28 @@ def test_modes_are_the_published_calls(grid):
     for mode, expected in published.items():
         out = interpolate_pos_embs(pos, grid, trained_grid=(14, 14), mode=mode)[:, 1:]
         assert torch.allclose(out, expected.permute(0, 2, 3, 1).reshape(1, -1, 8), atol=1e-6), mode
+
+
+@pytest.mark.parametrize("mode", ["hf", "dino", "timm"])
+def test_the_gradient_is_that_of_the_published_call(mode):
+    pos, matrices = embeddings((6, 4)).requires_grad_(), {}
+    direction = torch.randn(1, 1 + 7 * 9, 8)
+    field = pos[:, 1:].reshape(1, 6, 4, 8).permute(0, 3, 1, 2)
+    expected = _resample(field, (7, 9), mode).permute(0, 2, 3, 1).reshape(1, -1, 8)
+    (gradient,) = torch.autograd.grad((expected * direction[:, 1:]).sum(), pos)
+    for _ in range(2):  # made, and kept
+        out = interpolate_pos_embs(pos, (7, 9), trained_grid=(6, 4), mode=mode, matrices=matrices)
+        (found,) = torch.autograd.grad((out * direction).sum(), pos)
+        torch.testing.assert_close(found[:, 1:], gradient[:, 1:], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[:, 0], direction[:, 0])
+    assert len(matrices) == 1
+
+
+def test_a_matrix_that_inference_mode_made_serves_training_and_few_are_kept():
+    model = VisionTransformer(image_size=32, patch_size=8, width=16, depth=1, heads=2)
+    with torch.inference_mode():
+        model(torch.randn(1, 3, 48, 32))
+    model(torch.randn(1, 3, 48, 32)).sum().backward()
+    for cells in range(1, 2 * KEPT_MATRICES):
+        model.interpolate_pos_embs((cells, 3))
+    assert len(model._matrices) <= KEPT_MATRICES
