@@ -1,4 +1,4 @@
-"""What `dino_vit.models.linear` picks beside PyTorch's own linear layer: rows a second.
+"""What `dino_vit.models.layers` picks beside PyTorch's own linear layer: rows a second.
 
     python -m benchmarks.linear --repeats 20
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import Row, Table, Work, arguments, compare, report
-from dino_vit.models.linear import linear
+from dino_vit.models.layers import linear
 
 SHAPES = ((384, 1152), (384, 384), (384, 1536), (1536, 384), (256, 16384))  # inputs, outputs
 ROWS = (32, 800)

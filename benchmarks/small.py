@@ -45,8 +45,7 @@ from dino_vit.eval.features import FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import count_correct, train_logistic
 from dino_vit.eval.online import rankme
-from dino_vit.models.backbone import Backbone
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import Backbone, FeatureSpec
 from dino_vit.reports.record import outcome, read_run
 from dino_vit.training.loop import measured_seconds
 from dino_vit.training.setup import build_untrained

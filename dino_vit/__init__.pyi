@@ -82,10 +82,16 @@ class _Model(TypedDict, total=False):
     heads: int | None
     patch_size: int
     image_size: int | collections.abc.Sequence[int] | None
-    positions: Literal["learned", "rotary"]
+    stem: Literal["patch", "conv", "hybrid"]
+    resnet_layers: collections.abc.Sequence[int]
+    resnet_width: int
+    positions: Literal["learned", "sinusoidal", "rotary"]
     rotary_rescale: float | None
     key_bias: bool | None
     registers: int
+    qk_scale: float | None
+    dropout: float
+    attention_dropout: float
     drop_path: float
     drop_path_schedule: Literal["linear", "uniform"]
     patch_drop: float
@@ -349,10 +355,16 @@ def pretrain(
       model.heads=null                    attention heads per block; null: one for every 64 of the width
       model.patch_size=16                 side of a patch in pixels; 14 for vit_huge unless given
       model.image_size=null               of images to compute features from; null: as global views
-      model.positions=learned             rotary: DINOv3's [learned|rotary]
+      model.stem=patch                    conv: early convolutions; hybrid: a ResNet [patch|conv|hybrid]
+      model.resnet_layers=[3, 4, 9]       blocks in the stages of the ResNet of a hybrid stem
+      model.resnet_width=64               width of the first stage of the ResNet of a hybrid stem
+      model.positions=learned             fixed sines; DINOv3's rotary [learned|sinusoidal|rotary]
       model.rotary_rescale=2              in training, rescale rotary positions by up to this
       model.key_bias=null                 bias of the keys; null: unless positions are rotary
       model.registers=0                   register tokens
+      model.qk_scale=null                 of products of queries and keys; null: 1 / sqrt(head width)
+      model.dropout=0                     of tokens after positions, attention and layers of MLPs, in training
+      model.attention_dropout=0           of attention weights, in training
       model.drop_path=0.1                 stochastic depth of the student's last block
       model.drop_path_schedule=linear     rising from 0, or all equal [linear|uniform]
       model.patch_drop=0                  share of a global view's patches that the student does not see

@@ -28,7 +28,7 @@ from dino_vit.eval.maps.segmentation import (
     train_head,
 )
 from dino_vit.eval.results import asked_output, evaluation
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 
 
 class PixelFigures(NamedTuple):

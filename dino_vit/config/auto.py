@@ -4,10 +4,12 @@ Every formula of `auto` runs through two points: the published recipe (1.28 mill
 batch 512 to 1024, where nothing changes) and what learns from 20,000 images of 32 pixels within minutes.
 """
 
+from collections.abc import Sequence
 from math import ceil, log2, sqrt
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, needing_all_patches, scaled_lr
+from dino_vit.config.sections import REDUCTION
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core import height_width
 from dino_vit.core.text import plural
@@ -66,7 +68,7 @@ def network_ladder(config: PretrainConfig, image_size: int) -> list[Rung]:
         if "views.global_size" in given:
             side = max(views.global_shape)
         else:
-            patch = min(PATCHES, key=lambda size: abs(log2(size / _patch(side))))
+            patch = min(_patches(config), key=lambda size: abs(log2(size / _patch(side))))
             patch = config.model.patch_size if its_own else patch
             settings["views.global_size"] = max(side // patch, 2) * patch
         tokens = (side / (config.model.patch_size if its_own else _patch(side))) ** 2
@@ -148,7 +150,8 @@ def _choose_sizes(choices: _Choices, image_size: int) -> tuple[int, int]:
         given_sides += views.local_shape
     patch = TIMM_PATCH
     if not choices.config.model.timm:
-        fitting = [size for size in PATCHES if all(side % size == 0 for side in given_sides)] or PATCHES
+        sizes = _patches(choices.config)
+        fitting = [size for size in sizes if all(side % size == 0 for side in given_sides)] or sizes
         patch = min(fitting, key=lambda size: abs(log2(size / _patch(image_size))))
         patch = choices.choose("model.patch_size", patch, f"for {image_size} pixels: 16 at 224, 4 at 32")
     side = max(min(image_size, 224) // patch, 2) * patch
@@ -169,6 +172,11 @@ def _choose_reading(choices: _Choices, image_size: int, patch: int, side: int) -
     if larger > side and square and not (config.model.timm or config.init):
         reason = "twice a global view, as it shows things larger; at most 5/4 of the images, and 224"
         choices.choose("model.image_size", larger, reason)
+
+
+def _patches(config: PretrainConfig) -> Sequence[int]:
+    """Return the sizes of patches to choose from."""
+    return (REDUCTION,) if config.model.stem == "hybrid" else PATCHES
 
 
 def _patch(image_size: int) -> float:

@@ -146,6 +146,12 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         yield "give model.width and model.depth, or model.arch"
     elif not model.arch:
         yield from _check_heads(model)
+    patch = height_width(model.patch_size)
+    if problem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
+        yield f"{problem}; use another of them"
+    for name in ("resnet_layers", "resnet_width"):
+        if model.stem != "hybrid" and getattr(model, name) != getattr(sections.Model(), name):
+            yield f"model.{name} is about the ResNet of model.stem=hybrid; remove it, or set that"
     for cause in needing_all_patches(config) if model.patch_drop else ():
         yield f"{cause} needs all patches; set model.patch_drop=0"
     views = config.views

@@ -22,6 +22,7 @@ from dino_vit.config.settings import (
     Rescale,
     Settings,
     Side,
+    Stages,
     setting,
     several,
 )
@@ -36,10 +37,20 @@ Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 # Settings that a model of timm has no use for.
 OF_OUR_TRANSFORMERS = (
-    *("model.patch_size", "model.positions", "model.rotary_rescale", "model.key_bias", "model.registers"),
-    *("model.layer_scale", "model.drop_path_schedule", "model.patch_drop", "model.init_std"),
+    *("model.patch_size", "model.stem", "model.resnet_layers", "model.resnet_width", "model.positions"),
+    *("model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
+    *(
+        "model.dropout",
+        "model.attention_dropout",
+        "model.layer_scale",
+        "model.drop_path_schedule",
+        "model.patch_drop",
+        "model.init_std",
+    ),
     "optim.patch_embed_lr",
 )
+Stem = Literal["patch", "conv", "hybrid"]
+REDUCTION, GROUPS = 16, 32  # of the feature map of the ResNet of a hybrid stem, and of its norms
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
 START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
@@ -117,10 +128,16 @@ class Model(Settings):
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     image_size: Side | None = setting(None, "of images to compute features from; null: as global views")
-    positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's")
+    stem: Stem = setting("patch", "conv: early convolutions; hybrid: a ResNet")
+    resnet_layers: Stages = setting((3, 4, 9), "blocks in the stages of the ResNet of a hybrid stem")
+    resnet_width: Dimension = setting(64, "width of the first stage of the ResNet of a hybrid stem")
+    positions: Literal["learned", "sinusoidal", "rotary"] = setting("learned", "fixed sines; DINOv3's rotary")
     rotary_rescale: Rescale | None = setting(2.0, "in training, rescale rotary positions by up to this")
     key_bias: bool | None = setting(None, "bias of the keys; null: unless positions are rotary")
     registers: FewOrZero = setting(0, "register tokens")
+    qk_scale: Positive | None = setting(None, "of products of queries and keys; null: 1 / sqrt(head width)")
+    dropout: BelowOne = setting(0.0, "of tokens after positions, attention and layers of MLPs, in training")
+    attention_dropout: BelowOne = setting(0.0, "of attention weights, in training")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting("linear", "rising from 0, or all equal")
     patch_drop: BelowOne = setting(0.0, "share of a global view's patches that the student does not see")
@@ -157,6 +174,18 @@ class Model(Settings):
             return size["width"], size["depth"], size["heads"]
         width = self.width or 0
         return width, self.depth or 0, self.heads or width // HEAD_CHANNELS
+
+
+def stem_problem(stem: Stem, patch_size: Size, resnet_width: int, section: str = "") -> str | None:
+    """Return what is wrong with the patches or the ResNet of a stem, if something is."""
+    given = f"{section}patch_size={' x '.join(map(str, patch_size))}"
+    if stem == "conv" and (max(patch_size) < 2 or any(side & (side - 1) for side in patch_size)):
+        return f"{section}stem=conv halves the sides of images: it needs patches of 2, 4, 8, ..., not {given}"
+    if stem == "hybrid" and any(side % REDUCTION for side in patch_size):
+        return f"{section}stem=hybrid needs patches of {REDUCTION}, {2 * REDUCTION}, ..., not {given}"
+    if stem == "hybrid" and resnet_width % GROUPS:
+        return f"{section}resnet_width={resnet_width} must be a multiple of {GROUPS}"
+    return None
 
 
 class Head(Settings):

@@ -39,6 +39,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
 # Of a network, whose constructors and settings share them.
 Side = Dimension | tuple[Dimension, Dimension]
+Stages = tuple[Few, Few, Few]  # of a ResNet
 Classes = Annotated[int, Field(ge=0, le=2**24), BeforeValidator(whole)]
 PrototypeCount = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
 MlpRatio = Annotated[Positive, Field(le=1000)]

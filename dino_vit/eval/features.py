@@ -18,8 +18,7 @@ from dino_vit.core.distributed import all_equal
 from dino_vit.core.storage import digest
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
-from dino_vit.models.backbone import Backbone, eval_mode
-from dino_vit.models.tokens import CLS, FeatureSpec
+from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, eval_mode
 from dino_vit.views.eval_transform import EvalTransform
 
 T = TypeVar("T")

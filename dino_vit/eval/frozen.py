@@ -36,7 +36,7 @@ from dino_vit.data.sources.index import FEATURES, bound_caches, cache_folder
 from dino_vit.data.sources.source import Source, describe_images, spread, stamp_of
 from dino_vit.data.statistics import inspect_images
 from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_batches
-from dino_vit.models.tokens import CLS, FeatureSpec
+from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import FAR, eval_transform_of
 from dino_vit.weights import load_backbone
 

@@ -28,7 +28,7 @@ from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.accuracy import Predictions
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
-from dino_vit.models.tokens import CLS, FeatureSpec
+from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
 _PIECE = 4096  # bytes from the middle of an image on that tell it from others of its size

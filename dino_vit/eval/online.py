@@ -25,8 +25,7 @@ from dino_vit.eval.accuracy import trivial_baselines
 from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import neighbour_means, weighted_knn
 from dino_vit.eval.metrics import TITLES, Title, measure
-from dino_vit.models.backbone import Backbone
-from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
+from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dino_vit.models.linear import linear
+from dino_vit.models.layers import linear
 
 # Of a chunk's logits in float32; about three times that memory is needed. On CUDA the kernels of small chunks
 # would take the host longer to start than the GPU to compute.

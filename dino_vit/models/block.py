@@ -4,14 +4,13 @@ b batch, h heads, n tokens, d channels of a head
 """
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_vit.core.distributed import to_device
-from dino_vit.models.linear import LayerNorm, Linear, linear
+from dino_vit.models.layers import MLP, LayerNorm, LayerScale, Linear, dropout, linear
 from dino_vit.models.positions import Rotation, rotate
 from dino_vit.models.sequences import Sequences
 
@@ -21,22 +20,34 @@ EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, wh
 class Attention(nn.Module):
     """Multi-head self-attention with one projection to queries, keys and values."""
 
-    def __init__(self, width: int, heads: int, *, qkv_bias: bool, key_bias: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        qkv_bias: bool,
+        key_bias: bool,
+        qk_scale: float | None,
+        dropout: float,
+        attention_dropout: float,
+    ) -> None:
         super().__init__()
         self.heads, self.key_bias = heads, key_bias or not qkv_bias
-        self.scale = (width // heads) ** -0.5
+        self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
+        self.dropout, self.attention_dropout = dropout, attention_dropout
         self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.proj = Linear(width, width)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         parts = sequences.split(self._project(x), 3, self.heads, -1)
         sizes = zip(parts, sequences.rotations, sequences.only_cls, strict=True)
-        projected: Tensor = self.proj(sequences.join([self._attend(*size) for size in sizes]))
-        return projected
+        x = self.proj(sequences.join([self._attend(*size) for size in sizes]))
+        return dropout(x, self.dropout, self.training)
 
     def _attend(self, qkv: Tensor, rotation: Rotation | None, only_cls: bool) -> Tensor:
         q, k, v = self._heads(qkv, rotation)
-        x = attend(q[:, :, :1] if only_cls else q, k, v, scale=self.scale)
+        q, rate = q[:, :, :1] if only_cls else q, self.attention_dropout if self.training else 0.0
+        x = attend(q, k, v, scale=self.scale, dropout=rate)
         return x.transpose(1, 2).flatten(2)
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
@@ -64,51 +75,20 @@ class Attention(nn.Module):
         return linear(x, self.qkv.weight, bias)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
     """Return softmax(q·kᵀ·scale)·v, with the kernel that `benchmarks/attention.py` found fastest.
 
     The fused kernel of a CPU is slow in bfloat16, so there the softmax is written out: a backbone step of
     ViT-S/16 takes 0.95 s instead of 1.11 s.
     """
-    explicit = q.is_cpu and q.dtype == torch.bfloat16
+    explicit = q.is_cpu and q.dtype == torch.bfloat16 and not dropout
     if not explicit or math.prod(q.shape[:3]) * q.shape[2] * q.element_size() > EXPLICIT_BYTES:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
     shape = q.shape
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     # baddbmm scales the product itself, which saves a pass over the scores.
     scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
     return (scores.softmax(dim=-1) @ v).view(shape)
-
-
-class MLP(nn.Module):
-    """Linear, GELU, linear; if gated, SwiGLU instead of GELU."""
-
-    def __init__(self, width: int, hidden: int, *, gated: bool) -> None:
-        super().__init__()
-        self.gated = gated
-        self.fc1 = Linear(width, 2 * hidden if gated else hidden)
-        self.fc2 = Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        if self.gated:
-            gate, value = x.chunk(2, dim=-1)
-            x = F.silu(gate) * value
-        else:
-            x = F.gelu(x)
-        projected: Tensor = self.fc2(x)
-        return projected
-
-
-class LayerScale(nn.Module):
-    """Scale each channel by a learned factor."""
-
-    def __init__(self, width: int, initial: float) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), initial))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
 
 
 class Block(nn.Module):
@@ -123,15 +103,15 @@ class Block(nn.Module):
         mlp: str,
         layer_scale: float | None,
         norm_eps: float,
-        qkv_bias: bool,
-        key_bias: bool,
+        dropout: float,
+        **attention: Any,  # keywords of `Attention`
     ) -> None:
         super().__init__()
         self.norm1 = LayerNorm(width, eps=norm_eps)
-        self.attn = Attention(width, heads, qkv_bias=qkv_bias, key_bias=key_bias)
+        self.attn = Attention(width, heads, dropout=dropout, **attention)
         self.ls1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = LayerNorm(width, eps=norm_eps)
-        self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu")
+        self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
         self.ls2 = None if layer_scale is None else LayerScale(width, layer_scale)
 
     def forward(self, x: Tensor, sequences: Sequences | None = None, drop: Tensor | None = None) -> Tensor:
@@ -150,13 +130,3 @@ def _residual(x: Tensor, branch: Tensor, layer_scale: LayerScale | None, drop: T
     if layer_scale is not None:
         branch = layer_scale(branch)
     return x + branch if drop is None else torch.addcmul(x, branch, drop)
-
-
-def draw_drop_path(rates: Sequence[float], images: int, device: torch.device) -> Tensor:
-    """Draw what stochastic depth multiplies the two branches of each block by: (depth, 2, images, 1, 1).
-
-    All at once and on the host, by PyTorch's generator: on a GPU each draw would be a kernel of its own.
-    """
-    rate = torch.tensor(rates)[:, None, None]
-    kept = torch.rand(len(rates), 2, images) >= rate
-    return to_device(kept / (1 - rate), device)[..., None, None]  # the expectation stays

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dino_vit.config.constructors import takes
 from dino_vit.config.settings import Dimension, PrototypeCount
 from dino_vit.core.distributed import all_reduce_sum, world_size
-from dino_vit.models.linear import init_linear
+from dino_vit.models.layers import init_linear
 
 
 class Prototypes(nn.Module):

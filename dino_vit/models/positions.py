@@ -1,4 +1,4 @@
-"""Positions: learned embeddings, interpolated to any grid, or rotations of queries and keys.
+"""Positions: learned or sinusoidal ones, interpolated to any grid, or rotations of queries and keys.
 
 Libraries interpolate differently, with equal results at the trained grid alone, so a backbone has a mode:
 
@@ -28,7 +28,6 @@ DINO_OFFSET = 0.1  # keeps rounding of the scale factor from losing a cell
 def interpolate_pos_embs(
     pos_embs: Tensor,
     grid: Grid,
-    *,
     trained_grid: Grid,
     mode: PositionMode = "hf",
     matrices: dict[Any, Tensor] | None = None,
@@ -77,6 +76,14 @@ def _resample(field: Tensor, grid: Grid, mode: PositionMode) -> Tensor:
         scale = [(cells + DINO_OFFSET) / before for cells, before in zip(grid, trained, strict=True)]
         return F.interpolate(field, scale_factor=scale, mode="bicubic")
     return F.interpolate(field, size=grid, mode="bicubic", antialias=mode == "timm")
+
+
+def sinusoidal_positions(count: int, width: int) -> Tensor:
+    """Return fixed positions (1, count, width): sin and cos of i / 10000^(2⌊j/2⌋/width), by turns."""
+    channel = torch.arange(width, dtype=torch.float64)
+    frequency = 10000 ** (-2 * (channel // 2) / width)
+    angles = torch.arange(count, dtype=torch.float64)[:, None] * frequency  # (count, width)
+    return torch.where(channel % 2 == 0, angles.sin(), angles.cos()).float()[None]
 
 
 def rotary_positions(grid: Grid, channels: int, *, scale: Tensor) -> Rotation:

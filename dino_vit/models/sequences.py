@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dino_vit.core.distributed import to_device
 from dino_vit.models.positions import Rotation
 
 
@@ -75,3 +76,13 @@ def spread_drops(of_blocks: Sequence[Sequences], drops: Tensor | None) -> list[T
     if drops is None:
         return [None] * len(of_blocks)
     return [*of_blocks[0].spread(drops[:-1]), *of_blocks[-1].spread(drops[-1:])]
+
+
+def draw_drop_path(rates: Sequence[float], images: int, device: torch.device) -> Tensor:
+    """Draw what stochastic depth multiplies the two branches of each block by: (depth, 2, images, 1, 1).
+
+    All at once and on the host, by PyTorch's generator: on a GPU each draw would be a kernel of its own.
+    """
+    rate = torch.tensor(rates)[:, None, None]
+    kept = torch.rand(len(rates), 2, images) >= rate
+    return to_device(kept / (1 - rate), device)[..., None, None]  # the expectation stays

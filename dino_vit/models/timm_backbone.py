@@ -15,7 +15,7 @@ from dino_vit.config.constructors import takes
 from dino_vit.config.settings import BelowOne, Classes, Dimension, Side
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.linear import Linear
+from dino_vit.models.layers import Linear
 
 PREFIX = "timm:"  # of a name in the settings
 

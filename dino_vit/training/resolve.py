@@ -223,9 +223,11 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         its_own = config.recipe == "auto" or "views.local_size" in given
         if not its_own and local not in config.views.local_shape:
             settings["views.local_size"] = local
-        rotary = trained["positions"] == "rotary"
-        if rotary or "model.positions" in given:
-            settings["model.positions"] = "rotary" if rotary else "learned"
+        # What files of earlier versions do not state has its default.
+        for name in ("stem", "resnet_layers", "resnet_width", "positions", "qk_scale"):
+            default = getattr(type(config.model)(), name)
+            if (value := trained.get(name, default)) != default or f"model.{name}" in given:
+                settings[f"model.{name}"] = value
         if config.model.arch and (config.model.timm or config.model.shape != tuple(shape.values())):
             _check_agreement(config, {"model.arch": shape}, weights)
     _check_agreement(config, settings, weights)

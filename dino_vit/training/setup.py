@@ -25,8 +25,9 @@ from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.stems import current_arguments
 from dino_vit.models.student_teacher import Network, build_networks
-from dino_vit.models.vit import VisionTransformer, current_arguments
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
@@ -122,7 +123,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
         trained = _load_trained(config, frozen and frozen.backbone)
     architecture = trained.architecture if trained else None
     if config.init and resumed:
-        architecture = resumed.metadata["architecture"]
+        architecture = current_arguments(resumed.metadata["architecture"], resumed.tensors)
     return RunContext(
         source=source,
         sampling=sampling,
@@ -148,10 +149,11 @@ def build_untrained(
     backbone whose features the student imitates.
     """
     torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-    keywords = current_arguments(architecture or _architecture(config))
+    keywords = dict(architecture or _architecture(config))
     keywords.pop("drop_path", None)  # the student's is a setting of the run, the teacher has none
     if not config.model.timm:
-        keywords["drop_path_schedule"] = config.model.drop_path_schedule
+        for name in ("drop_path_schedule", "dropout", "attention_dropout"):
+            keywords[name] = getattr(config.model, name)
         rotary = keywords["positions"] == "rotary"
         keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
         keywords["mask_token"] = _hides_patches(config)
@@ -180,8 +182,9 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
         return {"name": config.model.timm, **arguments}
     width, depth, heads = config.model.shape
     arguments |= {"patch_size": config.model.patch_size, "width": width, "depth": depth, "heads": heads}
-    names = ("positions", "key_bias", "registers", "layer_scale", "init_std")
-    return arguments | {name: getattr(config.model, name) for name in names}
+    names = {"positions", "key_bias", "registers", "qk_scale", "layer_scale", "init_std"}
+    names |= {"stem", "resnet_layers", "resnet_width"}
+    return arguments | config.model.model_dump(include=names)
 
 
 def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accelerator) -> TrainingState:

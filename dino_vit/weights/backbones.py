@@ -10,9 +10,8 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.config.sections import Tokens
-from dino_vit.models.backbone import Backbone, eval_mode
+from dino_vit.models.backbone import Backbone, FeatureSpec, eval_mode
 from dino_vit.models.timm_backbone import TimmBackbone
-from dino_vit.models.tokens import FeatureSpec
 from dino_vit.models.vit import VisionTransformer
 
 if TYPE_CHECKING:

@@ -17,20 +17,22 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 from dino_vit.weights.metadata import pretraining_of
 from dino_vit.weights.reading import INTERPOLATIONS
+from dino_vit.weights.stems import LINES as STEM_LINES
+from dino_vit.weights.stems import timm_patch, timm_stem
 
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 STRUCTURE = (
-    *("depth", "heads", "registers", "mlp", "mlp_ratio", "layer_scale"),
-    *("norm_eps", "positions", "position_mode"),
+    *("depth", "heads", "registers", "mlp", "mlp_ratio", "layer_scale", "qk_scale"),
+    *("norm_eps", "stem", "positions", "position_mode", "dropout", "attention_dropout"),
 )
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 RESAMPLE = {name: number for number, name in INTERPOLATIONS.items()}
 
 _USAGE = {
     "timm": """\
-import functools, timm
+import functools, timm, torch
 norm = functools.partial(timm.layers.LayerNorm, eps={norm_eps})
-model = timm.models.{name}({arguments}, norm_layer=norm).eval()
+{stem}model = timm.models.{name}({arguments}, norm_layer=norm{embed}).eval()
 timm.models.load_checkpoint(model, {path!r})
 {images}
 output = model(images)
@@ -70,6 +72,7 @@ images = AutoImageProcessor.from_pretrained({path!r})(image, return_tensors="pt"
 
 CARD_FACTS = (
     *("architecture", "parameters", "width", "depth", "heads", "patch_size", "image_size", "channels"),
+    "positions",
     *("file", "sha256", "network", "step"),
 )
 # By this an export tells its own card, which it replaces, from one that a person wrote.
@@ -137,7 +140,8 @@ def describe(model: Backbone) -> dict[str, Any]:
         "sha256": origin["sha256"] or None,
         **{key: origin[key] for key in ("network", "step")},
         "architecture": f"{a['name']} of timm" if "name" in a else f"{family}/{model.patch_size[0]}",
-        **{key: a[key] for key in STRUCTURE if a.get(key) is not None},
+        **{key: a[key] for key in STRUCTURE if a.get(key) is not None and (a[key] or "drop" not in key)},
+        **{key: a[key] for key in ("resnet_layers", "resnet_width") if a.get("stem") == "hybrid"},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "width": model.width,
         "patch_size": list(model.patch_size) if model.has_patches else None,
@@ -206,6 +210,8 @@ def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
     }
     if format == "reference":
         return arguments
+    if model.config.stem != "patch":  # timm's patches are of the feature map of a stem
+        arguments["patch_size"] = timm_patch(model)
     arguments |= {"num_classes": a["num_classes"], "init_values": a["layer_scale"]}
     if not model.rotary:
         return {**arguments, "reg_tokens": model.registers, "no_embed_class": bool(model.registers)}
@@ -277,12 +283,18 @@ def usage(model: Backbone, path: PurePath, format: str) -> str:
     # Of the models of transformers that we write, its ViT alone has to be asked to resample its positions.
     resample = at_other_size and "add_pooling_layer" in arguments
     given = [f"{key}={value!r}" for key, value in arguments.items()]
+    stem = ""
+    if isinstance(model, VisionTransformer) and model.config.stem != "patch":
+        keywords = ", ".join(f"{key}={value!r}" for key, value in timm_stem(model).items())
+        stem = STEM_LINES[model.config.stem].format(arguments=keywords)
     return lines.format(
         path=str(path),
         arguments=", ".join(given),
         more="".join(f", {each}" for each in given),
         images=images,
         resample=", interpolate_pos_encoding=True" if resample else "",
+        stem=stem,
+        embed=", embed_layer=embed" if stem else "",
         name="eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
         norm_eps=model.architecture.get("norm_eps"),
         reader="safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",

@@ -9,7 +9,6 @@ import warnings
 from collections import OrderedDict
 from functools import partial
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from dino_vit.core import log
 from dino_vit.core.storage import pickled, reason, save_plain, sync
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.timm_backbone import TimmBackbone
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.vit import VisionTransformer, ViTConfig
 from dino_vit.weights import layouts
 from dino_vit.weights.card import (
     CARD_MARK,
@@ -36,6 +35,7 @@ from dino_vit.weights.layouts import Layout, split
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError
 from dino_vit.weights.reading import EXPORT_KEY, PROVENANCE_FACTS
+from dino_vit.weights.stems import build_timm_stem
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
 _SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -110,8 +110,9 @@ def _check_architecture(model: Backbone, format: str) -> None:
             raise WeightsError(f"{model.name} of timm is written as timm or onnx, not as {format}")
         return
     a, layout = model.architecture, _layout_of(model, format)
-    defaults = signature(VisionTransformer).parameters
-    faults = [f"{key}={a[key]}" for key in layout.lacks if a[key] != defaults[key].default]
+    faults = [f"{key}={a[key]}" for key in layout.lacks if a[key] != getattr(ViTConfig, key)]
+    if a["stem"] == "conv" and len({*model.patch_size}) > 1:
+        faults.append("stem=conv with patches that are not square")
     if a["positions"] == "rotary" and not layout.rotary:
         faults.append("positions=rotary")
     if a["positions"] == "rotary" and a["key_bias"]:
@@ -261,8 +262,11 @@ def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor)
         return timm.create_model(**arguments, checkpoint_path=path).eval()(images)
     rotary = model.architecture["positions"] == "rotary"
     kind = timm.models.eva.Eva if rotary else timm.models.VisionTransformer
-    norm = partial(timm.layers.LayerNorm, eps=model.architecture["norm_eps"])
-    theirs = kind(**arguments, norm_layer=norm).eval()
+    layers = {"norm_layer": partial(timm.layers.LayerNorm, eps=model.architecture["norm_eps"])}
+    if model.architecture["stem"] != "patch":
+        assert isinstance(model, VisionTransformer)
+        layers["embed_layer"] = build_timm_stem(model)
+    theirs = kind(**arguments, **layers).eval()
     timm.models.load_checkpoint(theirs, path)
     return theirs(images)
 

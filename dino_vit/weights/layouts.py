@@ -69,7 +69,7 @@ REFERENCE = Layout(
     "dino",
     marks=("cls_token", "pos_embed"),
     dropped={**DINO_HEADS, **CLASSIFIER},
-    lacks=("registers", "layer_scale", "mlp", "qkv_bias", "norm_eps"),
+    lacks=("registers", "layer_scale", "mlp", "qkv_bias", "norm_eps", "stem", "qk_scale"),
 )
 DINOV2 = Layout(
     "dinov2",
@@ -95,11 +95,11 @@ DINOV3 = replace(
 TIMM = Layout(
     "timm",
     "timm",
-    marks=(*REFERENCE.marks, r"reg_token|head\.weight|blocks\.0\.ls1\.gamma"),
+    marks=(*REFERENCE.marks, r"reg_token|head\.weight|blocks\.0\.ls1\.gamma|patch_embed\.backbone\..*"),
     names={"reg_token": "register_tokens"},
     dropped=CLASSIFIER,
     normalisation=None,
-    lacks=("mlp", "norm_eps"),
+    lacks=("mlp", "norm_eps", "qk_scale"),
 )
 TIMM_DINOV3 = replace(  # an Eva
     TIMM,
@@ -114,7 +114,7 @@ TIMM_DINOV3 = replace(  # an Eva
     },
     norm_eps=1e-5,
     rotary=True,
-    lacks=(),
+    lacks=("stem", "qk_scale"),
 )
 TORCHVISION = Layout(
     "torchvision",
@@ -177,7 +177,7 @@ HF_VIT = Layout(
     norm_eps=1e-12,
     normalisation=None,
     removed=r"^(vit|dinov2|dinov2_with_registers)\.",  # classifiers keep their backbone under its name
-    lacks=("registers", "mlp"),
+    lacks=("registers", "mlp", "stem", "qk_scale"),
 )
 HF_DINOV2 = replace(
     HF_VIT,
@@ -192,7 +192,7 @@ HF_DINOV2 = replace(
     },
     norm_eps=1e-6,
     normalisation=IMAGENET_NORMALISATION,
-    lacks=(),
+    lacks=("stem", "qk_scale"),
 )
 HF_DINOV2_REGISTERS = replace(
     HF_DINOV2, position_mode="timm", marks=(*HF_DINOV2.marks, r".*embeddings\.register_tokens")
@@ -207,6 +207,7 @@ HF_DINOV3 = Layout(
     dropped=MASK_TOKEN,
     norm_eps=1e-5,
     rotary=True,
+    lacks=("stem", "qk_scale"),
 )
 HF_DINOV3_GATED = replace(
     HF_DINOV3,

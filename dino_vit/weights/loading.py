@@ -9,8 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
-from inspect import signature
+from dataclasses import fields, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -29,9 +28,10 @@ from dino_vit.core.text import plural
 from dino_vit.models.backbone import Backbone, Provenance
 from dino_vit.models.head import DINOHead
 from dino_vit.models.positions import Grid, interpolate_pos_embs
+from dino_vit.models.stems import FIRST_KERNEL, inflate
 from dino_vit.models.student_teacher import Network
-from dino_vit.models.timm_backbone import TimmBackbone
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.timm_backbone import TimmConfig
+from dino_vit.models.vit import ViTConfig
 from dino_vit.weights.backbones import LoadedBackbone, LoadedTimmBackbone, LoadedTransformer
 from dino_vit.weights.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
@@ -61,7 +61,7 @@ def load_backbone(
     another `image_size` resamples the positions, other `channels` inflate the patch embedding, `num_classes`
     keeps the classifier.
     """
-    parameters = signature(VisionTransformer).parameters
+    parameters = [field.name for field in fields(ViTConfig)]
     if unknown := [name for name in overrides if name not in parameters]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}, but {', '.join(parameters)}")
     raw = read_weights(source, network)
@@ -146,6 +146,9 @@ def _adapt(
         notes.append(f"converted {', '.join(sorted(converted))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
     check_finite(adapted, source)
+    if (flat := adapted.get("patch_embed.proj.weight")) is not None and flat.ndim == 2:  # in early versions
+        patches = stored["channels"], *height_width(stored["patch_size"])
+        adapted["patch_embed.proj.weight"] = flat.view(-1, *patches)
     patch = height_width(stored["patch_size"])
     old, new = (patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
     positions = adapted.get("pos_embed")
@@ -167,9 +170,8 @@ def _adapt(
         notes.append("added a mask token of zeros")
     before, channels = stored["channels"], wanted["channels"]
     if before != channels:
-        # Every channel gets the mean kernel, scaled so that equal channels give the same output as before.
-        mean = adapted["patch_embed.proj.weight"].mean(dim=1, keepdim=True) * (before / channels)
-        adapted["patch_embed.proj.weight"] = mean.expand(-1, channels, -1, -1).contiguous()
+        first = FIRST_KERNEL[stored["stem"]]
+        adapted[first] = inflate(adapted[first], channels)
         notes.append(f"inflated patch embedding from {before} to {channels} channels")
     return adapted
 
@@ -203,7 +205,7 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
 
 def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTimmBackbone, list[str]]:
     """Return a model of timm with its weights; other channels get kernels as timm makes them."""
-    arguments = [name for name in signature(TimmBackbone).parameters if name != "name"]
+    arguments = [field.name for field in fields(TimmConfig) if field.name != "name"]
     if unknown := [name for name in overrides if name not in arguments]:
         advice = f"its arguments are {', '.join(arguments)}"
         if "mask_token" in unknown:

@@ -76,7 +76,7 @@ class Facts(Stated):
     name: Text | None = None  # of a model of timm
     timm_name: Text | None = None  # of one that may be ours
     model_args: Json | None = None
-    positions: Literal["learned", "rotary"] | None = None
+    positions: Literal["learned", "sinusoidal", "rotary"] | None = None
     heads: FewOrZero | None = None  # 0: of a model of timm, whose heads are not known
     image_size: Side | None = None
     channels: Dimension | None = None

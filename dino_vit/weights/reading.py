@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,9 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural, public_values
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.stems import current_arguments
 from dino_vit.models.timm_backbone import TimmConfig
-from dino_vit.models.vit import ViTConfig, current_arguments
+from dino_vit.models.vit import ViTConfig
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 from dino_vit.weights.metadata import Edges, Facts, HubFacts, PretrainedCfg, WeightsError, check, parse
 
@@ -79,7 +80,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     """Return the file that was read, its content, and the fields of `RawWeights` that say more about it."""
     if path.is_dir():
         if checkpoint := Checkpoints(path).newest():
-            metadata = _check_metadata(checkpoint.path, checkpoint.metadata)
+            metadata = _check_metadata(checkpoint.path, checkpoint.metadata, checkpoint.tensors)
             return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
         files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not files:
@@ -99,7 +100,8 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     elif path.suffix == ".safetensors":
         content, texts = read_tensors(path)
         if OWN_KEY in texts:
-            about["metadata"] = _check_metadata(path, parse(f"the metadata of {path}", texts[OWN_KEY]))
+            metadata = parse(f"the metadata of {path}", texts[OWN_KEY])
+            about["metadata"] = _check_metadata(path, metadata, content)
     else:
         content = _read_pickle(path)
         texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
@@ -109,7 +111,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     return path, content, about
 
 
-def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return the metadata of one of our own files, its lists as the tuples that they were."""
     if (version := metadata.get("version", FORMAT_VERSION)) != FORMAT_VERSION:
         raise WeightsError(
@@ -119,7 +121,7 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
     where = f"the metadata of {path}"
     facts = check(Facts, metadata, where).stated()
-    known = current_arguments(facts["architecture"])
+    known = current_arguments(facts["architecture"], names)
     keywords = arguments_of(TimmConfig if "name" in known else ViTConfig)
     arguments = check(keywords, known, where).model_dump(exclude_unset=True)
     return {**facts, "architecture": arguments}

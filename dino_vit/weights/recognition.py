@@ -6,7 +6,7 @@ Weights that our backbone would compute differently are refused.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from inspect import signature
+from dataclasses import asdict
 from typing import Any, get_args
 
 import torch
@@ -16,11 +16,12 @@ from dino_vit.config.sections import WeightsFormat
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.vit import ViTConfig
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
 from dino_vit.weights.reading import RawWeights
+from dino_vit.weights.stems import infer_stem
 
 FORMATS = get_args(WeightsFormat)
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
@@ -92,14 +93,12 @@ def infer_architecture(
     # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
     depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
     if raw.metadata:
-        parameters = signature(VisionTransformer).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        return {**defaults, "depth": depth, **raw.metadata["architecture"]}
+        return {**asdict(ViTConfig()), "depth": depth, **raw.metadata["architecture"]}
     width = tensors["cls_token"].shape[-1]
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
-    _, channels, *patch_size = tensors["patch_embed.proj.weight"].shape
-    patch = height_width(tuple(patch_size))
+    stem = infer_stem(tensors)
+    patch = height_width(stem["patch_size"])
     rescale = raw.facts.get("rotary_rescale", ROTARY_RESCALE) or None
     if layout.rotary:
         size = trained_size or raw.facts.get("image_size") or TRAINED_SIDE
@@ -110,10 +109,9 @@ def infer_architecture(
     biases = [tensor.chunk(3)[1] for name, tensor in tensors.items() if name.endswith("attn.qkv.bias")]
     key_bias = layout.rotary and not masked and any(bias.any() for bias in biases)
     return {
-        "positions": "rotary" if layout.rotary else "learned",
+        "positions": "rotary" if layout.rotary else raw.facts.get("positions", "learned"),
         "rotary_rescale": rescale if layout.rotary else None,
-        "channels": channels,
-        "patch_size": patch,
+        **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,
         "depth": depth,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dino_vit.core.blocks import choose_blocks, series_of
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 from tests.support.backbones import extracted

@@ -15,7 +15,7 @@ from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicate
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_embeddings, write_embeddings
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone, extracted
 from tests.support.embeddings import METADATA

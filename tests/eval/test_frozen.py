@@ -18,7 +18,7 @@ from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
-from dino_vit.models.tokens import CLS, FeatureSpec
+from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import extracted
 from tests.support.close import assert_close_to_scale

@@ -20,7 +20,7 @@ from dino_vit.eval.features import pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted
 from tests.support.images import write_synthetic

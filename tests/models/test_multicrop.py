@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from dino_vit.models.block import draw_drop_path
-from dino_vit.models.linear import call_with_cast_weights
+from dino_vit.models.layers import call_with_cast_weights
 from dino_vit.models.multicrop import Drops, draw_drops, forward_multicrop
+from dino_vit.models.sequences import draw_drop_path
 from dino_vit.models.student_teacher import build_networks
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dino_vit import load_backbone
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from eval.dino2021 import Dino2021Config, run
 from tests.support.backbones import extracted
 from tests.support.images import write_classes

@@ -13,7 +13,7 @@ from dino_vit.eval import linear
 from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
 from eval.finetune import FinetuneConfig, Finetuning

@@ -4,7 +4,7 @@ import torch
 
 from dino_vit import VisionTransformer
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.models.tokens import CLS
+from dino_vit.models.backbone import CLS
 from dino_vit.views.eval_transform import eval_transform_of
 
 KEYWORDS = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}

@@ -25,7 +25,7 @@ def test_training_goes_on_from_dinov3(tmp_path):
     settings |= {"model.width": 64, "model.depth": 2, "model.heads": 2}
     state = opened(tmp_path / "run", settings).state
     assert state.config.model.positions == "rotary"
-    assert state.student.backbone.rotary_rescale == 2
+    assert state.student.backbone.config.rotary_rescale == 2
     trained(tmp_path / "run", settings)
     options = {"weights": tmp_path / "run", "cache": tmp_path, "verbose": False}
     assert dino_vit.knn("synthetic:60:48", k=3, **options).top1.images == 60
@@ -73,4 +73,4 @@ def test_settings_of_positions_are_those_of_the_weights(tmp_path):
     settings |= {"init.weights": tmp_path / "rotary.safetensors", "model.rotary_rescale": "null"}
     state = opened(tmp_path / "run", {**settings, "views.local_size": 24}).state
     assert state.student.backbone.rotary
-    assert state.student.backbone.rotary_rescale is None
+    assert state.student.backbone.config.rotary_rescale is None

@@ -27,7 +27,7 @@ from dino_vit.eval.knn import unit, weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, given_sets, labelled_features
 from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.eval.results import asked_output
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 
 _CLASSES_SHOWN = 10
 _COSINES = 2**24  # in memory at a time

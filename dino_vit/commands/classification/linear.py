@@ -35,7 +35,7 @@ from dino_vit.eval.linear import (
 )
 from dino_vit.eval.metrics import TITLES, measure
 from dino_vit.eval.results import asked_output
-from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
+from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: too good, of few images by far"
 

@@ -17,7 +17,7 @@ from dino_vit.data.sources.source import unwrapped
 from dino_vit.eval.embeddings import Array, Embeddings, write_embeddings
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.hub import is_name
 
 

@@ -21,7 +21,7 @@ from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import Panel, draw_sheet, shorten, thumbnail
 from dino_vit.eval.results import write_results
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights import load_backbone
 
 PRECISIONS = {

@@ -32,8 +32,7 @@ from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
 from dino_vit.eval.online import NEIGHBOURS, OnlineEvaluation
-from dino_vit.models.backbone import Backbone
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import Backbone, FeatureSpec
 
 IMAGES, PATCHES, BATCH = 400, 50, 16  # in all, of an image, images in memory at a time
 SPEC = FeatureSpec(tokens="patches")

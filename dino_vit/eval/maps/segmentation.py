@@ -37,7 +37,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import initial_weight
 from dino_vit.eval.maps.windows import BLOCK, Windows, patch_maps, random_crops, window_maps
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import resize_mask
 from dino_vit.views.sampler import Sampler
 

@@ -19,7 +19,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.limits import one_image
 from dino_vit.data.sources.masks import MaskedSource
 from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_ahead
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, resize, resize_mask, window_starts
 
 BLOCK = 16  # images in memory at a time, and crops of a step

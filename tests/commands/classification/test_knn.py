@@ -14,7 +14,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.labelled import LabelledFeatures
-from dino_vit.models.tokens import CLS, FeatureSpec
+from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights import load_backbone
 from tests.support.backbones import extracted
 from tests.support.images import write_classes

@@ -28,7 +28,7 @@ from dino_vit.eval.maps.segmentation import (
     train_head,
 )
 from dino_vit.eval.maps.windows import read_crop
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, window_starts
 
 SPEC = FeatureSpec(tokens="patches", blocks=2)

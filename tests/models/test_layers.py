@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.models.linear import Linear, OneDnnLinear
+from dino_vit.models.layers import Linear, OneDnnLinear
 from tests.support.close import assert_close_to_scale
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +33,7 @@ def test_detour_gives_torchs_output_and_gradients(shape: tuple[int, ...], bias: 
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_layer_is_torchs_in_any_dtype_and_shape(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
-    monkeypatch.setattr("dino_vit.models.linear.mkl_is_slow", lambda: slow)
+    monkeypatch.setattr("dino_vit.models.layers.mkl_is_slow", lambda: slow)
     layer, peer = Linear(16, 24), torch.nn.Linear(16, 24)
     peer.load_state_dict(layer.state_dict())
     for x in (torch.randn(3, 16), torch.randn(16), torch.randn(0, 16), torch.randn(2, 3, 16)):
@@ -45,6 +45,6 @@ def test_layer_is_torchs_in_any_dtype_and_shape(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_detour_stays_out_of_traced_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_vit.models.linear.mkl_is_slow", lambda: True)
+    monkeypatch.setattr("dino_vit.models.layers.mkl_is_slow", lambda: True)
     program = torch.export.export(Linear(16, 24), (torch.randn(3, 16),))
     assert "mkldnn" not in str(program.graph)

@@ -1,4 +1,4 @@
-"""Layers: the weights of several are cast together, and oneDNN is called where it is faster.
+"""Layers of a block; the weights of several are cast together, and oneDNN is called where it is faster.
 
 In float32 on a CPU, PyTorch multiplies matrices with MKL, which uses only AVX2 on AMD processors. oneDNN,
 which PyTorch includes and uses for other dtypes, has AVX-512 kernels that take half as long
@@ -31,6 +31,42 @@ class LayerNorm(nn.LayerNorm):
             return super().forward(x)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         return F.layer_norm(x, self.normalized_shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+
+
+class MLP(nn.Module):
+    """Linear, GELU, linear; if gated, SwiGLU instead of GELU."""
+
+    def __init__(self, width: int, hidden: int, *, gated: bool, dropout: float) -> None:
+        super().__init__()
+        self.gated, self.dropout = gated, dropout
+        self.fc1 = Linear(width, 2 * hidden if gated else hidden)
+        self.fc2 = Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        if self.gated:
+            gate, value = x.chunk(2, dim=-1)
+            x = F.silu(gate) * value
+        else:
+            x = F.gelu(x)
+        x = self.fc2(dropout(x, self.dropout, self.training))
+        return dropout(x, self.dropout, self.training)
+
+
+class LayerScale(nn.Module):
+    """Scale each channel by a learned factor."""
+
+    def __init__(self, width: int, initial: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Drop entries in training, if there is a rate."""
+    return F.dropout(x, rate) if rate and training else x
 
 
 def call_with_cast_weights(module: nn.Module, *arguments: Any) -> Any:
