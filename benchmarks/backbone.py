@@ -1,4 +1,4 @@
-"""ViT-S/16 beside timm's and torchvision's: images a second and peak memory.
+"""ViT-S/16 beside timm's and torchvision's, and its stems: images a second and peak memory.
 
     python -m benchmarks.backbone --repeats 10
 
@@ -7,7 +7,8 @@ takes its own short cuts: torchvision has a fast path for evaluation, ours leave
 would do to the patch tokens. "forward" is evaluation without gradients; "forward + backward" is training, up
 to the gradient of every parameter. "bf16" is a float32 model under autocast, as one trains; "bf16 weights" is
 a model converted to bfloat16. Views of 96 pixels interpolate the positions of a model made for 224
-(torchvision cannot: it gets a model made for 96).
+(torchvision cannot: it gets a model made for 96). Of the stems alone, "product" is what `stem="patch"`
+computes and "convolution" the patch convolution that has the same weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import timm
 import torch
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer as TorchvisionViT
 
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report
+from dino_vit.models.stems import PatchStem
 from dino_vit.models.vit import vit_small
 
 ON_CUDA = "the same rows with 128 images"
+STEMS = ("product", "convolution", "conv", "hybrid")
 CONTENDERS = ("dino_vit", "timm", "torchvision")
 LOCAL_VIEWS = 4  # a batch of local views has as many more images, as multi-crop batches do
 
@@ -96,14 +99,45 @@ def measure(case: Case, repeats: int) -> Row:
     return compare(case.name, works, items=case.batch, repeats=repeats, device=case.device, memory=memory)
 
 
+def stem_work(contender: str, case: Case) -> Work:
+    """Return forward and backward passes of a stem."""
+    torch.manual_seed(0)
+    name: Any = {"product": "patch", "convolution": "patch"}.get(contender, contender)
+    stem: nn.Module = vit_small(stem=name, depth=1).patch_embed
+    if contender == "convolution":
+        assert isinstance(stem, PatchStem)
+        stem = stem.proj
+    stem.to(case.device)
+    images = torch.randn(case.batch, 3, case.size, case.size, device=case.device)
+
+    def work() -> None:
+        stem.zero_grad()
+        with torch.autocast(case.device, torch.bfloat16, enabled=case.precision == "bf16"):
+            out = stem(images)
+        torch.autograd.backward(out.float().square().sum())
+
+    return work
+
+
+def measure_stems(case: Case, repeats: int) -> Row:
+    """Measure one row of stems."""
+    works = {name: stem_work(name, case) for name in STEMS}
+    return compare(case.name, works, items=case.batch, repeats=repeats, device=case.device)
+
+
 def run(*, repeats: int, threads: int, batch: int | None = None) -> list[Table]:
     """Measure every row."""
     torch.set_num_threads(threads)
     where = here().type
     images = batch or (128 if where == "cuda" else 8)
     rows = [measure(case, repeats) for case in cases(where, images)]
-    title = "Backbone, CUDA" if where == "cuda" else f"Backbone, CPU, threads: {threads}"
-    return [Table(title, "images a second", rows)]
+    stems = [measure_stems(case, repeats) for case in cases(where, images) if case.train]
+    device = "CUDA" if where == "cuda" else f"CPU, threads: {threads}"
+    ratio = {"ratio": "product / fastest other"}
+    return [
+        Table(f"Backbone, {device}", "images a second", rows),
+        Table(f"Stems of width 384, {device}", "images a second", stems, **ratio),
+    ]
 
 
 if __name__ == "__main__":

@@ -343,9 +343,8 @@ def test_a_run_resumes_bit_for_bit(part, tmp_path):
     """Whatever is drawn is a function of the seed, the step and the part of the batch."""
     assert_resumes_exactly(tmp_path, {**as_settings(part), "budget.steps": 20})
     model = load_backbone(tmp_path / "run", network="student", verbose=False)
-    assert {
-        name: getattr(model.config, name) for name in part if name not in ("drop_path", "patch_size")
-    } == {name: value for name, value in part.items() if name not in ("drop_path", "patch_size")}
+    stated = {name: value for name, value in part.items() if name not in ("drop_path", "patch_size")}
+    assert {name: getattr(model.config, name) for name in stated} == stated
 
 
 @each_part

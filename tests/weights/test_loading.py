@@ -38,21 +38,20 @@ def test_our_own_file_has_all_that_loading_needs(tmp_path):
     assert replace(again.provenance, source="", sha256="") == replace(known, source="", sha256="")
 
 
-def write_stating(model, path, arguments):
-    """Write a file of ours whose metadata has other arguments."""
-    metadata = {"kind": "backbone", "version": 1, "architecture": {**model.architecture, **arguments}}
-    write_tensors(path, model.state_dict(), json.dumps(metadata))
-
-
-def test_a_file_of_an_earlier_version_loads(tmp_path):
-    """Its metadata has arguments that there no longer are."""
-    model, path = backbone(), tmp_path / "earlier.safetensors"
-    earlier = {"stem": "conv", "resnet_layers": (3, 4, 9), "dropout": 0.0, "qk_scale": None}
-    write_stating(model, path, earlier)
-    assert torch.equal(load_backbone(path)(IMAGES), model(IMAGES))
-    write_stating(model, path, {**earlier, "qk_scale": 0.5})  # which would change its features
-    with pytest.raises(WeightsError, match="qk_scale"):
-        load_backbone(path)
+@pytest.mark.parametrize("stem", ["conv", "unfold"])
+def test_a_file_of_an_earlier_version_loads(tmp_path, stem):
+    """In which the stem of patches had another name, and weights of another shape."""
+    model, path = backbone(channels=5, qk_scale=0.5), tmp_path / "earlier.safetensors"
+    tensors, architecture = model.state_dict(), {**model.architecture, "stem": stem}
+    if stem == "unfold":
+        tensors["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].flatten(1)
+    for name in ("resnet_width", "attention_dropout", "init_std"):  # may be missing
+        del architecture[name]
+    metadata = {"kind": "backbone", "version": 1, "architecture": architecture}
+    write_tensors(path, tensors, json.dumps(metadata))
+    loaded, images = load_backbone(path), torch.randn(2, 5, 32, 48)
+    assert loaded.config.stem == "patch"
+    assert torch.equal(loaded(images), model(images))
 
 
 def test_another_image_size_resamples_the_positions(caplog):
