@@ -32,7 +32,7 @@ PARTS = {
     "gram_loss": "loss",
     "imitation_loss": "loss",
     "cosine_loss": "loss",
-    "embed": "student",
+    "run_backbone": "student",
     "draw_drops": "student",
     "project": "student",
     "backward": "backward",

@@ -27,7 +27,11 @@ def arguments_of(record: Callable[..., object]) -> type[Settings]:
 def takes(
     record: Callable[P, C],
 ) -> Callable[[Callable[[S, C], None]], Callable[Concatenate[S, P], None]]:
-    """Let a constructor be called with the fields of a dataclass; a mistake raises a ConfigError."""
+    """Let a constructor be called with the fields of a dataclass as keywords.
+
+    They are validated by the annotations of the fields; what is unknown raises a TypeError, what is out of
+    bounds a ConfigError.
+    """
     declared, plain = signature(record), get_type_hints(record)  # without bounds, for help()
     shown = [each.replace(annotation=plain[name]) for name, each in declared.parameters.items()]
 

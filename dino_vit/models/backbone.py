@@ -46,8 +46,8 @@ class Backbone(nn.Module):
     patch_size: Size
     channels: int
     width: int
-    depth: int  # blocks whose tokens `get_intermediate_layers` returns
-    heads: int  # whose attention can be shown
+    depth: int  # number of blocks whose tokens `get_intermediate_layers` returns
+    heads: int  # of attention; 0 if its weights cannot be shown
     registers: int
     has_patches: bool = True
     head: nn.Module

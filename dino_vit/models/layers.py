@@ -72,12 +72,13 @@ def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
 def call_with_cast_weights(module: nn.Module, *arguments: Any) -> Any:
     """Call a module with the weights of its linear layers as autocast casts them, by one kernel for all.
 
-    They take the place of its parameters meanwhile, so no other thread may use the module.
+    The cast tensors take the place of the parameters during the call, so this is not thread-safe: training
+    alone calls modules in this way.
     """
     device = next(module.parameters()).device.type
-    joins_casts = torch.compiler.is_compiling()  # the compiler does
-    weights = {} if joins_casts or not torch.is_autocast_enabled(device) else _linear_weights(module)
-    if not weights:
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device):
+        return module(*arguments)  # torch.compile fuses the casts itself
+    if not (weights := _linear_weights(module)):
         return module(*arguments)
     cast = dict(zip(weights, _CastTogether.apply(*weights.values()), strict=True))
     return functional_call(module, cast, arguments, tie_weights=False)

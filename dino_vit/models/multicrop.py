@@ -15,38 +15,44 @@ from torch import Tensor
 from dino_vit.core.distributed import to_device
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.layers import call_with_cast_weights
-from dino_vit.models.sequences import draw_drop_path, sequences_of_blocks, spread_drops
+from dino_vit.models.sequences import draw_drop_path, sequences_by_block, spread_drops
 from dino_vit.models.vit import VisionTransformer
 
 
 class Drops(NamedTuple):
     """What a forward pass in training leaves out."""
 
-    branches: Tensor | None = None  # (depth, 2, ΣB, 1, 1): what stochastic depth multiplies branches by
-    visible: Tensor | None = None  # (B, 1 + R + kept): the tokens that stay, of images of the first size
+    drop_path: Tensor | None = None  # (depth, 2, ΣB, 1, 1): factors of residual branches (stochastic depth)
+    kept_tokens: Tensor | None = None  # (B, 1 + R + kept): indices of those that stay, of the first size
 
 
 NOTHING = Drops()
 
 
-def draw_drops(backbone: Backbone, views: Sequence[Tensor], patch_drop: float = 0.0) -> Drops:
-    """Draw what is left out, by PyTorch's generator, which the training loop has seeded for this pass.
+def draw_drops(
+    backbone: Backbone,
+    views: Sequence[Tensor],
+    patch_drop: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Drops:
+    """Draw what is left out of a forward pass in training.
 
     `patch_drop` is the share of the patches of the first size. Models of timm draw for themselves.
     """
     if not isinstance(backbone, VisionTransformer) or not backbone.training:
         return NOTHING
-    images, branches, visible = views[0], None, None
+    images, drop_path, kept_tokens = views[0], None, None
     if any(backbone.drop_path_rates):
         count = sum(view.shape[0] for view in views)
-        branches = draw_drop_path(backbone.drop_path_rates, count, images.device)
+        drop_path = draw_drop_path(backbone.drop_path_rates, count, images.device, generator)
     if patch_drop:
         patches = math.prod(backbone.grid_of(*images.shape[-2:]))
         kept = max(1, round(patches * (1 - patch_drop)))
-        chosen = torch.rand(images.shape[0], patches).argsort(1)[:, :kept].sort(1).values
-        others = torch.arange(backbone.first_patch).expand(images.shape[0], -1)
-        visible = to_device(torch.cat([others, backbone.first_patch + chosen], dim=1), images.device)
-    return Drops(branches, visible)
+        order = torch.rand(images.shape[0], patches, generator=generator).argsort(1)
+        chosen = backbone.first_patch + order[:, :kept].sort(1).values
+        prefix = torch.arange(backbone.first_patch).expand(images.shape[0], -1)
+        kept_tokens = to_device(torch.cat([prefix, chosen], dim=1), images.device)
+    return Drops(drop_path, kept_tokens)
 
 
 def forward_multicrop(
@@ -65,14 +71,16 @@ def forward_multicrop(
         first = backbone.forward_features(views[0], mask) if tokens else backbone.forward_cls(views[0])
         return [first, *map(backbone.forward_cls, views[1:])]
     parts = [backbone.embed_patches(view, None if i else mask) for i, view in enumerate(views)]
-    if drops.visible is not None:
-        parts[0] = parts[0].gather(1, drops.visible[..., None].expand(-1, -1, backbone.width))
+    if drops.kept_tokens is not None:
+        assert not tokens, "all tokens are asked for"
+        assert not backbone.rotary, "rotations are those of all patches"
+        parts[0] = parts[0].gather(1, drops.kept_tokens[..., None].expand(-1, -1, backbone.width))
     only_cls = [not (tokens and i == 0) for i in range(len(views))]
     shapes = [(part.shape[0], part.shape[1]) for part in parts]
-    of_blocks = sequences_of_blocks(shapes, [backbone.rotations(view) for view in views], only_cls)
-    x = of_blocks[0].join(parts)
-    layers = zip(backbone.blocks, of_blocks, spread_drops(of_blocks, drops.branches), strict=True)
+    by_block = sequences_by_block(shapes, [backbone.rotations(view) for view in views], only_cls)
+    x = by_block[0].join(parts)
+    layers = zip(backbone.blocks, by_block, spread_drops(by_block, drops.drop_path), strict=True)
     for block, sequences, drop in layers:
         x = backbone.run(partial(call_with_cast_weights, block), x, sequences, drop)
-    parts = of_blocks[-1].after().split(backbone.norm(x), -1)
+    parts = by_block[-1].output().split(backbone.norm(x), -1)
     return [part[:, 0] if only else part for part, only in zip(parts, only_cls, strict=True)]

@@ -21,7 +21,8 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, d) for each patch and 
 PositionMode = Literal["hf", "dino", "dinov2", "timm"]
 
 ROTARY_BASE = 100.0  # of the periods in DINOv3
-KEPT_MATRICES, LARGEST_KEPT = 16, 2**24  # of a backbone, and numbers in each
+KEPT_MATRICES = 16  # of a backbone
+LARGEST_KEPT = 2**24  # numbers in a matrix that is kept
 DINO_OFFSET = 0.1  # keeps rounding of the scale factor from losing a cell
 
 
@@ -62,9 +63,9 @@ def _matrix(
     with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
         identity = torch.eye(cells, device=device).view(1, cells, *trained_grid)
         matrix = _resample(identity, grid, mode).flatten(2)[0].T.contiguous()
-    if len(matrices) >= KEPT_MATRICES:
-        matrices.clear()
     if matrix.numel() <= LARGEST_KEPT:
+        if len(matrices) >= KEPT_MATRICES:
+            matrices.clear()
         matrices[key] = matrix
     return matrix
 

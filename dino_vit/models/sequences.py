@@ -15,7 +15,7 @@ from dino_vit.models.positions import Rotation
 class Sequences:
     """The token sequences that a block gets, size by size; attention alone takes them apart.
 
-    Of the sizes in `only_cls`, the block computes the CLS token alone.
+    For sizes whose `only_cls` is true, the block gives the CLS token alone.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Sequences:
         """Put the tokens of each size, (B, T, D), into one tensor."""
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Return the tokens that the block computes."""
+    def output_tokens(self, x: Tensor) -> Tensor:
+        """Return those of its input tokens that the block gives an output for."""
         if not any(self.only_cls):
             return x
         parts = zip(self.split(x, -1), self.only_cls, strict=True)
         return self.join([part[:, :1] if only else part for part, only in parts])
 
-    def after(self) -> "Sequences":
+    def output(self) -> "Sequences":
         """Return the sequences that the block gives."""
         sizes = zip(self.shapes, self.only_cls, strict=True)
         return Sequences([(images, 1 if only else tokens) for (images, tokens), only in sizes])
@@ -56,33 +56,36 @@ class Sequences:
         """Repeat numbers of each image (..., ΣB, 1, 1) for each of its tokens that the block gives."""
         if len(self.shapes) == 1:
             return scales
-        after = self.after().shapes
-        parts = zip(torch.split(scales, [images for images, _ in after], dim=-3), after, strict=True)
+        output = self.output().shapes
+        parts = zip(torch.split(scales, [images for images, _ in output], dim=-3), output, strict=True)
         return torch.cat([part.expand(*part.shape[:-2], n, 1).flatten(-3, -2) for part, (_, n) in parts], -2)
 
 
-def sequences_of_blocks(
+def sequences_by_block(
     shapes: Sequence[tuple[int, int]],
     rotations: Sequence[Sequence[Rotation | None]],  # of each size, for each block
     only_cls: Sequence[bool],
 ) -> list[Sequences]:
     """Return the sequences that each block gets; only the last one computes less than all tokens."""
-    of_blocks = [Sequences(shapes, turned) for turned in zip(*rotations, strict=True)]
-    return [*of_blocks[:-1], Sequences(shapes, of_blocks[-1].rotations, only_cls)]
+    by_block = [Sequences(shapes, turned) for turned in zip(*rotations, strict=True)]
+    return [*by_block[:-1], Sequences(shapes, by_block[-1].rotations, only_cls)]
 
 
-def spread_drops(of_blocks: Sequence[Sequences], drops: Tensor | None) -> list[Tensor | None]:
+def spread_drops(by_block: Sequence[Sequences], drops: Tensor | None) -> list[Tensor | None]:
     """Return what multiplies the branches of each block, from (depth, 2, ΣB, 1, 1)."""
     if drops is None:
-        return [None] * len(of_blocks)
-    return [*of_blocks[0].spread(drops[:-1]), *of_blocks[-1].spread(drops[-1:])]
+        return [None] * len(by_block)
+    return [*by_block[0].spread(drops[:-1]), *by_block[-1].spread(drops[-1:])]
 
 
-def draw_drop_path(rates: Sequence[float], images: int, device: torch.device) -> Tensor:
-    """Draw what stochastic depth multiplies the two branches of each block by: (depth, 2, images, 1, 1).
+def draw_drop_path(
+    rates: Sequence[float], images: int, device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw the factors of stochastic depth for both residual branches of blocks: (depth, 2, images, 1, 1).
 
-    All at once and on the host, by PyTorch's generator: on a GPU each draw would be a kernel of its own.
+    They are 0 or 1 / (1 - rate). All are drawn at once and on the CPU: on a GPU each draw would be a kernel
+    of its own, and another one than on a CPU.
     """
     rate = torch.tensor(rates)[:, None, None]
-    kept = torch.rand(len(rates), 2, images) >= rate
+    kept = torch.rand(len(rates), 2, images, generator=generator) >= rate
     return to_device(kept / (1 - rate), device)[..., None, None]  # the expectation stays

@@ -96,8 +96,8 @@ def build_stem(
 def inflate(kernel: Tensor, channels: int) -> Tensor:
     """Return the first kernel of a stem for other channels: each gets the mean kernel.
 
-    It is scaled so that equal channels give the same output as before; the ResNet standardises its kernels,
-    and a norm follows, so there the scale has no effect.
+    It is scaled so that equal channels give the same output as before. In a hybrid stem the scale has no
+    effect: its kernels are standardised, and a GroupNorm follows.
     """
     mean = kernel.mean(dim=1, keepdim=True) * (kernel.shape[1] / channels)
     return mean.expand(-1, channels, -1, -1).contiguous()

@@ -60,7 +60,8 @@ class Network(nn.Module):
     """A backbone and a projection head: one backbone pass for all view sizes, one head pass for all.
 
     Masked patches pass a head of their own, or the same one; with a `FeatureHead` all patches pass it.
-    `patch_drop` is the share of the patches of global views that are left out in training.
+    In training `patch_drop` is the share of the patches of global views that are left out, and `generator`
+    is what this and stochastic depth are drawn from; the training loop seeds it for each forward pass.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Network(nn.Module):
         self.backbone = backbone
         self.head = head
         self.patch_head = patch_head
-        self.patch_drop = patch_drop
+        self.patch_drop, self.generator = patch_drop, torch.Generator()
 
     def forward(
         self,
@@ -88,8 +89,8 @@ class Network(nn.Module):
         mask = None
         if masks is not None and hide:
             mask = F.pad(masks.mask, (0, 0, 0, len(views[0]) - len(masks.mask)))
-        drops = draw_drops(self.backbone, views, self.patch_drop)
-        cls, tokens = self.embed(views, mask, masks is not None or all_patches, drops)
+        drops = draw_drops(self.backbone, views, self.patch_drop, self.generator)
+        cls, tokens = self.run_backbone(views, mask, masks is not None or all_patches, drops)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
         out = StudentOutput(cls, self.head.project(cls), self.head.prototypes)
         if tokens is None:
@@ -102,7 +103,7 @@ class Network(nn.Module):
             out = out._replace(patch_features=self.head.project(patches), patch_prototypes=out.prototypes)
         return out._replace(tokens=tokens) if all_patches else out
 
-    def embed(
+    def run_backbone(
         self, views: Sequence[Tensor], mask: Tensor | None, all_patches: bool, drops: Drops
     ) -> tuple[Tensor, Tensor | None]:
         """Return the CLS tokens of all views, and all patches of the first size if asked for.
@@ -115,7 +116,7 @@ class Network(nn.Module):
         return torch.cat([first[:, 0], *others]), first[:, self.backbone.first_patch :]
 
     def with_full_weights(self, work: Callable[[Backbone], T]) -> T:
-        """Call a function with the backbone; FSDP gathers its weights meanwhile."""
+        """Return work(backbone); FSDP, where it shards the network, gathers the weights for the call."""
         return work(self.backbone)
 
     @property

@@ -29,11 +29,11 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import Block
 from dino_vit.models.layers import Linear, dropout, init_linear
 from dino_vit.models.positions import Grid, PositionMode, Rotation
-from dino_vit.models.sequences import draw_drop_path, sequences_of_blocks
+from dino_vit.models.sequences import draw_drop_path, sequences_by_block
 from dino_vit.models.stems import build_stem
 
-OF_BLOCKS = ["mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale", "norm_eps"]
-OF_BLOCKS += ["dropout", "attention_dropout"]
+BLOCK_KEYWORDS = ["mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale", "norm_eps"]
+BLOCK_KEYWORDS += ["dropout", "attention_dropout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class ViTConfig:
     registers: settings.FewOrZero = 0
     mask_token: bool = False
     qkv_bias: bool = True
-    key_bias: bool | None = None  # None: unless positions are rotary, as in DINOv3's released weights
+    key_bias: bool | None = None  # None: true, but false with rotary positions, as in DINOv3's weights
     qk_scale: settings.Positive | None = None  # None: 1 / sqrt(channels of a head)
     layer_scale: settings.Positive | None = None
     norm_eps: settings.NormEps = 1e-6
@@ -104,7 +104,7 @@ class VisionTransformer(Backbone):
         self.mask_token = nn.Parameter(torch.zeros(1, width)) if config.mask_token else None
         last, uniform = max(self.depth - 1, 1), config.drop_path_schedule == "uniform"
         self.drop_path_rates = [config.drop_path * (1 if uniform else i / last) for i in range(self.depth)]
-        options = {name: getattr(config, name) for name in OF_BLOCKS}
+        options = {name: getattr(config, name) for name in BLOCK_KEYWORDS}
         options["key_bias"] = not self.rotary if config.key_bias is None else config.key_bias
         self.blocks = nn.ModuleList(Block(width, self.heads, **options) for _ in range(self.depth))
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
@@ -114,14 +114,14 @@ class VisionTransformer(Backbone):
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
         layers, layer = {}, 0
-        for name, _ in self.named_parameters():  # in the order in which they are used
+        for name, _ in self.named_parameters():
             if name.startswith("blocks."):
                 layer = 1 + int(name.split(".")[1])
             layers[name] = layer if not layer or name.startswith("blocks.") else self.depth + 1
         return layers
 
     def init_weights(self) -> None:
-        """Initialise linear layers and tokens from truncated normals; convolutions keep PyTorch's default."""
+        """Initialise linear layers, CLS token, positions and registers from truncated normals."""
         for tokens in (self.cls_token, self.pos_embed, self.register_tokens):
             if tokens is not None and tokens.requires_grad:  # sinusoidal positions are fixed
                 nn.init.trunc_normal_(tokens, std=0.02)
@@ -130,7 +130,7 @@ class VisionTransformer(Backbone):
                 init_linear(module, self.config.init_std)
 
     def forward_cls(self, images: Tensor) -> Tensor:
-        """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
+        """Return the CLS token after the final LayerNorm, (B, D); the last block gives no other token."""
         x = self.embed_patches(images)
         for block, sequences, drop in self._passes(x, images, only_cls=True):
             x = self.run(block, x, sequences, drop)
@@ -155,19 +155,19 @@ class VisionTransformer(Backbone):
 
     def _passes(self, x: Tensor, images: Tensor, *, only_cls: bool = False) -> Iterator[tuple[Any, ...]]:
         """Return each block, the sequences it gets, and what stochastic depth drops of it in training."""
-        of_blocks = sequences_of_blocks([(x.shape[0], x.shape[1])], [self.rotations(images)], [only_cls])
+        by_block = sequences_by_block([(x.shape[0], x.shape[1])], [self.rotations(images)], [only_cls])
         drops: Iterable[Tensor | None] = [None] * self.depth
         if self.training and any(self.drop_path_rates):
             drops = draw_drop_path(self.drop_path_rates, x.shape[0], x.device)
-        return zip(self.blocks, of_blocks, drops, strict=True)
+        return zip(self.blocks, by_block, drops, strict=True)
 
     def get_attention(
         self, images: Tensor, blocks: Sequence[int] | None = None, *, queries: slice = slice(None)
     ) -> list[Tensor]:
         """Return the attention weights of the given blocks, by default of all: (B, heads, queries, T) each.
 
-        The tokens are CLS, the registers, then the patches row by row. `queries=slice(0, 1)` computes the row
-        of the CLS token alone, so that large images fit into memory.
+        Blocks count from 0. The tokens are CLS, the registers, then the patches row by row.
+        `queries=slice(0, 1)` computes the row of the CLS token alone, so that large images fit into memory.
         """
         wanted = self._block_indices(range(self.depth) if blocks is None else blocks)
         x, taken = self.embed_patches(images), {}
@@ -180,17 +180,15 @@ class VisionTransformer(Backbone):
         return [taken[index] for index in wanted]
 
     def embed_patches(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Turn images into the tokens that enter the first block, (B, 1 + R + N, D).
-
-        The mask token replaces the patches that are masked (B, N).
-        """
+        """Turn images into the first block's tokens, (B, 1 + R + N, D); `mask` (B, N) hides patches."""
         if images.ndim != 4 or images.shape[1] != self.channels:
             expected = f"(batch, {self.channels}, height, width)"
             raise ValueError(f"expected images {expected}, but got {tuple(images.shape)}")
         grid = self.grid_of(*images.shape[-2:])
         patches = self.patch_embed(images)
         if mask is not None:
-            assert self.mask_token is not None, "masks need VisionTransformer(mask_token=True)"
+            if self.mask_token is None:
+                raise ValueError("masks need VisionTransformer(mask_token=True)")
             patches = torch.where(mask[..., None], self.mask_token.to(patches.dtype), patches)
         cls: Tensor = self.cls_token
         if self.pos_embed is not None:

@@ -153,13 +153,14 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         batch = state.interval.next_batch(batches)
         state.unreadable.count(batch)
         # What networks draw is a function of (seed, step, part of the batch), so that a resumed run draws the
-        # same.
+        # same: patches and stochastic depth from a generator of their own, the rest from PyTorch's.
         # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
         seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
         torch.default_generator.manual_seed(seed)
         if state.device.type != "cpu":
             torch.get_device_module(state.device).manual_seed(seed)
+        state.student.generator.manual_seed(seed)
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`

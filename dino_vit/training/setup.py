@@ -250,7 +250,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
 def _compile(network: Network, sharded: bool) -> None:
     """Compile a network, or its blocks: FSDP gathers the weights of a block outside its graph."""
     blocks: Any = getattr(network.backbone, "blocks", ())
-    parts = [(block, "forward") for block in blocks] if sharded else [(network, "embed")]
+    parts = [(block, "forward") for block in blocks] if sharded else [(network, "run_backbone")]
     for module, method in parts:
         setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
 

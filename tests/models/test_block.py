@@ -51,7 +51,7 @@ def test_a_block_may_compute_the_cls_tokens_of_some_sizes_alone() -> None:
     large, small = torch.randn(2, 9, 16), torch.randn(3, 5, 16)
     for only_cls in ([False, False], [False, True], [True, False], [True, True]):
         sequences = Sequences([(2, 9), (3, 5)], only_cls=only_cls)
-        together = sequences.after().split(block(sequences.join([large, small]), sequences), -1)
+        together = sequences.output().split(block(sequences.join([large, small]), sequences), -1)
         alone = [
             block(x)[:, :1] if only else block(x) for x, only in zip((large, small), only_cls, strict=True)
         ]

@@ -52,11 +52,11 @@ def test_dropped_patches_are_as_if_they_were_not_in_the_image():
     images = torch.randn(5, 3, 32, 32)
     drops = draw_drops(model, [images], patch_drop=0.4)
     tokens = model.embed_patches(images)
-    assert drops.visible.shape == (5, 3 + round(0.6 * (tokens.shape[1] - 3)))
-    assert (drops.visible[:, :3] == torch.arange(3)).all(), "CLS token and registers stay"
-    assert len(drops.visible.unique(dim=0)) == 5, "each image has its own"
+    assert drops.kept_tokens.shape == (5, 3 + round(0.6 * (tokens.shape[1] - 3)))
+    assert (drops.kept_tokens[:, :3] == torch.arange(3)).all(), "CLS token and registers stay"
+    assert len(drops.kept_tokens.unique(dim=0)) == 5, "each image has its own"
     cls = forward_multicrop(model, [images, images[:, :, :16, :16]], drops=drops)[0]
-    for one, indices in enumerate(drops.visible):
+    for one, indices in enumerate(drops.kept_tokens):
         kept = torch.stack([tokens[one, index] for index in indices.unique().tolist()])[None]
         assert kept.shape[1] == len(indices), "none twice"
         for block in model.blocks:
@@ -72,7 +72,7 @@ def test_sizes_that_pass_together_have_the_features_and_gradients_of_each_alone(
     model = VisionTransformer(**{**TINY, **options}, drop_path=0.4, mask_token=True)
     views = [torch.randn(5, 3, size, size) for size in (32, 16)]
     mask = torch.rand(5, model.grid_of(32, 32)[0] ** 2) < 0.3
-    branches = draw_drops(model, views).branches
+    branches = draw_drops(model, views).drop_path
     # Not squares, whose sum is fixed by LayerNorm: rounding would be most of their gradient.
     direction = torch.randn(model.width)
 

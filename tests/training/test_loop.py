@@ -218,7 +218,7 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
 
 
 def test_what_else_draws_random_numbers_does_not_change_stochastic_depth(tmp_path):
-    settings = {"model.drop_path": 0.5, "budget.steps": 6, "optim.warmup_epochs": 0}
+    settings = {"model.drop_path": 0.5, "model.patch_drop": 0.5, "budget.steps": 6, "optim.warmup_epochs": 0}
     trained(tmp_path / "whole", settings)
     ready = opened(tmp_path / "run", settings)
 

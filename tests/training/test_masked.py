@@ -141,8 +141,8 @@ def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
     state = opened(tmp_path, {**ALL_TERMS, "run.compile": "true"}).state
     counters = CompileCounter(), CompileCounter()
     for network, counter in zip((state.student, state.teacher), counters, strict=True):
-        embed = Network.embed.__get__(network)  # which is compiled without the time of a real backend
-        network.embed = torch.compile(embed, backend=counter, dynamic=False)
+        run = Network.run_backbone.__get__(network)  # which is compiled without the time of a real backend
+        network.run_backbone = torch.compile(run, backend=counter, dynamic=False)
     masked = set()
     for step, batch in enumerate(islice(state.loader.batches(), 6)):
         views, rates = state.views_of(batch), state.plan.rates(step)
