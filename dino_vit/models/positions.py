@@ -41,28 +41,28 @@ def interpolate_pos_embs(
     dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
     if not dynamic and grid == trained_grid:
         return pos_embs
-    cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
     if torch.compiler.is_compiling():  # a graph would make the matrix anew in each call
+        cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
         field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0]).float()
         patches = rearrange(_resample(field, grid, mode), "1 d h w -> 1 (h w) d")
-    else:
-        matrix = _matrix(grid, trained_grid, mode, pos_embs.device, {} if matrices is None else matrices)
-        with torch.autocast(pos_embs.device.type, enabled=False):
-            patches = matrix @ patches.float()
-    return torch.cat((cls, patches.to(pos_embs.dtype)), dim=1)
+        return torch.cat((cls, patches.to(pos_embs.dtype)), dim=1)
+    matrix = _matrix(grid, trained_grid, mode, pos_embs.device, {} if matrices is None else matrices)
+    with torch.autocast(pos_embs.device.type, enabled=False):
+        return (matrix @ pos_embs[0].float()).to(pos_embs.dtype)[None]
 
 
 def _matrix(
     grid: Grid, trained_grid: Grid, mode: PositionMode, device: torch.device, matrices: dict[Any, Tensor]
 ) -> Tensor:
-    """Return the matrix (cells, trained cells) that resamples positions."""
+    """Return the matrix (1 + cells, 1 + trained cells) that resamples positions and keeps that of CLS."""
     key = grid, trained_grid, mode, device
     if key in matrices:
         return matrices[key]
     cells = math.prod(trained_grid)
     with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
         identity = torch.eye(cells, device=device).view(1, cells, *trained_grid)
-        matrix = _resample(identity, grid, mode).flatten(2)[0].T.contiguous()
+        matrix = F.pad(_resample(identity, grid, mode).flatten(2)[0].T, (1, 0, 1, 0))
+        matrix[0, 0].fill_(1)
     if matrix.numel() <= LARGEST_KEPT:
         if len(matrices) >= KEPT_MATRICES:
             matrices.clear()

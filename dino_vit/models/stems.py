@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
@@ -34,9 +35,13 @@ class PatchStem(nn.Module):
         self.proj = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        p, q = self.proj.kernel_size
-        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=q)
-        return linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        (p, q), device, dtype = self.proj.kernel_size, images.device.type, images.dtype
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        patches = rearrange(images, "b c (h p) (w q) -> b h w c p q", p=p, q=q)
+        patches = patches.to(dtype, memory_format=torch.contiguous_format)  # unfolded and cast by one kernel
+        flat = rearrange(patches, "b h w c p q -> b (h w) (c p q)")
+        return linear(flat, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class ConvStem(nn.Module):

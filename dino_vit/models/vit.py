@@ -190,16 +190,14 @@ class VisionTransformer(Backbone):
             if self.mask_token is None:
                 raise ValueError("masks need VisionTransformer(mask_token=True)")
             patches = torch.where(mask[..., None], self.mask_token.to(patches.dtype), patches)
-        cls: Tensor = self.cls_token
-        if self.pos_embed is not None:
-            embs = self.interpolate_pos_embs(grid)
-            cls, patches = cls + embs[:, :1], patches + embs[:, 1:]
-        patches = patches.to(cls.dtype)  # the sums of residuals stay in float32 under autocast
         count = images.shape[0]  # len() would fix the batch size of an exported graph
-        parts = [cls.expand(count, -1, -1), patches]
+        # In float32 under autocast, as the sums of residuals stay.
+        x = torch.cat([self.cls_token.expand(count, -1, -1), patches], dim=1)
+        if self.pos_embed is not None:
+            x = x + self.interpolate_pos_embs(grid)
         if self.register_tokens is not None:
-            parts.insert(1, self.register_tokens.expand(count, -1, -1))
-        return dropout(torch.cat(parts, dim=1), self.config.dropout, self.training)
+            x = torch.cat([x[:, :1], self.register_tokens.expand(count, -1, -1), x[:, 1:]], dim=1)
+        return dropout(x, self.config.dropout, self.training)
 
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:
         """Return the position embeddings, CLS first, for a grid of (h, w) patches: (1, 1 + h·w, D)."""
