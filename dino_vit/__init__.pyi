@@ -358,7 +358,7 @@ def pretrain(
       model.stem=patch                    conv: early convolutions; hybrid: a ResNet [patch|conv|hybrid]
       model.resnet_layers=[3, 4, 9]       blocks in the stages of the ResNet of a hybrid stem
       model.resnet_width=64               width of the first stage of the ResNet of a hybrid stem
-      model.positions=learned             fixed sines; DINOv3's rotary [learned|sinusoidal|rotary]
+      model.positions=learned             sinusoidal: fixed; rotary: DINOv3's [learned|sinusoidal|rotary]
       model.rotary_rescale=2              in training, rescale rotary positions by up to this
       model.key_bias=null                 bias of the keys; null: unless positions are rotary
       model.registers=0                   register tokens

@@ -131,7 +131,9 @@ class Model(Settings):
     stem: Stem = setting("patch", "conv: early convolutions; hybrid: a ResNet")
     resnet_layers: Stages = setting((3, 4, 9), "blocks in the stages of the ResNet of a hybrid stem")
     resnet_width: Dimension = setting(64, "width of the first stage of the ResNet of a hybrid stem")
-    positions: Literal["learned", "sinusoidal", "rotary"] = setting("learned", "fixed sines; DINOv3's rotary")
+    positions: Literal["learned", "sinusoidal", "rotary"] = setting(
+        "learned", "sinusoidal: fixed; rotary: DINOv3's"
+    )
     rotary_rescale: Rescale | None = setting(2.0, "in training, rescale rotary positions by up to this")
     key_bias: bool | None = setting(None, "bias of the keys; null: unless positions are rotary")
     registers: FewOrZero = setting(0, "register tokens")
@@ -178,7 +180,8 @@ class Model(Settings):
 
 def stem_problem(stem: Stem, patch_size: Size, resnet_width: int, section: str = "") -> str | None:
     """Return what is wrong with the patches or the ResNet of a stem, if something is."""
-    given = f"{section}patch_size={' x '.join(map(str, patch_size))}"
+    height, width = patch_size
+    given = f"{section}patch_size={height if height == width else patch_size}"
     if stem == "conv" and (max(patch_size) < 2 or any(side & (side - 1) for side in patch_size)):
         return f"{section}stem=conv halves the sides of images: it needs patches of 2, 4, 8, ..., not {given}"
     if stem == "hybrid" and any(side % REDUCTION for side in patch_size):

@@ -27,6 +27,7 @@ from dino_vit.models.block import attend
 from dino_vit.models.multicrop import call_with_cast_weights
 from dino_vit.models.vit import ViTConfig
 from dino_vit.training.loop import take_step
+from dino_vit.weights.card import usage
 from tests.support.close import assert_close_to_scale
 from tests.support.naive import attention_weights
 from tests.support.training import assert_resumes_exactly, configured, opened
@@ -379,6 +380,13 @@ def test_another_file_gives_the_features_or_is_refused_by_name(part, tmp_path):
             again = load_backbone(path, heads=2, verbose=False)
             assert_close_to_scale(again(images), model(images))
             assert again.config.positions == model.config.positions
+    if not scaled:  # the lines that a user is given to open the file
+        names = {"given": images}
+        exec(
+            usage(model, tmp_path / "timm.safetensors", "timm").replace("images = ...", "images = given"),
+            names,
+        )
+        assert_close_to_scale(names["output"], model(images))
 
 
 @each_part
