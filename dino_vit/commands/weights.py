@@ -28,7 +28,7 @@ def _load(config: WeightsConfig) -> LoadedBackbone:
 def inspect(config: InspectWeightsConfig) -> Facts:
     """Return the facts about a backbone; as text, two columns or JSON."""
     facts: dict[str, Any] = public_values(describe(_load(config)))
-    lines = [f"{name.replace('_', ' '):<14}  {show(name, facts[name])}" for name in facts if name != "config"]
+    lines = [f"{name.replace('_', ' '):<17}  {show(name, facts[name])}" for name in facts if name != "config"]
     return Facts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 
 

@@ -148,7 +148,7 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
         yield from _check_heads(model)
     patch = height_width(model.patch_size)
     if problem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
-        yield f"{problem}; use another of them"
+        yield f"{problem}; use another patch size or stem" if "patch" in problem else problem
     for name in ("resnet_layers", "resnet_width"):
         if model.stem != "hybrid" and getattr(model, name) != getattr(sections.Model(), name):
             yield f"model.{name} is about the ResNet of model.stem=hybrid; remove it, or set that"

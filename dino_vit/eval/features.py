@@ -3,7 +3,7 @@
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +23,16 @@ from dino_vit.views.eval_transform import EvalTransform
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+# Arguments that networks had not always, with which those of before are built.
+LATER = {"stem": "patch", "resnet_layers": (3, 4, 9), "resnet_width": 64, "qk_scale": None}
+LATER |= {"dropout": 0.0, "attention_dropout": 0.0}
+
+
+def _computing(architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a network, so that one of an earlier version has the same digest as before."""
+    return {key: value for key, value in architecture.items() if key not in LATER or value != LATER[key]}
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class FrozenBackbone:
     @cached_property
     def weights_digest(self) -> str:
         """A digest of the tensors and the architecture, independent of the file they came from."""
-        architecture = json.dumps(self.model.architecture, sort_keys=True)
+        architecture = json.dumps(_computing(self.model.architecture), sort_keys=True)
         return digest(self.model.state_dict(), {"architecture": architecture})
 
     def check_all_equal(self) -> None:

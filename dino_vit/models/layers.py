@@ -91,7 +91,9 @@ def _linear_weights(module: nn.Module) -> dict[str, Tensor]:
         for prefix, layer in module.named_modules()
         if isinstance(layer, nn.Linear)
         for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.dtype == torch.float32 and not hasattr(parameter, "full_tensor")
+        if name in ("weight", "bias")  # not those that a weight is computed from
+        and parameter.dtype == torch.float32
+        and not hasattr(parameter, "full_tensor")
     }
 
 

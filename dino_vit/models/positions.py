@@ -21,8 +21,8 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, d) for each patch and 
 PositionMode = Literal["hf", "dino", "dinov2", "timm"]
 
 ROTARY_BASE = 100.0  # of the periods in DINOv3
-KEPT_MATRICES = 16  # of a backbone
-LARGEST_KEPT = 2**24  # numbers in a matrix that is kept
+KEPT_MATRICES = 8  # of a backbone
+LARGEST_MATRIX = 2**22  # numbers: to make a larger one would take longer than what it saves
 DINO_OFFSET = 0.1  # keeps rounding of the scale factor from losing a cell
 
 
@@ -35,38 +35,42 @@ def interpolate_pos_embs(
 ) -> Tensor:
     """Resample positions (1, 1 + h·w, d), CLS first, from the trained grid to another (h, w) grid.
 
-    That is a product with a matrix, whose backward pass is deterministic and needs no slow bicubic kernel;
-    `matrices` keeps those of earlier calls.
+    With `matrices`, which keeps those of earlier calls, it is a product with a matrix: its backward pass is
+    deterministic, and needs no slow bicubic kernel.
     """
     dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
     if not dynamic and grid == trained_grid:
         return pos_embs
-    if torch.compiler.is_compiling():  # a graph would make the matrix anew in each call
+    # A graph would make the matrix anew in each call.
+    if matrices is None or torch.compiler.is_compiling() or not _is_small(grid, trained_grid):
         cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
         field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0]).float()
         patches = rearrange(_resample(field, grid, mode), "1 d h w -> 1 (h w) d")
         return torch.cat((cls, patches.to(pos_embs.dtype)), dim=1)
-    matrix = _matrix(grid, trained_grid, mode, pos_embs.device, {} if matrices is None else matrices)
+    key = grid, trained_grid, mode, pos_embs.device
+    if (matrix := matrices.get(key)) is None:
+        matrix = _matrix(grid, trained_grid, mode, pos_embs.device)
+        if len(matrices) >= KEPT_MATRICES:
+            matrices.clear()
+        if type(matrix) in (Tensor, type(pos_embs)):  # no fake tensor is kept for real positions
+            matrices[key] = matrix
     with torch.autocast(pos_embs.device.type, enabled=False):
         return (matrix @ pos_embs[0].float()).to(pos_embs.dtype)[None]
 
 
-def _matrix(
-    grid: Grid, trained_grid: Grid, mode: PositionMode, device: torch.device, matrices: dict[Any, Tensor]
-) -> Tensor:
+def _is_small(grid: Grid, trained_grid: Grid) -> bool:
+    """Return whether a matrix is worth its memory, and the identity that it is made of."""
+    cells, trained = math.prod(grid), math.prod(trained_grid)
+    return max(cells, trained) * trained <= LARGEST_MATRIX
+
+
+def _matrix(grid: Grid, trained_grid: Grid, mode: PositionMode, device: torch.device) -> Tensor:
     """Return the matrix (1 + cells, 1 + trained cells) that resamples positions and keeps that of CLS."""
-    key = grid, trained_grid, mode, device
-    if key in matrices:
-        return matrices[key]
     cells = math.prod(trained_grid)
     with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
         identity = torch.eye(cells, device=device).view(1, cells, *trained_grid)
         matrix = F.pad(_resample(identity, grid, mode).flatten(2)[0].T, (1, 0, 1, 0))
         matrix[0, 0].fill_(1)
-    if matrix.numel() <= LARGEST_KEPT:
-        if len(matrices) >= KEPT_MATRICES:
-            matrices.clear()
-        matrices[key] = matrix
     return matrix
 
 

@@ -24,24 +24,32 @@ FIRST_KERNEL = {
 }
 
 
-class PatchStem(nn.Module):
-    """Unfold patches and project them by one product, with weights that are stored as a convolution's.
+class UnfoldedConv(nn.Conv2d):
+    """A convolution whose stride is its kernel, as one product of unfolded patches: -> (B, N, D).
 
     On a CPU in bfloat16 it takes a fourth of the time of the convolution (`benchmarks/RESULTS.md`).
     """
 
-    def __init__(self, patch_size: Size, channels: int, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)
-
     def forward(self, images: Tensor) -> Tensor:
-        (p, q), device, dtype = self.proj.kernel_size, images.device.type, images.dtype
+        (p, q), device, dtype = self.kernel_size, images.device.type, images.dtype
         if torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         patches = rearrange(images, "b c (h p) (w q) -> b h w c p q", p=p, q=q)
         patches = patches.to(dtype, memory_format=torch.contiguous_format)  # unfolded and cast by one kernel
         flat = rearrange(patches, "b h w c p q -> b (h w) (c p q)")
-        return linear(flat, self.proj.weight.flatten(1), self.proj.bias)
+        return linear(flat, self.weight.flatten(1), self.bias)
+
+
+class PatchStem(nn.Module):
+    """Project patches, with weights that are stored as a convolution's."""
+
+    def __init__(self, patch_size: Size, channels: int, width: int) -> None:
+        super().__init__()
+        self.proj = UnfoldedConv(channels, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens: Tensor = self.proj(images)
+        return tokens
 
 
 class ConvStem(nn.Module):
@@ -109,14 +117,15 @@ def inflate(kernel: Tensor, channels: int) -> Tensor:
 
 
 def current_arguments(architecture: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments in the metadata of a file with tensors of these names.
+    """Return the arguments in the metadata of a file with tensors of these names, JSON's lists as tuples.
 
     In early versions a stem was called "conv" or "unfold" that is now "patch".
     """
-    stem = architecture.get("stem")
+    arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in architecture.items()}
+    stem = arguments.get("stem")
     if stem == "unfold" or (stem == "conv" and not any("patch_embed.backbone." in name for name in names)):
-        return {**architecture, "stem": "patch"}
-    return dict(architecture)
+        arguments["stem"] = "patch"
+    return arguments
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:

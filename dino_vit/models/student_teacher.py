@@ -60,8 +60,8 @@ class Network(nn.Module):
     """A backbone and a projection head: one backbone pass for all view sizes, one head pass for all.
 
     Masked patches pass a head of their own, or the same one; with a `FeatureHead` all patches pass it.
-    In training `patch_drop` is the share of the patches of global views that are left out, and `generator`
-    is what this and stochastic depth are drawn from; the training loop seeds it for each forward pass.
+    In training `patch_drop` is the share of the patches of global views that are left out. They and
+    stochastic depth are drawn from `generator`, if the training loop sets one, or PyTorch's own.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Network(nn.Module):
         self.backbone = backbone
         self.head = head
         self.patch_head = patch_head
-        self.patch_drop, self.generator = patch_drop, torch.Generator()
+        self.patch_drop = patch_drop
+        self.generator: torch.Generator | None = None
 
     def forward(
         self,
@@ -140,14 +141,14 @@ def build_networks(
     width, without prototypes.
     """
 
-    def build(rate: float, patches: float = 0.0) -> Network:
+    def build(dropping: Mapping[str, float], patches: float = 0.0) -> Network:
         built: Backbone
         if "name" in backbone:
             from dino_vit.models.timm_backbone import TimmBackbone
 
-            built = TimmBackbone(**backbone, drop_path=rate)
+            built = TimmBackbone(**backbone, drop_path=dropping["drop_path"])
         else:
-            built = VisionTransformer(**backbone, drop_path=rate)
+            built = VisionTransformer(**{**backbone, **dropping})
         network = Network(
             built, *(build_head(built.width) for _ in range(1 + patch_head)), patch_drop=patches
         )
@@ -159,7 +160,8 @@ def build_networks(
             return FeatureHead(in_dim=width, out_dim=feature_dim)
         return DINOHead(in_dim=width, **head)
 
-    student, teacher = build(drop_path, patch_drop), build(0.0)
+    student = build({"drop_path": drop_path}, patch_drop)
+    teacher = build({"drop_path": 0.0, "dropout": 0.0, "attention_dropout": 0.0})
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False).eval()  # its targets are a function of the images
     for module in teacher.modules():  # a BatchNorm takes the statistics of the batch, as in 2021

@@ -111,6 +111,9 @@ class VisionTransformer(Backbone):
         self.head = Linear(width, config.num_classes) if config.num_classes else nn.Identity()
         self.init_weights()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_matrices": {}}  # they are of one device
+
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
         layers, layer = {}, 0

@@ -160,7 +160,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         torch.default_generator.manual_seed(seed)
         if state.device.type != "cpu":
             torch.get_device_module(state.device).manual_seed(seed)
-        state.student.generator.manual_seed(seed)
+        state.student.generator = torch.Generator().manual_seed(seed)
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`

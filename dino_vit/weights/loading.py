@@ -141,7 +141,8 @@ def _adapt(
     """Return the tensors in float32, resampled and inflated to the wanted size and channels; add notes."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise WeightsError(f"{source}: {name} is {tensor.dtype}; weights must be floating-point numbers")
+            text = f"{source}: {name} is {tensor.dtype}; weights must be floating-point numbers"
+            raise OtherArchitecture(text)
     if converted := {str(tensor.dtype) for tensor in tensors.values()} - {"torch.float32"}:
         notes.append(f"converted {', '.join(sorted(converted))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}

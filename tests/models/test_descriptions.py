@@ -22,6 +22,7 @@ from torchvision import models as torchvision_models
 
 from benchmarks.rehearsal import rehearsed_run
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone, vit_base
+from dino_vit.cli import main
 from dino_vit.config.settings import ConfigError
 from dino_vit.models.block import attend
 from dino_vit.models.multicrop import call_with_cast_weights
@@ -30,7 +31,8 @@ from dino_vit.training.loop import take_step
 from dino_vit.weights.card import usage
 from tests.support.close import assert_close_to_scale
 from tests.support.naive import attention_weights
-from tests.support.training import assert_resumes_exactly, configured, opened
+from tests.support.runs import steps
+from tests.support.training import assert_resumes_exactly, configured, opened, trained
 
 TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}
 RESNET = {"stem": "hybrid", "patch_size": 16, "resnet_layers": (1, 2, 1), "resnet_width": 32}
@@ -272,6 +274,10 @@ def test_unfolded_patches_are_the_convolution_whose_weights_they_have(patch):
     found = model.patch_embed(images)
     assert_close_to_scale(found, by_hand.flatten(1, 2))
     assert_close_to_scale(found, F.conv2d(images, proj.weight, proj.bias, stride=patch).flatten(2).mT)
+    called = []
+    proj.register_forward_hook(lambda *_: called.append(True))  # as offloading and pruning do
+    model(images)
+    assert called == [True]
 
 
 def test_sinusoidal_positions_are_fixed_sines_and_cosines():
@@ -344,7 +350,8 @@ def test_a_run_resumes_bit_for_bit(part, tmp_path):
     """Whatever is drawn is a function of the seed, the step and the part of the batch."""
     assert_resumes_exactly(tmp_path, {**as_settings(part), "budget.steps": 20})
     model = load_backbone(tmp_path / "run", network="student", verbose=False)
-    stated = {name: value for name, value in part.items() if name not in ("drop_path", "patch_size")}
+    dropping = ("drop_path", "dropout", "attention_dropout")  # of which what is saved has none
+    stated = {name: value for name, value in part.items() if name not in (*dropping, "patch_size")}
     assert {name: getattr(model.config, name) for name in stated} == stated
 
 
@@ -439,6 +446,19 @@ def test_settings_of_a_resnet_without_one_are_refused(tmp_path):
     """An option that would do nothing."""
     with pytest.raises(ConfigError, match=r"model\.resnet_width is about the ResNet of model\.stem=hybrid"):
         configured(tmp_path, {"model.resnet_width": 32})
+
+
+@pytest.mark.parametrize("part", [{}, {"stem": "conv"}, RESNET], ids=["patches", "conv", "hybrid"])
+def test_a_run_that_began_from_weights_resumes_by_its_own_settings(part, tmp_path):
+    """By its config.yaml, which states all of them."""
+    save_backbone(build(**part), tmp_path / "vit.safetensors")
+    settings = {**as_settings(part), "init.weights": tmp_path / "vit.safetensors", "init.head_epochs": 0.5}
+    settings |= {"budget.steps": 10}
+    trained(tmp_path / "run", settings)
+    sorted((tmp_path / "run" / "checkpoints").glob("*.safetensors"))[-1].unlink()
+    command = ["pretrain", "--config", str(tmp_path / "run" / "config.yaml")]
+    assert main(command) == 0
+    assert steps(tmp_path / "run")[-1] == 10
 
 
 def test_training_goes_on_from_weights_with_another_stem(tmp_path):

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 
@@ -45,6 +47,24 @@ def test_the_student_alone_drops_patches_and_only_in_training():
     assert not torch.equal(student([images]).cls, student([images]).cls)
     assert torch.equal(teacher([images]).cls, teacher([images]).cls)
     assert torch.equal(student.eval()([images]).cls, teacher([images]).cls)
+
+
+def test_networks_of_ones_own_draw_by_the_seed_of_pytorch():
+    student, _ = build_networks(backbone=TINY, drop_path=0.5, patch_drop=0.5, head={"prototypes": 8})
+    images, outputs = torch.randn(4, 3, 32, 32), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(student([images]).cls)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_the_teacher_of_a_run_has_none_of_its_dropping():
+    rates = {"dropout": 0.1, "attention_dropout": 0.2}
+    student, teacher = build_networks(backbone={**TINY, **rates}, drop_path=0.3, head={"prototypes": 8})
+    expected = {**rates, "drop_path": 0.3}
+    assert {name: student.backbone.architecture[name] for name in expected} == expected
+    assert {name: teacher.backbone.architecture[name] for name in expected} == dict.fromkeys(expected, 0.0)
 
 
 def test_dropped_patches_are_as_if_they_were_not_in_the_image():
@@ -126,5 +146,9 @@ def test_weights_that_autocast_leaves_alone_are_not_cast():
         expected = block(x)
         block.mlp.fc2 = torch.nn.Sequential(block.mlp.fc2)  # a layer of another kind may take its place
         assert torch.equal(call_with_cast_weights(block, x), expected)
+        computed = torch.nn.utils.spectral_norm(copy.deepcopy(block.mlp.fc1))  # from a weight of another name
+        block.mlp.fc1 = computed.eval()
+        assert torch.equal(call_with_cast_weights(block, x), block(x))
+        block.mlp.fc1 = torch.nn.utils.remove_spectral_norm(computed)
         half = block.half()
         assert torch.equal(call_with_cast_weights(half, x.half()), half(x.half()))

@@ -1,6 +1,9 @@
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dino_vit.models.positions import KEPT_MATRICES, _resample, interpolate_pos_embs
 from dino_vit.models.vit import VisionTransformer
@@ -41,8 +44,11 @@ def test_modes_are_the_published_calls(grid):
         "timm": F.interpolate(field, size=grid, mode="bicubic", antialias=True),
     }
     for mode, expected in published.items():
-        out = interpolate_pos_embs(pos, grid, trained_grid=(14, 14), mode=mode)[:, 1:]
-        assert torch.allclose(out, expected.permute(0, 2, 3, 1).reshape(1, -1, 8), atol=1e-6), mode
+        expected = expected.permute(0, 2, 3, 1).reshape(1, -1, 8)
+        for matrices in (None, {}):  # without a matrix, and with one
+            out = interpolate_pos_embs(pos, grid, trained_grid=(14, 14), mode=mode, matrices=matrices)
+            assert torch.allclose(out[:, 1:], expected, atol=1e-6), mode
+            assert torch.equal(out[:, 0], pos[:, 0])
 
 
 @pytest.mark.parametrize("mode", ["hf", "dino", "timm"])
@@ -67,4 +73,16 @@ def test_a_matrix_that_inference_mode_made_serves_training_and_few_are_kept():
     model(torch.randn(1, 3, 48, 32)).sum().backward()
     for cells in range(1, 2 * KEPT_MATRICES):
         model.interpolate_pos_embs((cells, 3))
-    assert len(model._matrices) <= KEPT_MATRICES
+    assert 1 < len(model._matrices) <= KEPT_MATRICES
+    assert not copy.deepcopy(model)._matrices, "files and copies hold none"
+
+
+def test_a_large_matrix_is_not_made_and_a_fake_one_not_kept():
+    pos, matrices = embeddings((64, 64)), {}
+    interpolate_pos_embs(pos, (8, 8), trained_grid=(64, 64), matrices=matrices)
+    assert not matrices
+    model = VisionTransformer(image_size=32, patch_size=8, width=16, depth=1, heads=2).eval()
+    images = torch.randn(1, 3, 48, 32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(images)
+    assert type(model(images)) is torch.Tensor

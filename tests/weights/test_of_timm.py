@@ -14,6 +14,7 @@ import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.weights import WeightsError
 from dino_vit.weights.backbones import LoadedTimmBackbone, LoadedTransformer
+from dino_vit.weights.metadata import OtherArchitecture
 from tests.support.close import assert_close_to_scale
 from tests.support.hub import offline, snapshot
 from tests.support.images import picture
@@ -54,6 +55,14 @@ def test_positions_are_resampled_to_another_size_as_timm_does(tmp_path):
     peer.load_state_dict(theirs)
     images = torch.randn(2, 3, 96, 96)
     assert_close_to_scale(loaded(images), peer(images))
+
+
+def test_convolutions_with_a_batch_norm_are_another_architecture():
+    """As those of MobileCLIP, whose names are ours; so timm is asked to build them."""
+    tensors = dino_vit.VisionTransformer(image_size=32, patch_size=4, stem="conv", width=32, depth=1, heads=2)
+    counted = {"patch_embed.backbone.0.bn.num_batches_tracked": torch.tensor(3)}
+    with pytest.raises(OtherArchitecture, match="must be floating-point numbers"):
+        dino_vit.load_backbone(tensors.state_dict() | counted, heads=2, format="timm")
 
 
 def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
