@@ -53,8 +53,8 @@ class LazyLogits:
         return cls(features, prototypes)
 
     def computed(self) -> "LazyLogits":
-        """Return the same logits, computed once."""
-        return LazyLogits(self.features, self.prototypes, self[:])
+        """Return the same logits, computed once; the prototypes, which are large, are not kept."""
+        return LazyLogits(self.features, self.prototypes.new_empty(0, self.prototypes.shape[1]), self[:])
 
     def __len__(self) -> int:
         return len(self.features)
@@ -70,16 +70,18 @@ class LazyLogits:
 
     def scores(self, rows: slice, center: Tensor, temperature: float) -> Tensor:
         """Return (logits - center) / temperature of some rows."""
-        if self.features.dtype == torch.float16:
+        if self.values is not None or self.features.dtype == torch.float16:
             return torch.add(-center / temperature, self[rows], alpha=1 / temperature)
         with torch.autocast(center.device.type, enabled=False):  # in one product
             return linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter([self.values]) if self.values is not None else (self[rows] for rows in self.chunks())
+        return (self[rows] for rows in self.chunks())
 
     def chunks(self, chunk_bytes: int | None = None) -> Iterator[slice]:
-        """Yield the rows of each chunk."""
+        """Yield the rows of each chunk, which are all where they are computed."""
+        if self.values is not None:
+            return iter([slice(0, len(self))])
         size = max(1, (chunk_bytes or chunk_bytes_on(self.features.device)) // (4 * len(self.prototypes)))
         return (slice(start, start + size) for start in range(0, max(1, len(self)), size))
 

@@ -94,7 +94,13 @@ def test_lazy_logits_are_the_logits():
     center, of_whole = Center(prototypes=5), Center(prototypes=5)
     lazy = LazyLogits(features.float(), prototypes.float())
     center(lazy, 0.04)
-    of_whole(lazy.computed(), 0.04)
+    computed = lazy.computed()
+    of_whole(computed, 0.04)
+    assert computed.prototypes.numel() == 0, "65,536 prototypes take 67 MB"
+    torch.testing.assert_close(torch.cat(list(computed)), torch.cat(list(lazy)))
+    rows, temperature = slice(2, 5), 0.1
+    scores = (other.scores(rows, torch.ones(1, 5), temperature) for other in (computed, lazy))
+    torch.testing.assert_close(*scores)
     center.update()
     of_whole.update()
     torch.testing.assert_close(center.center, of_whole.center)
