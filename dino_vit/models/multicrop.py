@@ -1,7 +1,7 @@
 """Multi-crop: views of several sizes pass a backbone together, and training leaves some of it out.
 
-A vision transformer computes all sizes by one operator, but for attention; other backbones take them one
-after another.
+All sizes pass the blocks of a vision transformer as one matrix of tokens, which attention alone takes apart;
+other backbones take one size after another.
 """
 
 import math

@@ -41,7 +41,7 @@ def interpolate_pos_embs(
     dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
     if not dynamic and grid == trained_grid:
         return pos_embs
-    # A graph would make the matrix anew in each call.
+    # Under torch.compile the matrix would be computed again in every call.
     if matrices is None or torch.compiler.is_compiling() or not _is_small(grid, trained_grid):
         cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
         field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0]).float()

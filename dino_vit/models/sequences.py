@@ -83,8 +83,8 @@ def draw_drop_path(
 ) -> Tensor:
     """Draw the factors of stochastic depth for both residual branches of blocks: (depth, 2, images, 1, 1).
 
-    They are 0 or 1 / (1 - rate). All are drawn at once and on the CPU: on a GPU each draw would be a kernel
-    of its own, and another one than on a CPU.
+    They are 0 or 1 / (1 - rate). They are drawn on the CPU, so that every device gets the same numbers, and
+    in one call, so that a GPU gets one copy instead of a kernel for each branch.
     """
     rate = torch.tensor(rates)[:, None, None]
     kept = torch.rand(len(rates), 2, images, generator=generator) >= rate

@@ -194,7 +194,7 @@ class VisionTransformer(Backbone):
                 raise ValueError("masks need VisionTransformer(mask_token=True)")
             patches = torch.where(mask[..., None], self.mask_token.to(patches.dtype), patches)
         count = images.shape[0]  # len() would fix the batch size of an exported graph
-        # In float32 under autocast, as the sums of residuals stay.
+        # Under autocast this is float32, since the CLS token is, and so is the residual stream.
         x = torch.cat([self.cls_token.expand(count, -1, -1), patches], dim=1)
         if self.pos_embed is not None:
             x = x + self.interpolate_pos_embs(grid)

@@ -22,6 +22,7 @@ from dino_vit.config.auto import (
 )
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
+from dino_vit.config.sections import Model
 from dino_vit.config.settings import flat, get, given_keys, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
@@ -223,9 +224,9 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         its_own = config.recipe == "auto" or "views.local_size" in given
         if not its_own and local not in config.views.local_shape:
             settings["views.local_size"] = local
-        # What files of earlier versions do not state has its default.
+        defaults = Model()  # of what files of earlier versions do not state
         for name in ("stem", "resnet_layers", "resnet_width", "positions", "qk_scale"):
-            default = getattr(type(config.model)(), name)
+            default = getattr(defaults, name)
             if (value := trained.get(name, default)) != default or f"model.{name}" in given:
                 settings[f"model.{name}"] = value
         if config.model.arch and (config.model.timm or config.model.shape != tuple(shape.values())):

@@ -116,11 +116,11 @@ def test_a_run_in_automatic_precision_resumes_on_the_gpu(tmp_path):
 
 @pytest.mark.parametrize("mode", ["hf", "dino", "timm"])
 def test_positions_are_those_of_the_cpu_and_their_gradient_is_the_same_every_time(mode):
-    positions, upstream = torch.randn(1, 197, 384), torch.randn(1, 37, 384)
+    positions, upstream, matrices = torch.randn(1, 197, 384), torch.randn(1, 37, 384), {}
 
     def resampled(device):
         leaf = positions.to(device).requires_grad_()
-        found = interpolate_pos_embs(leaf, (6, 6), trained_grid=(14, 14), mode=mode)
+        found = interpolate_pos_embs(leaf, (6, 6), trained_grid=(14, 14), mode=mode, matrices=matrices)
         return found.detach(), torch.autograd.grad(found, leaf, upstream.to(device))[0]
 
     first, *others = [resampled(DEVICE) for _ in range(20)]

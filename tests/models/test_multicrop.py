@@ -111,6 +111,18 @@ def test_sizes_that_pass_together_have_the_features_and_gradients_of_each_alone(
     assert_close_to_scale(found(True), found(False))
 
 
+def test_each_block_gets_the_factors_that_are_drawn_for_it():
+    model = VisionTransformer(**TINY, drop_path=0.5, drop_path_schedule="uniform")
+    views = [torch.randn(5, 3, size, size) for size in (32, 16)]
+    drops = draw_drops(model, views)
+    together = forward_multicrop(model, views, drops=drops)
+    for view, found, factors in zip(views, together, drops.drop_path.split(5, dim=2), strict=True):
+        tokens = model.embed_patches(view)
+        for block, drop in zip(model.blocks, factors, strict=True):
+            tokens = block(tokens, drop=drop)
+        assert_close_to_scale(found, model.norm(tokens)[:, 0])
+
+
 def test_models_of_timm_take_one_size_after_another():
     model = TimmBackbone(name="test_resnet", image_size=64)
     views = [torch.randn(2, 3, size, size) for size in (64, 32)]
