@@ -18,6 +18,7 @@ from dino_vit.config.settings import (
     Positive,
     Seed,
     Settings,
+    given_keys,
     Side,
     Task,
     setting,
@@ -28,7 +29,9 @@ Precision = Literal["auto", "no", "bf16", "fp16"]
 Evaluator = Literal["knn", "linear", "dense"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
+CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of logistic regressions as published
+STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))  # of those on standardised features
+LOGISTIC_IMAGES = 100_000  # of more, logistic regressions take longer than the grid
 Block = Annotated[int, Field(ge=-1000, le=1000)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 IGNORED = 255  # pixels of a mask that belong to no class
@@ -95,16 +98,32 @@ class KnnConfig(SupervisedConfig, CachedConfig):
 class LinearConfig(SupervisedConfig, CachedConfig):
     """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them."""
 
-    examples: ClassVar = ("linear photos runs/pretrain", "linear photos runs/pretrain method=logistic")
+    examples: ClassVar = ("linear photos runs/pretrain", "linear photos runs/pretrain method=grid")
     writes: ClassVar = "eval/linear"
-    method: Literal["grid", "logistic"] = setting("grid", "SGD for each rate and input, or the optima")
+    method: Literal["logistic", "grid"] | None = setting(
+        None, f"regressions, or SGD as published; null: logistic up to {LOGISTIC_IMAGES:,} images"
+    )
+    standardise: bool | None = setting(None, "features to mean 0, variance 1; null: if logistic")
     select: Literal["train", "source"] = setting(
         "train", "best head on a tenth of train; or on source, as published"
     )
     rates: NonEmpty[Positive] = setting(RATES, "of method=grid: learning rates at a batch of 256")
     steps: Count | None = setting(None, "of method=grid; null: ten epochs, from 1,250 to 12,500 steps")
-    cs: NonEmpty[Positive] = setting(CS, "of method=logistic: inverse strengths of the penalty")
+    cs: NonEmpty[Positive] | None = setting(
+        None, "of logistic: inverse strengths of the penalty; null: 13, or 45 as published if not standardised"
+    )
     output: JsonFile | None = RESULTS
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield settings of the other method."""
+        yield from super().contradictions()
+        given = given_keys(self)
+        if self.method == "logistic" and (others := {"rates", "steps"} & given):
+            yield f"{' and '.join(sorted(others))} are for method=grid; remove them, or give method=grid"
+        if self.method == "grid" and "cs" in given:
+            yield "cs are for method=logistic; remove them, or give method=logistic"
+        if self.method is None and "cs" in given and {"rates", "steps"} & given:
+            yield "cs are for method=logistic, rates and steps for method=grid: give one or the other"
 
 
 class DenseConfig(BackboneConfig):

@@ -16,8 +16,8 @@ FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN"}
 FIGURES |= {"probe": "ridge probe", "miou": "mIoU"}
 # The figures that a k-NN accuracy is compared with.
 COMPARED = {
-    "knn": "before training",
     "raw_pixels": "raw pixels",
+    "knn": "before training",
     "colours": "colours alone",
     "largest_class": "largest class",
     "chance": "chance",
@@ -96,6 +96,9 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str
     if not evaluations:
         return ""
     last, levels, figures = evaluations[-1], baseline.figures(), []
+    distance = above_raw_pixels(last, baseline)
+    # First what a network is worth that has learned nothing of the images: comparing them as they are.
+    start = "" if distance is None else _distance_text(distance, last)
     if last.knn is not None:
         metric = "" if baseline.metric == "top-1" else f" {baseline.metric}"
         knn = f"k-NN{metric} {last.knn:.1f} ± {_margin(last.knn, baseline.queries, last.knn_error):.1f} %"
@@ -114,7 +117,23 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str
     figures.append(f"effective rank {last.rankme:.1f}{_compared(levels, {'rankme': 'before training'})}")
     if last.knn is None and last.entropy_gap is not None:
         figures.append(f"entropy gap {last.entropy_gap:.2f}")
-    return "; ".join(filter(None, [", ".join(figures), _confidence(readings_of(last, baseline, baseline))]))
+    confidence = _confidence(readings_of(last, baseline, baseline))
+    return start + "; ".join(filter(None, [", ".join(figures), confidence]))
+
+
+def above_raw_pixels(metrics: MetricsRecord, baseline: Baseline) -> float | None:
+    """Return by how many points k-NN by the best tokens is above k-NN by raw pixels, if both are known."""
+    knn = [value for value in (metrics.knn, metrics.best_knn) if value is not None and math.isfinite(value)]
+    raw_pixels = baseline.figures().get("raw_pixels")
+    return None if raw_pixels is None or not knn else max(knn) - raw_pixels
+
+
+def _distance_text(points: float, metrics: MetricsRecord) -> str:
+    size = f"{abs(points):.{0 if abs(points) >= 9.95 else 1}f}"
+    side = "above" if points >= 0 else "below"
+    by_cls = (metrics.best_knn or -math.inf) <= (metrics.knn or -math.inf)
+    tokens = "" if by_cls else f" by {metrics.best_features}"
+    return f"{size} {'point' if size == '1.0' else 'points'} {side} raw pixels{tokens}: "
 
 
 def _compared(levels: Mapping[str, float], texts: Mapping[str, str]) -> str:
@@ -137,9 +156,11 @@ def _confidence(readings: Sequence[Reading]) -> str:
     clearest = readings[0]
     p = chance(clearest, readings)
     text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+    if len(readings) > 1:
+        text += f" after correction for {len(readings)} readings"
     if p >= UNLIKELY:
         least = f"on {clearest.images:,} images; p < {UNLIKELY:g} would count"
-        return f"the differences from before training may be chance ({text} {least})"
+        return f"the differences from before training may be chance ({text}, {least})"
     verb = "rose" if clearest.rise > 0 else "fell"
     return f"the {clearest.title} {verb} by {abs(clearest.rise):.1f} points ({text})"
 

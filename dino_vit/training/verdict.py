@@ -6,6 +6,7 @@ entropy gap; docs/start/watch.md lists the states. Advice names a setting, its v
 """
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 from dino_vit.config.loading import write_yaml
 from dino_vit.config.pretrain import PretrainConfig, in_steps
+from dino_vit.config.sections import stem_problem
+from dino_vit.core import height_width
 from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.readings import (
     COLLAPSES,
@@ -23,6 +26,7 @@ from dino_vit.training.readings import (
     STUCK_AT_LN,
     UNLIKELY,
     Diagnosis,
+    above_raw_pixels,
     chance,
     collapse,
     evaluation_text,
@@ -46,6 +50,10 @@ MUCH, NEARLY = 0.6, 0.85
 TELLING = 0.25
 FALLS = 0.01  # a loss that falls by a smaller share in the last third of a run hardly falls
 RISES = 1.0  # points or dimensions; what rises less in the second half of a run hardly rises
+FAR = 10.0  # points below raw pixels from which on more of the same is no advice
+SHAPES = "early convolutions learn shapes (k-NN of photos of hands was 37 instead of 27 % in the same time)"
+PUBLISHED = "timm:vit_small_patch16_224.dino"
+AWAKE = 0.01  # a loss that was stuck at ln(prototypes) has left it with this share of it below
 
 KEEP_RANK = ("loss.centering", "loss.koleo_weight", "optim.lr")
 ALL = (
@@ -128,6 +136,29 @@ class _Run:
         return self.last.step < FEW_STEPS and self.last.epoch < 1
 
     @property
+    def is_still_stuck(self) -> bool:
+        """Whether the loss was called stuck before, and has hardly moved since: noise brings it across."""
+        last, before = self.last, self.history[-2:-1]
+        if not before or before[0].state != STUCK_AT_LN.state or last.excess is None:
+            return False
+        return last.excess > -AWAKE * math.log(last.prototypes or 1)
+
+    @property
+    def is_far_below_pixels(self) -> bool:
+        distance = above_raw_pixels(self.evaluations[-1], self.before) if self.evaluations else None
+        return distance is not None and distance <= -FAR
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether accuracy has hardly risen in the last third of the run so far."""
+        last = self.evaluations[-1] if self.evaluations else self.last
+        field = next((name for name in ("knn", "miou") if getattr(last, name) is not None), None)
+        if field is None or len(self.evaluations) < ENOUGH:
+            return False
+        before = min(self.evaluations[:-1], key=lambda metrics: abs(3 * metrics.step - 2 * last.step))
+        return _or_lowest(getattr(last, field)) - _or_lowest(getattr(before, field)) < RISES
+
+    @property
     def is_evaluated_early(self) -> bool:
         """Whether it is too early for bad news: the teacher follows slowly, and a short dip is normal."""
         last = self.evaluations[-1]
@@ -199,17 +230,24 @@ def _diagnose(run: _Run) -> Diagnosis:
     collapsed, by_accuracy = collapse(run.history, settled_step=run.settled_step), _judge_accuracies(run)
     if run.is_short and collapsed is not NONFINITE:  # only what is good for sure is said
         return by_accuracy if by_accuracy in (LEARNING, BELOW_PIXELS) else TOO_EARLY
+    if collapsed is None and run.is_still_stuck:
+        collapsed = STUCK_AT_LN
     improved = by_accuracy in (LEARNING, BELOW_PIXELS, MIXED, PAST_BEST)
     spread = 0 < run.ranks[0] < HALF * run.ranks[-1]
-    follows_late = collapsed is STUCK_AT_LN and (improved or spread)  # features may improve before the loss
+    # Features may improve before the loss does; then they go on improving.
+    follows_late = collapsed is STUCK_AT_LN and (spread or (improved and not run.is_flat))
     if collapsed and not follows_late:
         return collapsed
     if not run.evaluations:
         return TOO_EARLY if run.config.run.is_evaluated else NOT_EVALUATED
-    by_rank = _judge_ranks(run)
+    diagnosis = by_rank = _judge_ranks(run)
     if by_accuracy is not None and (by_rank is not COLLAPSING or by_accuracy is PAST_BEST):
-        return by_accuracy
-    return LOSING_RANK if improved else by_rank
+        diagnosis = by_accuracy
+    elif improved:
+        diagnosis = LOSING_RANK
+    # A rank that has spread does not make a dead run one that is only young.
+    stays_dead = collapsed and diagnosis is TOO_EARLY and (run.is_still_stuck or run.finished)
+    return STUCK_AT_LN if stays_dead else diagnosis
 
 
 def _judge_accuracies(run: _Run) -> Diagnosis | None:
@@ -227,8 +265,7 @@ def _judge_accuracies(run: _Run) -> Diagnosis | None:
     # The best of many evaluations is high by chance, too.
     if any(reading.rise < 0 and len(run.evaluations) * reading.p < UNLIKELY for reading in since_best):
         return PAST_BEST
-    by_neighbours = max(_or_lowest(last.knn), _or_lowest(last.best_knn))  # as that of raw pixels is
-    return BELOW_PIXELS if by_neighbours < _or_lowest(before.raw_pixels) else LEARNING
+    return BELOW_PIXELS if (above_raw_pixels(last, before) or 0.0) < 0 else LEARNING
 
 
 def _judge_ranks(run: _Run) -> Diagnosis:
@@ -301,8 +338,11 @@ def _lost_rank(run: _Run, _: Diagnosis) -> str:
 
 
 def _still_improves(run: _Run, _: Diagnosis) -> str:
-    """Advise a longer run where the newest evaluation is the best, or the loss still falls."""
-    if not run.finished:
+    """Advise a longer run where the newest evaluation is the best, or the loss still falls.
+
+    Not where accuracy has stopped to rise or is far from that of raw pixels: longer is more of the same.
+    """
+    if not run.finished or run.is_far_below_pixels or run.is_flat:
         return ""
     longer, history = f"Try {run.length(2)}", run.history
     last = run.evaluations[-1]
@@ -320,6 +360,28 @@ def _still_improves(run: _Run, _: Diagnosis) -> str:
     return ""
 
 
+def _convolutions(run: _Run, _: Diagnosis) -> str:
+    """Advise early convolutions, which learn shapes where patches learn colours first."""
+    config = run.config
+    if config.model.timm or config.init or config.model.stem != "patch" or run.is_short:
+        return ""
+    if stem_problem("conv", height_width(config.model.patch_size), config.model.resnet_width):
+        return ""
+    return f"Try model.stem=conv: {SHAPES}."
+
+
+def _published_weights(run: _Run, _: Diagnosis) -> str:
+    """Advise weights that know photos, with the command, where a network of one's own is hardly worth it."""
+    config = run.config
+    if config.init or config.data.channels != 3 or run.is_short or not run.finished:
+        return ""
+    source, output = config.data.source, shlex.quote(f"{config.output}-published")
+    images = source if isinstance(source, str) else f"data.source={write_yaml(source)}"
+    settings = f"recipe=auto {run.length(1)} init.weights={PUBLISHED}"
+    command = f"dino-vit pretrain {shlex.quote(images)} {output} {settings}"
+    return f"Try weights that have seen a million photos: `{command}`."
+
+
 def _usual_remedy(run: _Run, diagnosis: Diagnosis) -> str:
     remedy = run.remedy(diagnosis.remedies)
     unknown = "; no cause was measured" if diagnosis in (NO_BETTER, WORSE) else ""
@@ -333,5 +395,9 @@ CAUSES: tuple[tuple[Sequence[Diagnosis], Callable[[_Run, Diagnosis], str]], ...]
     ((LEARNING, BELOW_PIXELS, MIXED, NO_BETTER, WORSE), _about_colour),
     ((MIXED, NO_BETTER, WORSE, LOSING_RANK, COLLAPSING), _lost_rank),
     ((BELOW_PIXELS, MIXED, NO_BETTER), _still_improves),
+    ((BELOW_PIXELS,), _convolutions),
+    ((BELOW_PIXELS,), _published_weights),
     (ALL, _usual_remedy),
+    ((NO_BETTER, WORSE), _convolutions),
+    ((NO_BETTER, WORSE), _published_weights),
 )

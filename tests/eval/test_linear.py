@@ -1,6 +1,8 @@
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.nn import functional as F
 
@@ -11,6 +13,7 @@ from dino_vit.eval.linear import (
     head_losses,
     head_scores,
     initial_weight,
+    on_standardised,
     ridge,
     top_classes,
     train_heads,
@@ -184,3 +187,25 @@ def test_a_ridge_regression_is_that_of_scikit_learn():
         assert weight.numpy() == pytest.approx(peer.coef_, abs=1e-5)
         assert bias.numpy() == pytest.approx(peer.intercept_, abs=1e-5)
     assert head_scores(heads, features).shape == (80, 2, 2)
+
+
+def test_heads_on_standardised_features_read_them_as_they_are():
+    """As scikit-learn's pipeline of a scaler and a regression does; a constant column counts for nothing."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([100.0, 1.0, 0.01, 0.0])
+    x = sizes * torch.randn(300, 4, generator=generator) + torch.tensor([5.0, -3.0, 0.0, 7.0])
+    score = x[:, 0] / 100 + x[:, 2] / 0.01 + torch.randn(300, generator=generator)
+    y = torch.bucketize(score, torch.tensor([-1.0, 1.0]))
+    columns = [slice(None), slice(1, 4)]
+
+    def train(features):
+        fits = [train_logistic(features[:, part], y, cs=[0.3], classes=3, tolerance=1e-10) for part in columns]
+        return [fit._replace(columns=part) for fit, part in zip(fits, columns, strict=True)]
+
+    plain = on_standardised(train, x, enabled=False)
+    for heads, unscaled, part in zip(on_standardised(train, x), plain, columns, strict=True):
+        pipeline = make_pipeline(StandardScaler(), LogisticRegression(C=0.3, tol=1e-8, max_iter=1000))
+        expected = pipeline.fit(x[:, part].double(), y).predict_proba(x[:, part].double())
+        found = head_scores(heads, x)[:, 0].softmax(dim=-1)
+        assert torch.allclose(found.double(), torch.from_numpy(expected), atol=1e-3)  # of 1
+        assert not torch.allclose(found, head_scores(unscaled, x)[:, 0].softmax(dim=-1), atol=1e-2)

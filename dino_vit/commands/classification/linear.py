@@ -1,4 +1,4 @@
-"""Linear classifiers on a frozen backbone: a grid of probes, or logistic regressions.
+"""Linear classifiers on a frozen backbone: logistic regressions, or a grid of probes as published.
 
 They train on features that are computed once and cached: the CLS tokens of the last blocks, then the mean
 patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an image
@@ -7,6 +7,7 @@ are learned each for itself; numbers are predicted by ridge regressions.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,18 +17,20 @@ from torch import Tensor
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.predicted import Predicted, few_images, few_text, judge, score
-from dino_vit.config.commands import LinearConfig
+from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearConfig
+from dino_vit.config.settings import given_keys
 from dino_vit.core.text import plural
 from dino_vit.eval.accuracy import Accuracy, accuracy
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
-from dino_vit.eval.labelled import LabelledFeatures, hold_out, labelled_features, open_sets
+from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
 from dino_vit.eval.linear import (
     PENALTIES,
     LinearHeads,
     count_correct,
     head_losses,
     head_scores,
+    on_standardised,
     ridge,
     top_classes,
     train_heads,
@@ -53,10 +56,11 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     """Do the same with a backbone that is loaded already."""
     path = asked_output(config, frozen.model.provenance.source)
     train_set, val_set = open_sets(config)
+    config = _completed(config, train_set)
     details: dict[str, Any] = {"method": config.method, "settings": config.model_dump(mode="json")}
     details["weights"] = frozen.describe_weights()
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
-    if config.method == "logistic":
+    if config.method == "logistic" and not config.standardise:  # as published
         inputs = [CLS]
     train = labelled_features(frozen, train_set, inputs[-1], "training features")
     val = labelled_features(frozen, val_set, inputs[-1], "evaluation features")
@@ -113,6 +117,16 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     return classification("linear", path, "linear top-1", predictions, details, "\n".join(text))
 
 
+def _completed(config: LinearConfig, train_set: LabelledSubset) -> LinearConfig:
+    """Return the settings with what follows from the number of images."""
+    given, few = given_keys(config), len(train_set) <= LOGISTIC_IMAGES
+    is_grid = train_set.task == "regression" or {"rates", "steps"} & given or not (few or "cs" in given)
+    method = config.method or ("grid" if is_grid else "logistic")
+    standardise = method == "logistic" if config.standardise is None else config.standardise
+    cs = config.cs or (STANDARD_CS if standardise else CS)
+    return config.model_copy(update={"method": method, "standardise": standardise, "cs": cs})
+
+
 def _fit(
     config: LinearConfig, train: LabelledFeatures, columns: Sequence[slice], device: torch.device
 ) -> tuple[str, Sequence[float], list[LinearHeads]]:
@@ -120,23 +134,25 @@ def _fit(
     if train.task == "regression":
         if config.method == "logistic":
             raise ValueError("method=logistic learns classes or labels; predict numbers with method=grid")
-        heads = [ridge(train.features, train.targets, PENALTIES, each) for each in columns]
-        return "penalty", PENALTIES, heads
+
+        def ridges(features: Tensor) -> list[LinearHeads]:
+            return [ridge(features, train.targets, PENALTIES, part) for part in columns]
+
+        return "penalty", PENALTIES, on_standardised(ridges, train.features, enabled=config.standardise)
+    classes = len(train.classes)
     if config.method == "grid":
-        heads = train_heads(
-            train.features,
-            train.targets,
-            columns=columns,
-            rates=config.rates,
-            classes=len(train.classes),
-            steps=config.steps,
-            seed=config.seed,
-            device=device,
-        )
-        return "rate", config.rates, heads
-    # In every process: each fit starts from the previous one, so they cannot be shared.
-    cs, features = sorted(config.cs), train.features.to(device, torch.float32)
-    return "C", cs, [train_logistic(features, train.targets.to(device), cs=cs, classes=len(train.classes))]
+        grid = {"columns": columns, "rates": config.rates, "steps": config.steps, "seed": config.seed}
+        probes = partial(train_heads, targets=train.targets, classes=classes, device=device, **grid)
+        return "rate", config.rates, on_standardised(probes, train.features, enabled=config.standardise)
+    cs, targets = sorted(config.cs), train.targets.to(device)
+
+    def regressions(features: Tensor) -> list[LinearHeads]:
+        # In every process: each fit starts from the previous one, so they cannot be shared.
+        each = [train_logistic(features[:, part], targets, cs=cs, classes=classes) for part in columns]
+        return [heads._replace(columns=part) for heads, part in zip(each, columns, strict=True)]
+
+    features = train.features.to(device, torch.float32)
+    return "C", cs, on_standardised(regressions, features, enabled=config.standardise)
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:

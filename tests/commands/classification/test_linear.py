@@ -133,7 +133,7 @@ def test_held_out_images_are_those_of_the_seed(weights):
 
 
 def test_a_regression_has_the_best_penalty(weights):
-    found, said = evaluate(weights, "method=logistic", "cs=[0.1, 10]", "select=source")
+    found, said = evaluate(weights, "method=logistic", "standardise=false", "cs=[0.1, 10]", "select=source")
     sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
     train, val = (extracted(model, each.images) for each in sets)
     heads = train_logistic(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)
@@ -144,6 +144,22 @@ def test_a_regression_has_the_best_penalty(weights):
     ]
     assert found["best"]["top1"]["correct"] == max(right)
     assert "the best C is at the end of those that were tried; give others with cs=" in said, "of two"
+
+
+def test_by_default_regressions_on_standardised_features_are_chosen_on_training_images(weights):
+    found, said = evaluate(weights)
+    assert (found["method"], found["settings"]["standardise"]) == ("logistic", True)
+    assert len({cell["C"] for cell in found["table"]}) == 13
+    assert {(cell["blocks"], cell["mean"]) for cell in found["table"]} == {
+        (1, False),
+        (1, True),
+        (3, False),
+        (3, True),
+    }
+    assert "chosen on 9 training images" in said
+    assert evaluate(weights, "steps=20")[0]["method"] == "grid"
+    said = command_here(*arguments(weights, "method=logistic", "steps=20"), code=2)
+    assert "steps are for method=grid" in said
 
 
 @pytest.mark.parametrize(
