@@ -32,12 +32,12 @@ from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
 from dino_vit.data.sources.source import describe_images
-from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
-from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings
+from dino_vit.eval.features import RAW_PIXELS, FrozenBackbone, raw_pixels_like
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
-from dino_vit.reports.comparison import Comparison, draw_maps, render
+from dino_vit.reports.comparison import Comparison, conclusion, draw_maps, render
 from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
@@ -53,6 +53,7 @@ class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
     figures: dict[str, dict[str, Interval]]  # by title, then by the short name of the weights
+    raw_pixels: dict[str, Interval]  # the same figures of neighbours and classifiers by raw pixels, by title
     ranks: dict[str, float]  # effective, by name
     pairs: list[Pair]
     verdict: str
@@ -72,10 +73,12 @@ def run(config: CompareConfig) -> ComparisonResult:
     if config.untrained:
         paths[UNTRAINED] = UNTRAINED
     page = path = None
+    of_pixels = [name for name in evaluators if name != "dense"]  # evaluated on raw pixels, too
     if folder:
         page, path = folder / "comparison.html", folder / "comparison.json"
         numbers = range(1, len(paths) + 1)
-        claim(page, path, *(file_of(folder, number, name) for number in numbers for name in evaluators))
+        files = [file_of(folder, number, name) for number in numbers for name in evaluators]
+        claim(page, path, *files, *(file_of(folder, 0, name) for name in of_pixels))
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
         trained = config.weights[0] if name == UNTRAINED else weights
@@ -96,18 +99,25 @@ def run(config: CompareConfig) -> ComparisonResult:
             for figure in measured:
                 comparison.measured.setdefault(figure.title, {})[name] = figure
                 log.info("%s: %s %s %%", name, figure.title, figure.interval)
+    for evaluator in of_pixels:
+        values = {"weights": RAW_PIXELS, "output": folder and file_of(folder, 0, evaluator)}
+        for figure in _evaluate(evaluator, config, values, raw_pixels_like(frozen), None, RAW_PIXELS):
+            comparison.raw_pixels[figure.title] = figure
+            log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.interval)
     pairs = compare_pairs(comparison.measured)
     best = standings(comparison.measured, pairs)
     figures = {
         title: {name: figure.interval for name, figure in by_name.items()}
         for title, by_name in comparison.measured.items()
     }
-    answer = verdict(best)
+    answer = conclusion(comparison, best)
+    raw_pixels = {title: figure.interval for title, figure in comparison.raw_pixels.items()}
     text = f"{_table(comparison, best)}\n\n{answer}"
     results = {
         "settings": config.model_dump(mode="json"),
         "weights": paths,
         "figures": figures,
+        "raw_pixels": raw_pixels,
         "effective_rank": comparison.ranks,
         "pairs": pairs,
         "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
@@ -120,7 +130,14 @@ def run(config: CompareConfig) -> ComparisonResult:
                 write_output(page, render(comparison, pairs, best, public(config.source)).encode())
         text += f"\n\n{page}: open it in any browser\n{path}"
     return ComparisonResult(
-        figures=figures, ranks=comparison.ranks, pairs=pairs, verdict=answer, page=page, path=path, text=text
+        figures=figures,
+        raw_pixels=raw_pixels,
+        ranks=comparison.ranks,
+        pairs=pairs,
+        verdict=answer,
+        page=page,
+        path=path,
+        text=text,
     )
 
 
@@ -203,10 +220,10 @@ def _evaluate(
     config: CompareConfig,
     values: dict[str, Any],
     frozen: FrozenBackbone,
-    comparison: Comparison,
+    comparison: Comparison | None,
     name: str,
 ) -> list[Measured]:
-    """Run one evaluator on one backbone."""
+    """Run one evaluator on one backbone; note its predictions in the comparison, if one is given."""
     values |= _shared(config, CONFIGS[evaluator])
     if evaluator == "dense":
         return dense.evaluate(DenseConfig(**values), frozen).measured
@@ -216,7 +233,8 @@ def _evaluate(
         result, title = linear.evaluate(LinearConfig(**values), frozen), "linear top-1"
     if isinstance(result, Predicted):
         return [result.measured]
-    comparison.predictions.setdefault(name, result.predictions)
+    if comparison:
+        comparison.predictions.setdefault(name, result.predictions)
     right = torch.from_numpy(result.predictions.right)
     return [measured_share(title, result.predictions.images, right)]
 
@@ -235,6 +253,9 @@ def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
             mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
             row.append(f"{by_name[name].interval}{mark}")
         rows.append([*row, f"{rank:.1f}"])
+    if comparison.raw_pixels:
+        figures = (comparison.raw_pixels.get(title) for title in comparison.measured)
+        rows.append([RAW_PIXELS, *(f"{figure.interval} " if figure else "- " for figure in figures), "-"])
     table = format_table(["per cent", *(f"{title} " for title in best), "effective rank"], rows)
     legend = "* best; = cannot be told from the best on these images (paired by image, Bonferroni)"
     return f"{table}\n{legend}" if best else table

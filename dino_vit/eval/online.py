@@ -22,7 +22,7 @@ from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.accuracy import trivial_baselines
-from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
+from dino_vit.eval.features import PIXEL_SIDE, Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import neighbour_means, weighted_knn
 from dino_vit.eval.metrics import TITLES, Title, measure
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
@@ -32,7 +32,6 @@ NEIGHBOURS = 20
 # Of a source with more images than MANY, evaluations choose among some that are drawn at random.
 MANY, DRAWN = 2**24, 2**16
 _QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
-_PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
 # Which images were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
@@ -253,7 +252,7 @@ class OnlineEvaluation:
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
         height, width = self.transform.size
-        shrink = min(1.0, _PIXEL_SIDE / max(height, width))
+        shrink = min(1.0, PIXEL_SIDE / max(height, width))
         size = max(1, round(height * shrink)), max(1, round(width * shrink))
         small = replace(self.transform, size=size)
         pixels = pixel_features(self.source, self.indices, transform=small)

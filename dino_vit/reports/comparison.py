@@ -31,6 +31,7 @@ class Comparison:
     pixels: Pixels = RGB  # of the images
     ranks: dict[str, float] = field(default_factory=dict)  # effective, by name of the backbone
     measured: dict[str, dict[str, Measured]] = field(default_factory=dict)  # by title, then by name
+    raw_pixels: dict[str, Measured] = field(default_factory=dict)  # by title; no backbone, so never the best
     predictions: dict[str, Predictions] = field(default_factory=dict)  # by name
     runs: dict[str, RunRecord] = field(default_factory=dict)  # by name
     maps: dict[int, Row] = field(default_factory=dict)  # by image
@@ -44,11 +45,22 @@ def render(comparison: Comparison, pairs: list[Pair], best: Mapping[str, tuple[s
         comparison=comparison,
         pairs=pairs,
         best=best,
-        verdict=verdict(best),
+        verdict=conclusion(comparison, best),
         maps=list(comparison.maps.values()),
         differing=_differing(comparison),
         data={"charts": joint_charts(comparison.runs), "map": None},
     )
+
+
+def conclusion(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
+    """Say which backbone to take, and by what even raw pixels are as good."""
+    texts = [verdict(best)]
+    for title, baseline in comparison.raw_pixels.items():
+        name = best[title][0]
+        points = 100 * (comparison.measured[title][name].value - baseline.value)
+        if points <= 0:
+            texts.append(f"By {title} none is better than raw pixels: {name} is {-points:.1f} points below.")
+    return " ".join(texts)
 
 
 def joint_charts(runs: dict[str, RunRecord]) -> list[dict[str, Any]]:

@@ -14,7 +14,9 @@ from dino_vit.commands.compare import choose_evaluators, names_of, open_compared
 from dino_vit.config.commands import BackboneConfig, CompareConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features import pixel_features
 from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.maps import segmentation
 from dino_vit.eval.online import rankme
 from tests.support.images import write_synthetic
@@ -31,6 +33,25 @@ def others(tmp_path, weights):
     model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2)
     save_backbone(model, tmp_path / "b.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
     return [str(weights), str(tmp_path / "b.safetensors")]
+
+
+def test_raw_pixels_have_a_row_and_are_named_where_nothing_is_better(tmp_path, others):
+    found = dino_vit.compare("synthetic:60:16", weights=others, output=tmp_path / "out", **SETTINGS)
+    frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=others[0], precision="no"))
+    source = open_source("synthetic:60:16")
+    pixels = pixel_features(source, range(60), transform=frozen.transform).values
+    labels = torch.tensor([source.label(index) for index in range(60)])
+    said = weighted_knn(pixels, labels, pixels, k=[20], self_offset=0)[20][:, 0]
+    percent = 100 * float((said == labels).float().mean())
+    assert found.raw_pixels["k-NN top-1"].percent == pytest.approx(percent)
+    assert found.raw_pixels.keys() == found.figures.keys()
+    written = json.loads((tmp_path / "out" / "0-knn.json").read_text())
+    assert written["weights"]["source"] == "raw pixels"
+    best = max(figure.percent for figure in found.figures["k-NN top-1"].values())
+    assert ("By k-NN top-1 none is better than raw pixels" in found.verdict) == (best <= percent)
+    row = next(line for line in str(found).splitlines() if line.startswith("raw pixels"))
+    assert f"{percent:.2f} (" in row
+    assert "raw pixels" in ParsedPage(found.page.read_text()).text
 
 
 def test_figures_are_those_of_the_evaluators(tmp_path, others):
