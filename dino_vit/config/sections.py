@@ -90,6 +90,9 @@ class Data(Settings):
     std: tuple[Positive, ...] | None = setting((0.229, 0.224, 0.225), "like mean; null: measured")
     augment_on: Literal["device", "worker"] = setting("device", "where to augment: device, all views at once")
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
+    keep_decoded: bool = setting(
+        True, "keep decoded images that fit into a quarter of the free memory", resumable=True
+    )
     max_pixels: Count = setting(200_000_000, "larger images are not decoded", resumable=True)
     max_unreadable: Probability = setting(0.1, "unreadable share that ends a run", resumable=True)
 

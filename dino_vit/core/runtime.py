@@ -64,6 +64,20 @@ def launched_for_shards() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
 
 
+def free_memory() -> int:
+    """Return the bytes of memory that are free on this host and in this container."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
+    try:
+        return max(0, min(free, int(limit.read_text()) - int(used.read_text())))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
+
+
 def cores_of_a_process(processes: int) -> int:
     """Return the number of cores for each process on this machine, at least one."""
     environ, cores = os.environ, os.cpu_count() or 1

@@ -185,3 +185,16 @@ class Pace:
         spread = self.sum_of_squares / self.timed / mean**2 - 1  # variance of the steps, relative to the mean
         doubt = max(spread, 0.0) / self.timed + MEASURED**2 * self.budget / self.sum
         return float(self.planned * (mean / self.planned) ** (PLANNED**2 / (PLANNED**2 + doubt)))
+
+
+def note_on_unseen(plan: Plan, step_seconds: float) -> str | None:
+    """Say how long an epoch takes if `budget.minutes` are too short for one."""
+    minutes, missing = plan.config.budget.minutes, plan.steps_per_epoch - plan.total_steps
+    if not minutes or missing <= 0:
+        return None
+    needed = float(f"{minutes + missing * step_seconds / 60:.2g}")
+    return (
+        f"budget.minutes={minutes:g} has time for about {plural(plan.total_steps, 'step')} of the "
+        f"{plan.steps_per_epoch:,} in an epoch, so not every image is seen; budget.minutes={needed:g} would be "
+        "an epoch"
+    )

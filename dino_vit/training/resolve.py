@@ -30,7 +30,7 @@ from dino_vit.core.distributed import from_rank_0, in_all_processes
 from dino_vit.core.text import plural
 from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.source import Source, images_per_epoch, parts_of, spread
-from dino_vit.data.statistics import INSPECTED, MEASURED, channel_statistics, inspect_images
+from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, channel_statistics, inspect_images
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.build import advice_on_size, build_pixels
 from dino_vit.views.eval_transform import eval_transform_of
@@ -87,13 +87,17 @@ def with_choices(config: PretrainConfig, choices: Iterable[Choice]) -> PretrainC
     return replace(config, {choice.key: choice.value for choice in choices})
 
 
-def resolve_config(
-    config: PretrainConfig, context: RunContext
-) -> tuple[PretrainConfig, list[Choice], list[str]]:
-    """Fill in every open setting; return the config, what led to it, and notes on the images.
+class Resolution(NamedTuple):
+    """A config without open settings, what led to it, notes on the images, and those that were inspected."""
 
-    A run that resumes keeps what was chosen at its start.
-    """
+    config: PretrainConfig
+    choices: list[Choice]
+    notes: list[str]
+    summary: ImageSummary
+
+
+def resolve_config(config: PretrainConfig, context: RunContext) -> Resolution:
+    """Fill in every open setting; a run that resumes keeps what was chosen at its start."""
     source, resumed, max_pixels = context.source, context.resumed, config.data.max_pixels
     with in_all_processes():  # others may fail to read another image
         summary = from_rank_0(
@@ -141,7 +145,7 @@ def resolve_config(
     sizes = [(image.height, image.width) for image in summary.images]
     if advice := advice_on_size(config, sizes, config.data.sources):
         notes.append(advice)
-    return config, list(made.values()), notes
+    return Resolution(config, list(made.values()), notes, summary)
 
 
 def start_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:

@@ -18,7 +18,6 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
-from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources.source import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.eval.online import OnlineEvaluation
@@ -28,11 +27,17 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.stems import current_arguments
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.training.plan import make_plan
+from dino_vit.training.plan import make_plan, note_on_unseen
 from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
-from dino_vit.views.build import build_augment, build_eval_transform, build_loader, open_images
+from dino_vit.views.build import (
+    build_augment,
+    build_eval_transform,
+    build_loader,
+    keep_decoded,
+    open_images,
+)
 from dino_vit.views.loader import UnreadableImages
 from dino_vit.views.sampler import describe_sampling
 
@@ -52,7 +57,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     `fit` is what a new run of some `budget.minutes` has time for.
     """
     context = open_context(config, accelerator, fit)
-    config, choices, notes = resolve_config(config, context)
+    config, choices, notes, summary = resolve_config(config, context)
     if context.resumed:
         check_same_run(config, context, context.resumed)
         started = started_config(context.resumed)
@@ -61,17 +66,13 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
         reason = f"changed at step {context.resumed.step:,}"
         choices += [Choice(key, get(config, key), reason) for key in sorted(given)]
     state = _build_state(config, context, accelerator)
+    if config.data.keep_decoded and (kept := keep_decoded(state.loader, summary)):
+        notes.append(kept)
     state.seconds_before = context.fit.seconds
     if context.resumed:
         state.restore(context.resumed)
-    elif config.budget.minutes and state.plan.total_steps < state.plan.steps_per_epoch:
-        steps, minutes = state.plan.steps_per_epoch, config.budget.minutes
-        missing = (steps - state.plan.total_steps) * context.fit.step_seconds / 60
-        needed = float(f"{minutes + missing:.2g}")
-        notes.append(
-            f"budget.minutes={minutes:g} has time for about {plural(state.plan.total_steps, 'step')} of the "
-            f"{steps:,} in an epoch, so not every image is seen; budget.minutes={needed:g} would be an epoch"
-        )
+    elif note := note_on_unseen(state.plan, context.fit.step_seconds):
+        notes.append(note)
     if context.imitated:
         notes.append(
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "

@@ -19,6 +19,7 @@ from dino_vit.config.settings import values
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
+from dino_vit.data.decoded import expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
 from dino_vit.data.sources.index import below_home
@@ -31,6 +32,7 @@ from dino_vit.data.sources.source import (
     images_per_epoch,
     parts_of,
 )
+from dino_vit.data.statistics import ImageSummary
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
@@ -204,6 +206,18 @@ def build_loader(
         workers=choose_workers(config.data.workers, world_size),
         pin=pin,
     )
+
+
+def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
+    """Let a loader keep what it decodes, if there is room; return a note on it, if so."""
+    scaled, images = loader.scaled_decoding, len(loader.source)
+    options: Any = {"scaled": scaled, "workers": loader.workers}
+    loader.decoded = room_for(images, summary, loader.pixels, **options)
+    if loader.decoded is None:
+        return None
+    size = expected_bytes(images, summary, loader.pixels, scaled=scaled)
+    text = f"decoded images stay in memory, about {size / 1e6:,.0f} MB"
+    return f"{text} (data.keep_decoded=false decodes them each time)"
 
 
 def _mixed_order(

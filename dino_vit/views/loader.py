@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.core import Size
+from dino_vit.data.decoded import DecodedImages
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
+from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
@@ -79,7 +81,7 @@ class Loader(Dataset[Any]):
     """Read, decode and crop the images of each step, in `workers` DataLoader workers that last for the run.
 
     With `augment` they apply the augmentation too, and return float32 views: four times the memory. With
-    `scaled_decoding` a JPEG is decoded no larger than its views need it.
+    `scaled_decoding` a JPEG is decoded no larger than its views need it. What is decoded may be kept.
     """
 
     source: Source
@@ -89,6 +91,7 @@ class Loader(Dataset[Any]):
     augment: nn.Module | None = None
     masking: "Masking | None" = None
     scaled_decoding: bool = False
+    decoded: DecodedImages | None = None
     prefetch: Sequence[Prefetch] = ()  # one for each remote source
     workers: int = 0
     pin: bool = False
@@ -198,11 +201,7 @@ class Loader(Dataset[Any]):
             crops = ViewBoxes(self.views, tries)
             reduction = crops.reduction if self.scaled_decoding else None
             try:
-                with timed(times, "read"):
-                    item = read_item(self.source, index)
-                with timed(times, "decode"):
-                    image = decode_item(item, self.source.name(index), self.pixels, reduction)
-                return index, image, crops
+                return index, self._decoded(index, reduction, times), crops
             except UnreadableImage as error:
                 unreadable.append(error)
         raise_if_lost(unreadable[-1])
@@ -210,6 +209,29 @@ class Loader(Dataset[Any]):
             f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
             "Check that the source is complete and can be reached."
         )
+
+
+    def _decoded(self, index: int, reduction: Reduction | None, times: dict[str, float]) -> Tensor:
+        """Return the pixels of an image that is kept, or read and decode it; boxes may reduce it."""
+        if self.decoded:
+            with timed(times, "find"):
+                if (kept := self.decoded.find(index, reduction, self.pixels.channels)) is not None:
+                    return kept
+        sizes, factors = list[Size](), [1]
+
+        def noted(height: int, width: int) -> int:
+            assert reduction is not None
+            sizes.append((height, width))
+            factors.append(reduction(height, width))
+            return factors[-1]
+
+        with timed(times, "read"):
+            item = read_item(self.source, index)
+        with timed(times, "decode"):
+            image = decode_item(item, self.source.name(index), self.pixels, reduction and noted)
+        if self.decoded and isinstance(item, bytes):
+            self.decoded.keep(index, image, sizes[-1] if sizes else None, factors[-1])
+        return image
 
 
 class UnreadableImages:

@@ -1,0 +1,93 @@
+"""Decoded images that stay in memory, where a set is small: its workers decode each only once.
+
+A kept image has the very pixels that decoding it again would give, so a run is the same with and without.
+"""
+
+import mmap
+import multiprocessing
+import os
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dino_vit.core.runtime import free_memory
+from dino_vit.data.images.formats import Reduction
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.statistics import ImageSummary
+
+FACTORS = 1, 2, 4, 8  # by which an image may be reduced while it is decoded; each is kept by itself
+ALL_FACTORS = sum(1 / factor**2 for factor in FACTORS)
+SHARE = 0.25  # of the free memory of a host, at most
+SPARE = 1.25  # times what the inspected images let expect
+_UNKNOWN, _IRREDUCIBLE = 0, -1
+
+
+class DecodedImages:
+    """8-bit images by index and factor, in memory that processes share which are forked later.
+
+    What does not fit any more is decoded each time.
+    """
+
+    def __init__(self, images: int, size: int) -> None:
+        """`size` is that of the memory in bytes; what is not used of it takes none."""
+        self.memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        self.table = _shared(images, len(FACTORS), 3)  # start, height and width of the pixels; height 0: none
+        self.sizes = _shared(images, 2)  # height and width of the file's image
+        self.used = _shared(1)
+        self.lock = multiprocessing.Lock()
+
+    def find(self, index: int, reduction: Reduction | None, channels: int) -> Tensor | None:
+        """Return an image (C, H, W) as it was decoded, if it is here; nobody may write to it."""
+        with self.lock:  # no other process writes half an entry meanwhile
+            height, width = self.sizes[index].tolist()
+            if height == _UNKNOWN:
+                return None
+            factor = reduction(height, width) if reduction and height != _IRREDUCIBLE else 1
+            start, height, width = self.table[index, FACTORS.index(factor)].tolist()
+        if not height:
+            return None
+        pixels = self.memory[start : start + height * width * channels]
+        return pixels.view(height, width, channels).permute(2, 0, 1)
+
+    def keep(self, index: int, image: Tensor, size: tuple[int, int] | None, factor: int) -> None:
+        """Keep an image, if there is room; `size` is that of the file's, None if it cannot be reduced."""
+        if image.dtype != torch.uint8:
+            return
+        number = FACTORS.index(factor)
+        with self.lock:
+            start, end = int(self.used[0]), int(self.used[0]) + image.numel()
+            if end > len(self.memory) or self.table[index, number, 1]:
+                return
+            self.used[0] = end
+        self.memory[start:end].view(*image.shape[1:], len(image)).copy_(image.permute(1, 2, 0))
+        with self.lock:
+            self.sizes[index] = size or (_IRREDUCIBLE, _IRREDUCIBLE)
+            self.table[index, number] = start, *image.shape[1:]
+
+
+def _shared(*shape: int) -> NDArray[np.int64]:
+    """Return zeros that forked processes share."""
+    return np.frombuffer(mmap.mmap(-1, max(8 * prod(shape), 1)), np.int64).reshape(shape)
+
+
+def expected_bytes(images: int, summary: ImageSummary, pixels: Pixels, *, scaled: bool) -> int:
+    """Return how much memory the images of a source take, by those that were inspected."""
+    sizes = [image.height * image.width for image in summary.images]
+    return round(images * pixels.channels * sum(sizes) / len(sizes) * (ALL_FACTORS if scaled else 1))
+
+
+def room_for(
+    images: int, summary: ImageSummary, pixels: Pixels, *, scaled: bool, workers: int
+) -> DecodedImages | None:
+    """Return room for the images of a source, if they fit into this process's share of the free memory."""
+    if pixels.bits != 8 or not any(image.file_bytes for image in summary.images):  # arrays are decoded already
+        return None
+    if workers and multiprocessing.get_start_method() != "fork":  # then workers share no memory
+        return None
+    size = round(SPARE * expected_bytes(images, summary, pixels, scaled=scaled))
+    if size > SHARE * free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return None
+    return DecodedImages(images, size + mmap.PAGESIZE)

@@ -1,0 +1,140 @@
+"""Images that stay decoded: the same views, to the bit, by one process and by its workers."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit.core.runtime import free_memory
+from dino_vit.data import decoded
+from dino_vit.data.decoded import DecodedImages, expected_bytes, room_for
+from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.statistics import inspect_images
+from dino_vit.views.geometry import View
+from dino_vit.views.loader import Loader
+from dino_vit.views.sampler import Sampler
+
+VIEWS = (View(size=(32, 32), scale=(0.25, 1.0)), View(size=(16, 16), scale=(0.1, 0.4)))
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """JPEG of several sizes, one of them turned by its tag, one grey, and a PNG."""
+    random = np.random.default_rng(0)
+    for number in range(12):
+        pixels = random.integers(0, 256, (40 + 25 * number, 300 - 20 * number, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels).convert("L" if number == 3 else "RGB")
+        tags = image.getexif()
+        if number == 5:
+            tags[274] = 6
+        image.save(tmp_path / f"{number:02}.jpg", exif=tags)
+    image.save(tmp_path / "last.png")
+    return tmp_path
+
+
+def loader_of(folder, *, keep, **settings):
+    source = open_source(str(folder))
+    loader = Loader(
+        source=source,
+        views=VIEWS,
+        sampler=Sampler(length=len(source), batch_size=4, seed=0),
+        scaled_decoding=True,
+        **settings,
+    )
+    if keep:
+        loader.decoded = DecodedImages(len(source), 10_000_000)
+    return loader
+
+
+def batches(loader, count=12):
+    iterator = loader.batches()
+    taken = [next(iterator) for _ in range(count)]
+    iterator.close()
+    return taken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_views_are_the_same_to_the_bit(photos, workers):
+    kept = loader_of(photos, keep=True, workers=workers)
+    plain = loader_of(photos, keep=False)
+    for with_memory, without in zip(batches(kept), batches(plain), strict=True):
+        assert with_memory.samples.equal(without.samples)
+        for size, views in without.views.items():
+            assert with_memory.views[size].equal(views)
+    assert int(kept.decoded.used[0]) > 0, "what workers keep is seen here, too"
+    assert (kept.decoded.sizes[:, 0] != 0).all(), "each image has been seen in 48 draws of 13"
+
+
+def test_a_kept_image_is_neither_read_nor_decoded_again(photos):
+    loader = loader_of(photos, keep=True)
+    batches(loader, 60)
+    for path in photos.iterdir():
+        path.unlink()
+    batch = batches(loader, 60)[-1]
+    assert not batch.unreadable
+    assert batch.times["decode"] == batch.times["read"] == 0
+
+
+def test_what_has_no_room_is_decoded_each_time(photos):
+    small = loader_of(photos, keep=False)
+    small.decoded = DecodedImages(13, 50_000)
+    for limited, without in zip(batches(small), batches(loader_of(photos, keep=False)), strict=True):
+        assert all(limited.views[size].equal(views) for size, views in without.views.items())
+    assert 0 < int(small.decoded.used[0]) <= 50_000
+
+
+def test_an_image_that_cannot_be_read_is_tried_again(photos):
+    path = photos / "00.jpg"
+    content = path.read_bytes()
+    path.write_bytes(b"damaged")
+    loader = loader_of(photos, keep=True)
+    assert any(batch.unreadable for batch in batches(loader, 4))
+    path.write_bytes(content)
+    assert not any(batch.unreadable for batch in batches(loader, 4))
+
+
+def test_there_is_room_where_a_quarter_of_the_free_memory_suffices(photos, monkeypatch):
+    source = open_source(str(photos))
+    summary = inspect_images(source, range(13))
+    pixels = sum(image.height * image.width for image in summary.images)
+    assert expected_bytes(13, summary, RGB, scaled=False) == 3 * pixels
+    assert expected_bytes(13, summary, RGB, scaled=True) == round(3 * pixels * (1 + 1 / 4 + 1 / 16 + 1 / 64))
+    options = {"scaled": False, "workers": 0}
+    needed = 1.25 * 3 * pixels
+    monkeypatch.setattr(decoded, "free_memory", lambda: 4 * needed + 4)
+    assert room_for(13, summary, RGB, **options) is not None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert room_for(13, summary, RGB, **options) is None, "another process of this host needs as much"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(decoded, "free_memory", lambda: 4 * needed - 4)
+    assert room_for(13, summary, RGB, **options) is None
+    monkeypatch.setattr(decoded, "free_memory", lambda: 10**12)
+    assert room_for(13, summary, Pixels(bits=16), **options) is None, "they are as large as their views"
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")
+    assert room_for(13, summary, RGB, scaled=False, workers=1) is None, "its workers would share nothing"
+
+
+def test_free_memory_is_that_of_this_machine():
+    assert 10**7 < free_memory() < 10**14
+
+
+def test_arrays_are_decoded_already(tmp_path):
+    np.save(tmp_path / "images.npy", np.zeros((5, 8, 8, 3), np.uint8))
+    source = open_source(str(tmp_path / "images.npy"))
+    summary = inspect_images(source, range(5))
+    assert room_for(5, summary, RGB, scaled=False, workers=0) is None
+
+
+def test_a_run_says_once_that_images_stay_in_memory(photos, tmp_path):
+    from tests.support.runs import command_here
+
+    settings = ["budget.steps=1", "data.batch_size=4", "views.global_size=32", "views.local_size=16"]
+    settings += ["model.arch=null", "model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=8"]
+    settings += ["head.prototypes=16", "run.eval_every=null", "optim.warmup_epochs=0", "data.workers=0"]
+    said = command_here("pretrain", str(photos), str(tmp_path / "run"), *settings)
+    assert said.count("decoded images stay in memory, about") == 1
+    said = command_here("pretrain", str(photos), str(tmp_path / "b"), *settings, "data.keep_decoded=false")
+    assert "stay in memory" not in said
