@@ -26,7 +26,7 @@ from benchmarks.machines import VARIABLES, Machine, accelerate, restarting, torc
 from benchmarks.measure import Row, Table, arguments, report
 from benchmarks.soak import ROOT, compared
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.training.metrics import METRICS, MetricsRecord, read_records
+from dino_vit.reports.metrics import METRICS, MetricsRecord, read_records
 
 LIMIT = 12.0  # seconds of run.peer_timeout
 STEPS, EVERY, HURT = 240, 40, 100  # of a run, between checkpoints, and when something happens

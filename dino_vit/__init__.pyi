@@ -38,8 +38,8 @@ from dino_vit.models.vit import vit_huge as vit_huge
 from dino_vit.models.vit import vit_large as vit_large
 from dino_vit.models.vit import vit_small as vit_small
 from dino_vit.models.vit import vit_tiny as vit_tiny
+from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.run import Run as Run
-from dino_vit.training.metrics import MetricsRecord
 from dino_vit.weights import WeightsError as WeightsError
 from dino_vit.weights import load_backbone as load_backbone
 from dino_vit.weights import save_backbone as save_backbone

@@ -10,8 +10,8 @@ from dino_vit.config.commands import ExportConfig, InspectWeightsConfig, Weights
 from dino_vit.core import height_width
 from dino_vit.core.text import public_values
 from dino_vit.models.backbone import Backbone
-from dino_vit.training.metrics import BASELINE, METRICS, Baseline, read_records
-from dino_vit.training.readings import evaluation_text
+from dino_vit.reports.metrics import BASELINE, METRICS, Baseline, read_records
+from dino_vit.reports.readings import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import code, describe, model_card, show, usage

@@ -18,9 +18,9 @@ from dino_vit.config.settings import (
     Positive,
     Seed,
     Settings,
-    given_keys,
     Side,
     Task,
+    given_keys,
     setting,
 )
 
@@ -110,7 +110,8 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     rates: NonEmpty[Positive] = setting(RATES, "of method=grid: learning rates at a batch of 256")
     steps: Count | None = setting(None, "of method=grid; null: ten epochs, from 1,250 to 12,500 steps")
     cs: NonEmpty[Positive] | None = setting(
-        None, "of logistic: inverse strengths of the penalty; null: 13, or 45 as published if not standardised"
+        None,
+        "of logistic: inverse penalties; null: 13, or 45 as published if not standardised",
     )
     output: JsonFile | None = RESULTS
 

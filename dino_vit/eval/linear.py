@@ -7,7 +7,8 @@ probabilities minus the one-hot targets. With 26 heads of 100 classes, a step of
 on one CPU core; a layer, a loss and autograd for each head take 0.20 s.
 
 A logistic regression is the optimum of scikit-learn's objective, |W|² / 2 + C · Σ cross-entropy, with an
-unpenalised bias. Both kinds can be trained on standardised features (`on_standardised`). Where images have several labels, both kinds learn each label for itself, by a sigmoid.
+unpenalised bias. Both kinds can be trained on standardised features (`on_standardised`). Where images have
+several labels, both learn each label for itself, by a sigmoid.
 
 n images, d columns that a head reads, r heads (one per learning rate), c classes
 """

@@ -13,7 +13,8 @@ from dino_vit.core.outputs import MARK
 from dino_vit.core.text import printable, public
 from dino_vit.reports.pictures import Pictures
 from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
-from dino_vit.training.verdict import LEARNING, WAITING, WAITING_HELP
+from dino_vit.reports.states import LEARNING
+from dino_vit.reports.verdict import WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
 BUCKETS = 300  # the lowest and the highest point of each are kept

@@ -11,9 +11,10 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.text import plural, public, public_values
 from dino_vit.eval.results import Evaluation, read_evaluations
-from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
-from dino_vit.training.readings import Diagnosis
-from dino_vit.training.verdict import STATES, TOO_EARLY, judge
+from dino_vit.reports.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
+from dino_vit.reports.readings import Diagnosis
+from dino_vit.reports.states import STATES, TOO_EARLY
+from dino_vit.reports.verdict import judge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ from dino_vit.method.optim import (
     step_if_finite,
 )
 from dino_vit.models.head import DINOHead
-from dino_vit.training.metrics import MetricsRecord
+from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.resolve import NO_FIT, Fit, start_choices, with_choices
@@ -112,7 +112,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 limit_waits(timedelta(minutes=state.config.run.peer_timeout))
 
             finish_save(state, reporter)
-            reporter.progress.advance(state.step)
+            reporter.progress.advance(state.step, state.plan.total_steps)
             if state.plan.is_logged(state.step):
                 log_step(state, reporter)
             else:

@@ -195,6 +195,6 @@ def note_on_unseen(plan: Plan, step_seconds: float) -> str | None:
     needed = float(f"{minutes + missing * step_seconds / 60:.2g}")
     return (
         f"budget.minutes={minutes:g} has time for about {plural(plan.total_steps, 'step')} of the "
-        f"{plan.steps_per_epoch:,} in an epoch, so not every image is seen; budget.minutes={needed:g} would be "
-        "an epoch"
+        f"{plan.steps_per_epoch:,} in an epoch, so not every image is seen; budget.minutes={needed:g} would "
+        "be an epoch"
     )

@@ -4,20 +4,16 @@ Nothing here changes the state.
 """
 
 import logging
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Self
 
 import torch
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from dino_vit import __version__
 from dino_vit.config.loading import replace as with_settings
@@ -27,16 +23,12 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import (
-    duration,
-    live_console,
     plural,
     printable,
-    printable_lines,
     public_values,
-    unfailing,
 )
 from dino_vit.data.sources.source import images_per_epoch
-from dino_vit.training.metrics import (
+from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
     MetricsRecord,
@@ -46,103 +38,15 @@ from dino_vit.training.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.training.readings import COMPARED, FIGURES
+from dino_vit.reports.readings import COMPARED, FIGURES
+from dino_vit.reports.verdict import WAITING_HELP, judge, waits_for_images
+from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.setup import ReadyRun
-from dino_vit.training.verdict import TOO_EARLY, WAITING_HELP, Verdict, judge, waits_for_images
 
-REFRESH = 0.5  # seconds between two updates of the bar
-RECENT = 1800  # seconds whose pace the remaining time is estimated from
 FEW_CHOICES = 3  # each gets a line at the start
 TITLES = FIGURES | {name: text for name, text in COMPARED.items() if name != "knn"}
 TITLES |= {"constant_miou": "mIoU of one class"}
-
-
-class RunProgress:
-    """Show a run on stderr, or on `stream`: a line per record, and on a terminal a bar below them."""
-
-    def __init__(
-        self,
-        *,
-        total_steps: int,
-        step: int = 0,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.clock, self.drawn = clock, -math.inf
-        self.stream = unfailing(sys.stderr if stream is None else stream)
-        self.diagnosis = TOO_EARLY
-        self.saved_step: int | None = None  # shown in the next line
-        console = live_console(self.stream)
-        self.bar = Progress(
-            TextColumn("{task.completed:,}/{task.total:,}"),
-            BarColumn(None),
-            TaskProgressColumn(),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            auto_refresh=False,  # its thread is in the way of workers, which may be forked beside one
-            speed_estimate_period=RECENT,
-            redirect_stdout=sys.stdout.isatty(),
-            get_time=clock,
-            disable=console is None,  # then it only estimates the remaining time
-            expand=True,
-        )
-        self.bar.add_task("", total=total_steps, completed=step)
-        (self.task,) = self.bar.tasks
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def advance(self, step: int) -> None:
-        """Move the bar to `step`; cheap enough for every step."""
-        self.bar.update(self.task.id, completed=step)
-        if self.clock() - self.drawn >= REFRESH:
-            self.drawn = self.clock()
-            self.bar.refresh()
-
-    def show(self, metrics: MetricsRecord, verdict: Verdict, seconds_left: float | None = None) -> None:
-        """Show a record; when the state turns bad, or good again, say so once.
-
-        `seconds_left` are those of `budget.minutes`.
-        """
-        before, self.diagnosis = self.diagnosis, verdict.diagnosis
-        self.task.total = metrics.total_steps  # which `budget.minutes` changes
-        self.bar.update(self.task.id, completed=metrics.step, refresh=True)
-        left = self.task.time_remaining if seconds_left is None else max(seconds_left, 0.0)
-        self.notice(self._line(metrics, left if metrics.step < metrics.total_steps else 0.0))
-        self.saved_step = None
-        last = metrics.step >= metrics.total_steps  # then the run's summary says it
-        is_news = self.diagnosis != before and (self.diagnosis.remedies or before.remedies)
-        if is_news and not last:
-            self.notice(f"step {metrics.step:,}: {self.diagnosis.state}. {verdict.advice}".rstrip())
-
-    def notice(self, text: str) -> None:
-        """Print a line that stays."""
-        text = printable_lines(text)
-        if self.bar.disable:
-            self.stream.write(f"{text}\n")
-            self.stream.flush()
-        else:
-            self.bar.console.print(Text(text), soft_wrap=True)
-
-    def _line(self, metrics: MetricsRecord, seconds: float | None) -> str:
-        """Return the figures of a record, in columns; `seconds` are those that remain."""
-        total = f"{metrics.total_steps:,}"
-        excess = "" if metrics.excess is None else f" (ln K {metrics.excess:+6.2f})"
-        parts = [f"step {metrics.step:>{len(total)},}/{total}", f"epoch {metrics.epoch:5.1f}"]
-        parts += [f"loss {metrics.loss:6.3f}{excess}"]
-        for name, gap in (("gap", metrics.entropy_gap), ("patches", metrics.patch_entropy_gap)):
-            parts += [] if gap is None else [f"{name} {gap:5.2f}"]
-        parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]
-        parts += [f"eta {'-' if seconds is None else duration(seconds):>6}", self.diagnosis.state]
-        for name, figure in (("k-NN", metrics.knn), ("mIoU", metrics.miou)):
-            parts += [] if figure is None else [f"{name} {figure:.1f} %"]
-        parts += [] if self.saved_step is None else [f"saved {self.saved_step:,}"]
-        return "  ".join(parts)
 
 
 class Reporter:
@@ -163,6 +67,7 @@ class Reporter:
             total_steps=self.state.plan.total_steps,
             step=self.state.step,
             stream=sys.stderr if log.isEnabledFor(logging.INFO) else StringIO(),
+            seconds_left=lambda: self.state.seconds_left,
         )
         self.history: list[MetricsRecord] = []
         self.baseline: Baseline | None = None
@@ -226,7 +131,7 @@ class Reporter:
         self.history.append(metrics)
         verdict = judge(self.history, self.state.config, self.baseline)
         self.history[-1] = replace(metrics, state=verdict.diagnosis.state)
-        self.progress.show(metrics, verdict, self.state.seconds_left)
+        self.progress.show(metrics, verdict)
         if waits_for_images(self.history) and not self.has_advised_on_waiting:
             self.has_advised_on_waiting = True
             self.progress.notice(self._advice_on_waiting())
@@ -318,9 +223,11 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         f"{plural(config.data.batch_size, 'image')} × "
         f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
     )
+    length, minutes = f"{plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs)", config.budget.minutes
+    length = f"about {length} in {minutes:g} minutes" if minutes else length
     yield (
         f"{start.images:,} images of {config.data.images}: {plural(start.steps_per_epoch, 'step')} "
-        f"per epoch, {plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
+        f"per epoch, {length}, peak lr {plan.lr:.3g}"
     )
     if verbose or not run.resumed:  # or its first start has said it
         yield from run.notes

@@ -17,7 +17,7 @@ from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.sources.source import stamp_of
 from dino_vit.eval.online import OnlineFigures
-from dino_vit.training.metrics import METRICS, read_records, to_json
+from dino_vit.reports.metrics import METRICS, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
 from dino_vit.views.sampler import sampling_fingerprint

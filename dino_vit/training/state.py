@@ -24,8 +24,8 @@ from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
+from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord
 from dino_vit.training.interval import Interval
-from dino_vit.training.metrics import DECISIVE, Baseline, MetricsRecord
 from dino_vit.training.plan import Pace, Plan, ScheduleValues
 from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages
 from dino_vit.views.sampler import sampling_fingerprint

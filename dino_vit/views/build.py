@@ -19,7 +19,7 @@ from dino_vit.config.settings import values
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
-from dino_vit.data.decoded import expected_bytes, room_for
+from dino_vit.data.images.decoded import expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
 from dino_vit.data.sources.index import below_home
@@ -210,14 +210,14 @@ def build_loader(
 
 def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
     """Let a loader keep what it decodes, if there is room; return a note on it, if so."""
-    scaled, images = loader.scaled_decoding, len(loader.source)
-    options: Any = {"scaled": scaled, "workers": loader.workers}
-    loader.decoded = room_for(images, summary, loader.pixels, **options)
-    if loader.decoded is None:
+    images, sizes = len(loader.source), [(image.height, image.width) for image in summary.images]
+    # Arrays are decoded already, and deeper images are four times as large.
+    if loader.pixels.bits != 8 or not any(image.file_bytes for image in summary.images):
         return None
-    size = expected_bytes(images, summary, loader.pixels, scaled=scaled)
-    text = f"decoded images stay in memory, about {size / 1e6:,.0f} MB"
-    return f"{text} (data.keep_decoded=false decodes them each time)"
+    expected = expected_bytes(images, sizes, loader.pixels.channels, scaled=loader.scaled_decoding)
+    loader.decoded = room_for(images, expected, workers=loader.workers)
+    text = f"decoded images stay in memory, about {expected / 1e6:,.0f} MB"
+    return f"{text} (data.keep_decoded=false decodes them each time)" if loader.decoded else None
 
 
 def _mixed_order(

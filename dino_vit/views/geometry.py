@@ -90,6 +90,8 @@ class ViewBoxes:
         boxes = choose_boxes(self.views, self.tries, height=height, width=width)
         sizes = np.array([view.size for view in self.views])
         for factor in REDUCTIONS:
+            if ((sizes - 1) * factor >= boxes[:, 2:]).any():  # too small, however it is rounded
+                continue
             self._reduced = reduce_boxes(boxes, factor)
             if (self._reduced[:, 2:] >= sizes).all():
                 return factor
@@ -119,7 +121,7 @@ def crop_views(
     out: Tensor | None = None,
 ) -> Tensor:
     """Crop boxes of an image (C, H, W) and resize them, with antialiasing, to (n, C, *size)."""
-    images = interleave(image)[None]
+    images = image[None]
     views = torch.empty(len(boxes), len(image), *size, dtype=image.dtype) if out is None else out
     for (top, left, h, w), view in zip(boxes.tolist(), views, strict=True):
         crop = images[:, :, top : top + h, left : left + w]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.core import Size
-from dino_vit.data.decoded import DecodedImages
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
+from dino_vit.data.images.decoded import DecodedImages
 from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
@@ -209,7 +209,6 @@ class Loader(Dataset[Any]):
             f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
             "Check that the source is complete and can be reached."
         )
-
 
     def _decoded(self, index: int, reduction: Reduction | None, times: dict[str, float]) -> Tensor:
         """Return the pixels of an image that is kept, or read and decode it; boxes may reduce it."""

@@ -10,7 +10,7 @@ from dino_vit.commands import COMMANDS, demo
 from dino_vit.config.commands import DemoConfig
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.metrics import METRICS, read_records
+from dino_vit.reports.metrics import METRICS, read_records
 from dino_vit.weights import load_backbone
 from tests.support.runs import arguments
 

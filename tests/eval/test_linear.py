@@ -199,7 +199,9 @@ def test_heads_on_standardised_features_read_them_as_they_are():
     columns = [slice(None), slice(1, 4)]
 
     def train(features):
-        fits = [train_logistic(features[:, part], y, cs=[0.3], classes=3, tolerance=1e-10) for part in columns]
+        fits = [
+            train_logistic(features[:, part], y, cs=[0.3], classes=3, tolerance=1e-10) for part in columns
+        ]
         return [fit._replace(columns=part) for fit, part in zip(fits, columns, strict=True)]
 
     plain = on_standardised(train, x, enabled=False)

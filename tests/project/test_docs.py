@@ -21,8 +21,8 @@ from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
-from dino_vit.training.metrics import MetricsRecord
-from dino_vit.training.verdict import STATES
+from dino_vit.reports.metrics import MetricsRecord
+from dino_vit.reports.states import STATES
 from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
 from tests.support.runs import command_here, run

@@ -14,11 +14,11 @@ from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.results import evaluation
+from dino_vit.reports.metrics import append_record
 from dino_vit.reports.page import charts, figures, render, thin
 from dino_vit.reports.pictures import Pictures, Row, Tile
+from dino_vit.reports.readings import UNIFORM
 from dino_vit.reports.record import read_run, state
-from dino_vit.training.metrics import append_record
-from dino_vit.training.readings import UNIFORM
 from tests.support.history import HEALTHY
 from tests.support.reports import HOSTILE, IMAGES, write_report
 

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from dino_vit.training.metrics import MetricsRecord
-from dino_vit.training.readings import UNIFORM
-from dino_vit.training.verdict import LEARNING, TOO_EARLY, Verdict
+from dino_vit.reports.metrics import MetricsRecord
+from dino_vit.reports.readings import UNIFORM
+from dino_vit.reports.states import LEARNING, TOO_EARLY
+from dino_vit.reports.verdict import Verdict
 
 ADVICE = "Try head.batch_norm=true."
 
@@ -48,7 +49,7 @@ def show_some(progress, clock):
             if n == 3:
                 progress.saved_step = 1_120
             for step in range(951 + 50 * n, 1001 + 50 * n):
-                progress.advance(step)
+                progress.advance(step, progress.task.total)
             now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.task.total)
             metrics = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
             progress.show(metrics, Verdict(diagnosis, "", ADVICE if diagnosis is UNIFORM else ""))

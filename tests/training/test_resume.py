@@ -14,8 +14,8 @@ import pytest
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.storage import StorageError
+from dino_vit.reports.metrics import START, Baseline, read_records
 from dino_vit.training.loop import finish_save
-from dino_vit.training.metrics import START, Baseline, read_records
 from dino_vit.training.reporter import Reporter
 from tests.support.runs import (
     RESNET,

@@ -12,8 +12,9 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.text import duration
-from dino_vit.training.reporter import RunProgress
-from dino_vit.training.verdict import LEARNING, Verdict
+from dino_vit.reports.states import LEARNING
+from dino_vit.reports.verdict import Verdict
+from dino_vit.training.progress import RunProgress
 from tests.support.history import ADVICE, HEALTHY, Clock, show_some
 
 FINE = Verdict(LEARNING, "", "")
@@ -125,8 +126,24 @@ def test_on_a_terminal_there_is_one_bar_below_the_lines():
     assert lines[1].startswith("step 1,050/1,250  epoch   0.2  loss  9.100 (ln K  -1.99)")
     assert lines[4] == f"step 1,150: uniform collapse. {ADVICE}"
     assert len(lines) == 1 + 5 + 1  # the last state is in the summary of the run
-    assert re.fullmatch(r"1,250/1,250 ━+ 100% 00:00", bar)
+    assert re.fullmatch(r"1,250/1,250 ━+ 100% 0s", bar)
     assert received.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_the_time_left_of_a_budget_of_minutes_is_that_of_the_clock():
+    """From the first line on, whatever the first steps took, and with a total that follows it."""
+    clock, stream = Clock(), StringIO()
+    left = lambda: 480 - clock.now  # noqa: E731
+    progress = RunProgress(total_steps=600, stream=stream, clock=clock, seconds_left=left)
+    for step, total in ((1, 600), (2, 240)):
+        clock.now += 8
+        progress.advance(step, total)
+        progress.show(replace(HEALTHY, step=step, total_steps=total), FINE)
+    first, second = stream.getvalue().splitlines()
+    assert "eta   7m52" in first
+    assert second.startswith("step   2/240")
+    assert "eta   7m44" in second
+    assert progress.task.total == 240
 
 
 def test_the_bar_goes_on_between_records_but_not_at_every_step():
@@ -135,7 +152,7 @@ def test_the_bar_goes_on_between_records_but_not_at_every_step():
         with RunProgress(total_steps=1000, clock=clock) as progress:
             for step in range(1, 1001):
                 clock.now += 0.01
-                progress.advance(step)
+                progress.advance(step, 1000)
 
     drawn = set(re.findall(r"[\d,]+/1,000", on_a_terminal(advance)))
     assert 15 < len(drawn) < 30
@@ -146,7 +163,7 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
 
     def interrupted():
         with suppress(KeyboardInterrupt), RunProgress(total_steps=10) as progress:
-            progress.advance(5)
+            progress.advance(5, 10)
             print("to stdout")
             print("to stderr", file=sys.stderr)
             raise KeyboardInterrupt

@@ -7,9 +7,8 @@ are learned each for itself; numbers are predicted by ridge regressions.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,17 +55,18 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     """Do the same with a backbone that is loaded already."""
     path = asked_output(config, frozen.model.provenance.source)
     train_set, val_set = open_sets(config)
-    config = _completed(config, train_set)
-    details: dict[str, Any] = {"method": config.method, "settings": config.model_dump(mode="json")}
+    protocol = choose_protocol(config, train_set)
+    settings = config.model_dump(mode="json") | protocol._asdict()
+    details: dict[str, Any] = {"method": protocol.method, "settings": settings}
     details["weights"] = frozen.describe_weights()
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
-    if config.method == "logistic" and not config.standardise:  # as published
+    if protocol.method == "logistic" and not protocol.standardise:  # as published
         inputs = [CLS]
     train = labelled_features(frozen, train_set, inputs[-1], "training features")
     val = labelled_features(frozen, val_set, inputs[-1], "evaluation features")
     train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
     columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
-    setting, values, heads = _fit(config, train, columns, frozen.device)
+    setting, values, heads = _fit(config, protocol, train, columns, frozen.device)
     judged = _judge_heads(heads, val)
     chosen_by: Sequence[Accuracy | float] = judged if chosen_on is val else _judge_heads(heads, chosen_on)
     name = "top1" if val.task == "multiclass" else "score"
@@ -117,18 +117,29 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     return classification("linear", path, "linear top-1", predictions, details, "\n".join(text))
 
 
-def _completed(config: LinearConfig, train_set: LabelledSubset) -> LinearConfig:
-    """Return the settings with what follows from the number of images."""
+class Protocol(NamedTuple):
+    """What follows from the settings and the images."""
+
+    method: str
+    standardise: bool
+    cs: tuple[float, ...]
+
+
+def choose_protocol(config: LinearConfig, train_set: LabelledSubset) -> Protocol:
+    """Return the method that was given, or else the one for so many images and such labels."""
     given, few = given_keys(config), len(train_set) <= LOGISTIC_IMAGES
     is_grid = train_set.task == "regression" or {"rates", "steps"} & given or not (few or "cs" in given)
     method = config.method or ("grid" if is_grid else "logistic")
     standardise = method == "logistic" if config.standardise is None else config.standardise
-    cs = config.cs or (STANDARD_CS if standardise else CS)
-    return config.model_copy(update={"method": method, "standardise": standardise, "cs": cs})
+    return Protocol(method, standardise, config.cs or (STANDARD_CS if standardise else CS))
 
 
 def _fit(
-    config: LinearConfig, train: LabelledFeatures, columns: Sequence[slice], device: torch.device
+    config: LinearConfig,
+    protocol: Protocol,
+    train: LabelledFeatures,
+    columns: Sequence[slice],
+    device: torch.device,
 ) -> tuple[str, Sequence[float], list[LinearHeads]]:
     """Return the setting that differs between heads, its values, and for each choice of columns the heads."""
     if train.task == "regression":
@@ -138,13 +149,25 @@ def _fit(
         def ridges(features: Tensor) -> list[LinearHeads]:
             return [ridge(features, train.targets, PENALTIES, part) for part in columns]
 
-        return "penalty", PENALTIES, on_standardised(ridges, train.features, enabled=config.standardise)
+        heads = on_standardised(ridges, train.features, enabled=protocol.standardise)
+        return "penalty", PENALTIES, heads
     classes = len(train.classes)
-    if config.method == "grid":
-        grid = {"columns": columns, "rates": config.rates, "steps": config.steps, "seed": config.seed}
-        probes = partial(train_heads, targets=train.targets, classes=classes, device=device, **grid)
-        return "rate", config.rates, on_standardised(probes, train.features, enabled=config.standardise)
-    cs, targets = sorted(config.cs), train.targets.to(device)
+    if protocol.method == "grid":
+
+        def probes(features: Tensor) -> list[LinearHeads]:
+            return train_heads(
+                features,
+                train.targets,
+                columns=columns,
+                rates=config.rates,
+                classes=classes,
+                steps=config.steps,
+                seed=config.seed,
+                device=device,
+            )
+
+        return "rate", config.rates, on_standardised(probes, train.features, enabled=protocol.standardise)
+    cs, targets = sorted(protocol.cs), train.targets.to(device)
 
     def regressions(features: Tensor) -> list[LinearHeads]:
         # In every process: each fit starts from the previous one, so they cannot be shared.
@@ -152,7 +175,7 @@ def _fit(
         return [heads._replace(columns=part) for heads, part in zip(each, columns, strict=True)]
 
     features = train.features.to(device, torch.float32)
-    return "C", cs, on_standardised(regressions, features, enabled=config.standardise)
+    return "C", cs, on_standardised(regressions, features, enabled=protocol.standardise)
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:

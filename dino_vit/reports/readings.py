@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dino_vit.eval.accuracy import mcnemar
-from dino_vit.training.metrics import Baseline, MetricsRecord
+from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
 QUERIES = 1000  # where a run did not record how many images an accuracy is of

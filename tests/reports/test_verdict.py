@@ -19,11 +19,11 @@ from dino_vit.cli import build_parser
 from dino_vit.config.loading import config_from, load
 from dino_vit.config.loading import replace as replace_settings
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.reports.metrics import BASELINE, METRICS, Baseline
+from dino_vit.reports.readings import PATIENCE, collapse
+from dino_vit.reports.verdict import WAITING, judge, waits_for_images
 from dino_vit.training.loop import take_step
-from dino_vit.training.metrics import BASELINE, METRICS, Baseline
-from dino_vit.training.readings import PATIENCE, collapse
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.verdict import WAITING, judge, waits_for_images
 from tests.support.history import HEALTHY
 from tests.support.training import opened
 
@@ -94,7 +94,10 @@ def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
         "52.4 (before training 14.4); the k-NN by CLS + mean patch rose by 14.4 points (p < 0.001 after "
         "correction for 2 readings)."
     )
-    said, below = judge(*recorded("flowers-small")), "3.0 points below raw pixels by CLS of 4 blocks + mean patch"
+    said, below = (
+        judge(*recorded("flowers-small")),
+        "3.0 points below raw pixels by CLS of 4 blocks + mean patch",
+    )
     assert said.figures.startswith(f"{below}: k-NN 39.6 ± 1.6 % (raw pixels 42.9, before training 44.4,")
     *run, baseline = recorded("flowers-small")
     among = judge(*run, replace(baseline, leave_one_out=True)).figures
@@ -156,12 +159,14 @@ def test_all_accuracies_decide():
     said = evaluated(knn=knn, best_knn=knn, probe=probe, probe_answers=now, before=before)
     assert said.diagnosis.state == BELOW
     assert "ridge probe 37.0 ± 5.1 % (before training 27.9)" in said.figures
-    assert said.figures.endswith("the ridge probe rose by 9.1 points (p < 0.001 after correction for 3 readings)")
+    assert said.figures.endswith(
+        "the ridge probe rose by 9.1 points (p < 0.001 after correction for 3 readings)"
+    )
     same = evaluated(knn=knn, before={"knn": 32.0})
     assert same.diagnosis.state == NO_BETTER
     assert (
-        "the differences from before training may be chance (p = 1 after correction for 3 readings, on 341 images; p < 0.01 would count)"
-        in same.figures
+        "the differences from before training may be chance (p = 1 after correction for 3 readings, on 341 "
+        "images; p < 0.01 would count)" in same.figures
     )
     # A probe is better than neighbours on any features, so it is not what is compared with raw pixels.
     probe = {"probe": [44.0, 50.0, 60.0], "knn": [40.0] * 3, "before": {"raw_pixels": 45.0}}
@@ -180,7 +185,9 @@ def test_figures_of_other_labels_have_their_name_and_standard_errors():
     assert said.diagnosis.state == LEARNING
     unsure = evaluated(knn=knn, knn_error=[3.0] * 3, before=before | {"knn_error": 3.0})
     assert unsure.diagnosis.state == NO_BETTER
-    assert "(p = 0.47 after correction for 3 readings, on" in unsure.figures  # three times the chance of 6 / (3 * sqrt(2)) deviations
+    assert (
+        "(p = 0.47 after correction for 3 readings, on" in unsure.figures
+    )  # three times the chance of 6 / (3 * sqrt(2)) deviations
 
 
 def test_masks_decide_where_there_are_no_labels():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dino_vit.training.metrics import (
+from dino_vit.reports.metrics import (
     METRICS,
     append_record,
     drop_later_records,

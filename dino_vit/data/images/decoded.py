@@ -6,6 +6,7 @@ A kept image has the very pixels that decoding it again would give, so a run is 
 import mmap
 import multiprocessing
 import os
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -13,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.core import Size
 from dino_vit.core.runtime import free_memory
 from dino_vit.data.images.formats import Reduction
-from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.statistics import ImageSummary
 
 FACTORS = 1, 2, 4, 8  # by which an image may be reduced while it is decoded; each is kept by itself
 ALL_FACTORS = sum(1 / factor**2 for factor in FACTORS)
@@ -73,21 +73,17 @@ def _shared(*shape: int) -> NDArray[np.int64]:
     return np.frombuffer(mmap.mmap(-1, max(8 * prod(shape), 1)), np.int64).reshape(shape)
 
 
-def expected_bytes(images: int, summary: ImageSummary, pixels: Pixels, *, scaled: bool) -> int:
-    """Return how much memory the images of a source take, by those that were inspected."""
-    sizes = [image.height * image.width for image in summary.images]
-    return round(images * pixels.channels * sum(sizes) / len(sizes) * (ALL_FACTORS if scaled else 1))
+def expected_bytes(images: int, sizes: Sequence[Size], channels: int, *, scaled: bool) -> int:
+    """Return how much memory so many images take, by the sizes of some of them."""
+    mean = sum(height * width for height, width in sizes) / len(sizes)
+    return round(images * channels * mean * (ALL_FACTORS if scaled else 1))
 
 
-def room_for(
-    images: int, summary: ImageSummary, pixels: Pixels, *, scaled: bool, workers: int
-) -> DecodedImages | None:
-    """Return room for the images of a source, if they fit into this process's share of the free memory."""
-    if pixels.bits != 8 or not any(image.file_bytes for image in summary.images):  # arrays are decoded already
-        return None
+def room_for(images: int, expected: int, *, workers: int) -> DecodedImages | None:
+    """Return room for images of so many bytes, if they fit into this process's share of the free memory."""
     if workers and multiprocessing.get_start_method() != "fork":  # then workers share no memory
         return None
-    size = round(SPARE * expected_bytes(images, summary, pixels, scaled=scaled))
+    size = round(SPARE * expected)
     if size > SHARE * free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return None
     return DecodedImages(images, size + mmap.PAGESIZE)

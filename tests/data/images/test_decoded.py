@@ -4,18 +4,19 @@ import multiprocessing
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from dino_vit.core.runtime import free_memory
-from dino_vit.data import decoded
-from dino_vit.data.decoded import DecodedImages, expected_bytes, room_for
-from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.images import decoded
+from dino_vit.data.images.decoded import DecodedImages, expected_bytes, room_for
+from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
+from dino_vit.views.build import keep_decoded
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
+from tests.support.runs import command_here
 
 VIEWS = (View(size=(32, 32), scale=(0.25, 1.0)), View(size=(16, 16), scale=(0.1, 0.4)))
 
@@ -96,41 +97,37 @@ def test_an_image_that_cannot_be_read_is_tried_again(photos):
     assert not any(batch.unreadable for batch in batches(loader, 4))
 
 
-def test_there_is_room_where_a_quarter_of_the_free_memory_suffices(photos, monkeypatch):
-    source = open_source(str(photos))
-    summary = inspect_images(source, range(13))
-    pixels = sum(image.height * image.width for image in summary.images)
-    assert expected_bytes(13, summary, RGB, scaled=False) == 3 * pixels
-    assert expected_bytes(13, summary, RGB, scaled=True) == round(3 * pixels * (1 + 1 / 4 + 1 / 16 + 1 / 64))
-    options = {"scaled": False, "workers": 0}
-    needed = 1.25 * 3 * pixels
-    monkeypatch.setattr(decoded, "free_memory", lambda: 4 * needed + 4)
-    assert room_for(13, summary, RGB, **options) is not None
+def test_there_is_room_where_a_quarter_of_the_free_memory_suffices(monkeypatch):
+    sizes = [(10, 20), (30, 40)]
+    assert expected_bytes(5, sizes, 3, scaled=False) == 5 * 3 * 700
+    assert expected_bytes(5, sizes, 3, scaled=True) == round(5 * 3 * 700 * (1 + 1 / 4 + 1 / 16 + 1 / 64))
+    monkeypatch.setattr(decoded, "free_memory", lambda: 5000)
+    assert room_for(5, 1000, workers=0) is not None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert room_for(13, summary, RGB, **options) is None, "another process of this host needs as much"
+    assert room_for(5, 1000, workers=0) is None, "another process of this host needs as much"
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(decoded, "free_memory", lambda: 4 * needed - 4)
-    assert room_for(13, summary, RGB, **options) is None
-    monkeypatch.setattr(decoded, "free_memory", lambda: 10**12)
-    assert room_for(13, summary, Pixels(bits=16), **options) is None, "they are as large as their views"
+    monkeypatch.setattr(decoded, "free_memory", lambda: 4999)
+    assert room_for(5, 1000, workers=0) is None
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")
-    assert room_for(13, summary, RGB, scaled=False, workers=1) is None, "its workers would share nothing"
+    assert room_for(5, 10, workers=1) is None, "its workers would share nothing"
 
 
 def test_free_memory_is_that_of_this_machine():
     assert 10**7 < free_memory() < 10**14
 
 
-def test_arrays_are_decoded_already(tmp_path):
+def test_arrays_and_deeper_images_are_not_kept(photos, tmp_path):
+    source = open_source(str(photos))
+    loader, summary = loader_of(photos, keep=False), inspect_images(source, range(13))
+    assert "stay in memory" in keep_decoded(loader, summary)
+    assert len(loader.decoded.table) == 13
+    assert keep_decoded(loader_of(photos, keep=False, pixels=Pixels(bits=16)), summary) is None
     np.save(tmp_path / "images.npy", np.zeros((5, 8, 8, 3), np.uint8))
-    source = open_source(str(tmp_path / "images.npy"))
-    summary = inspect_images(source, range(5))
-    assert room_for(5, summary, RGB, scaled=False, workers=0) is None
+    arrays = open_source(str(tmp_path / "images.npy"))
+    assert keep_decoded(loader, inspect_images(arrays, range(5))) is None
 
 
 def test_a_run_says_once_that_images_stay_in_memory(photos, tmp_path):
-    from tests.support.runs import command_here
-
     settings = ["budget.steps=1", "data.batch_size=4", "views.global_size=32", "views.local_size=16"]
     settings += ["model.arch=null", "model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=8"]
     settings += ["head.prototypes=16", "run.eval_every=null", "optim.warmup_epochs=0", "data.workers=0"]

@@ -1,0 +1,111 @@
+"""A run on stderr: a line for each record, and on a terminal a bar below them."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Self, TextIO
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from dino_vit.core.text import duration, live_console, printable_lines, unfailing
+from dino_vit.reports.metrics import MetricsRecord
+from dino_vit.reports.states import TOO_EARLY
+from dino_vit.reports.verdict import Verdict
+
+REFRESH = 0.5  # seconds between two updates of the bar
+RECENT = 1800  # seconds whose pace the remaining time is estimated from
+
+
+class RunProgress:
+    """Show a run on stderr, or on `stream`: a line per record, and on a terminal a bar below them."""
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        seconds_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`seconds_left` are those of `budget.minutes`; otherwise they are estimated by the steps."""
+        self.clock, self.drawn, self.seconds_left = clock, -math.inf, seconds_left
+        self.stream = unfailing(sys.stderr if stream is None else stream)
+        self.diagnosis = TOO_EARLY
+        self.saved_step: int | None = None  # shown in the next line
+        console = live_console(self.stream)
+        self.bar = Progress(
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            BarColumn(None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            auto_refresh=False,  # its thread is in the way of workers, which may be forked beside one
+            speed_estimate_period=RECENT,
+            redirect_stdout=sys.stdout.isatty(),
+            get_time=clock,
+            disable=console is None,  # then it only estimates the remaining time
+            expand=True,
+        )
+        self.bar.add_task("", total=total_steps, completed=step, left="-")
+        (self.task,) = self.bar.tasks
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def advance(self, step: int, total_steps: int) -> None:
+        """Move the bar to `step` of a total that `budget.minutes` changes; cheap enough for every step."""
+        self.bar.update(self.task.id, completed=step, total=total_steps)
+        if self.clock() - self.drawn >= REFRESH:
+            self.drawn = self.clock()
+            self.bar.update(self.task.id, left=self.time_left(), refresh=True)
+
+    def time_left(self) -> str:
+        """Return how long the run still takes, as a text."""
+        left = self.seconds_left()
+        seconds = self.task.time_remaining if left is None else max(left, 0.0)
+        if self.task.finished:
+            seconds = 0.0
+        return "-" if seconds is None else duration(seconds)
+
+    def show(self, metrics: MetricsRecord, verdict: Verdict) -> None:
+        """Show a record; when the state turns bad, or good again, say so once."""
+        before, self.diagnosis = self.diagnosis, verdict.diagnosis
+        self.bar.update(self.task.id, completed=metrics.step, total=metrics.total_steps)
+        self.bar.update(self.task.id, left=self.time_left(), refresh=True)
+        self.notice(self._line(metrics))
+        self.saved_step = None
+        last = metrics.step >= metrics.total_steps  # then the run's summary says it
+        is_news = self.diagnosis != before and (self.diagnosis.remedies or before.remedies)
+        if is_news and not last:
+            self.notice(f"step {metrics.step:,}: {self.diagnosis.state}. {verdict.advice}".rstrip())
+
+    def notice(self, text: str) -> None:
+        """Print a line that stays."""
+        text = printable_lines(text)
+        if self.bar.disable:
+            self.stream.write(f"{text}\n")
+            self.stream.flush()
+        else:
+            self.bar.console.print(Text(text), soft_wrap=True)
+
+    def _line(self, metrics: MetricsRecord) -> str:
+        """Return the figures of a record, in columns."""
+        total = f"{metrics.total_steps:,}"
+        excess = "" if metrics.excess is None else f" (ln K {metrics.excess:+6.2f})"
+        parts = [f"step {metrics.step:>{len(total)},}/{total}", f"epoch {metrics.epoch:5.1f}"]
+        parts += [f"loss {metrics.loss:6.3f}{excess}"]
+        for name, gap in (("gap", metrics.entropy_gap), ("patches", metrics.patch_entropy_gap)):
+            parts += [] if gap is None else [f"{name} {gap:5.2f}"]
+        parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]
+        parts += [f"eta {self.time_left():>6}", self.diagnosis.state]
+        for name, figure in (("k-NN", metrics.knn), ("mIoU", metrics.miou)):
+            parts += [] if figure is None else [f"{name} {figure:.1f} %"]
+        parts += [] if self.saved_step is None else [f"saved {self.saved_step:,}"]
+        return "  ".join(parts)
