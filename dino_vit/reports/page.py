@@ -18,13 +18,15 @@ from dino_vit.reports.verdict import WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
 BUCKETS = 300  # the lowest and the highest point of each are kept
-FIGURES = {  # field of a record and its format, by title
-    "k-NN": ("knn", "{:.1f} %"),
-    "mIoU": ("miou", "{:.1f} %"),
-    "effective rank": ("rankme", "{:.0f}"),
-    "entropy gap": ("entropy_gap", "{:.2f}"),
-    "loss − ln(prototypes)": ("excess", "{:+.2f}"),
-}
+# The few numbers to look at first: title, field of a record, format, and what to compare it with: figures from
+# before training, or what zero means.
+FIGURES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
+    ("k-NN", "knn", "{:.1f} %", ("knn", "raw_pixels"), ""),
+    ("mIoU", "miou", "{:.1f} %", ("miou", "constant_miou"), ""),
+    ("effective rank", "rankme", "{:.0f}", ("rankme",), ""),
+    ("entropy gap", "entropy_gap", "{:.2f}", (), "0: outputs say nothing of an image"),
+    ("loss − ln(prototypes)", "excess", "{:+.2f}", (), "0: a uniform output for every image"),
+)
 
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
 IMITATED = "1 minus the cosine with the features of the frozen teacher."
@@ -84,10 +86,15 @@ def fill(template: str, **values: Any) -> str:
     return environment.get_template(template).render(nonce=secrets.token_urlsafe(), mark=MARK, **values)
 
 
-def figures(record: RunRecord) -> dict[str, str]:
-    """Return the few numbers to look at first."""
-    values = {title: (record.latest(field), text) for title, (field, text) in FIGURES.items()}
-    return {title: text.format(value) for title, (value, text) in values.items() if value is not None}
+def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
+    """Return the few numbers to look at first, and beside each what it compares with."""
+    found = {}
+    for title, field, text, levels, zero in FIGURES:
+        if (value := record.latest(field)) is not None:
+            before = record.baseline_levels(*levels)
+            beside = ", ".join(f"{name} {text.format(level)}" for name, level in before.items())
+            found[title] = text.format(value), beside or zero
+    return found
 
 
 def charts(record: RunRecord) -> list[dict[str, Any]]:

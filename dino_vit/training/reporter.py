@@ -4,6 +4,7 @@ Nothing here changes the state.
 """
 
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,7 @@ from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
-from dino_vit.core.text import (
-    plural,
-    printable,
-    public_values,
-)
+from dino_vit.core.text import plural, printable, public, public_values
 from dino_vit.data.sources.source import images_per_epoch
 from dino_vit.reports.metrics import (
     BASELINE,
@@ -187,6 +184,18 @@ class Reporter:
             figure = TITLES.get(best["figure"], best["figure"])
             text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
+        self.progress.notice(self._next_commands())
+
+    def _next_commands(self) -> str:
+        """Return the commands to look at a run with; those that fit any images."""
+        sources, folder = self.state.config.data.sources, shlex.quote(str(self.state.folder))
+        text = f"next: `dino-vit report {folder}` draws curves, a map of the images and attention"
+        if len(sources) > 1:
+            return text
+        images = shlex.quote(public(sources[0]))
+        command = f"knn {images} {folder}" if self.state.evaluation.has_labels else f"embed {images} {folder}"
+        what = "classifies each image by the others" if self.state.evaluation.has_labels else "writes features"
+        return f"{text}; `dino-vit {command}` {what}"
 
 
 def start_record(run: ReadyRun) -> Start:
@@ -224,7 +233,7 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
     )
     length, minutes = f"{plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs)", config.budget.minutes
-    length = f"about {length} in {minutes:g} minutes" if minutes else length
+    length = f"about {length} in budget.minutes={minutes:g}" if minutes else length
     yield (
         f"{start.images:,} images of {config.data.images}: {plural(start.steps_per_epoch, 'step')} "
         f"per epoch, {length}, peak lr {plan.lr:.3g}"

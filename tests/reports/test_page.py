@@ -195,7 +195,7 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     assert drawn["k-NN accuracy"]["levels"] == {"untrained": 20.0, "raw pixels": 10.0}
     assert drawn["Effective rank"]["series"] == {"effective rank": [(0, 12.0), (100, 55.0)]}
     assert drawn["Loss"]["levels"] == {f"ln({last.prototypes})": pytest.approx(math.log(last.prototypes))}
-    assert figures(record)["k-NN"] == "40.0 %"
+    assert figures(record)["k-NN"] == ("40.0 %", "untrained 20.0 %, raw pixels 10.0 %")
     diagnosis, spans = state(record)
     assert diagnosis.state == "learning"
     assert spans == "since step 100; earlier: too early to say from step 50."
