@@ -2,8 +2,8 @@
 
     python -m benchmarks.small FOLDER --out benchmarks/results/cpu/small.json [--minutes 10] [--seeds 3]
 
-FOLDER holds flowers/train.parquet, flowers/test.parquet and the same of groceries and cifar10; the textures
-are generated, and the grey sets are made of the coloured ones. Each run has a core to itself (--cores: or
+FOLDER holds flowers/train.parquet, flowers/test.parquet and the same of groceries, hands and cifar10; the
+textures are generated, and the grey sets are made of the coloured ones. Each run has a core to itself (--cores: or
 more), and as many run at a time as there are cores; with --peer, lightly-train's DINO takes as long on the
 same core. A run that has ended is judged as it is, so the program goes on where it was. Judged by k-NN
 (k = 20) and a logistic regression, with 10,000 training images in the bank and 2,000 test images, or with all
@@ -53,7 +53,8 @@ from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
 GREY = "-grey"  # after the name of a set: the same images without colours
-SETS = ("textures", "cifar10", "flowers", f"flowers{GREY}", "groceries", f"groceries{GREY}", "scenes")
+PHOTOS = ("flowers", "groceries", "hands")
+SETS = ("textures", "cifar10", *(f"{name}{grey}" for name in PHOTOS for grey in ("", GREY)), "scenes")
 TEXTURES = 20_000
 SIDES = {"textures": 32, "scenes": 96}  # of generated images
 GENERATED = {

@@ -68,6 +68,7 @@ class _Data(TypedDict, total=False):
     std: float | collections.abc.Sequence[float] | None
     augment_on: Literal["device", "worker"]
     scaled_decoding: bool
+    keep_decoded: bool
     max_pixels: int
     max_unreadable: float
 
@@ -83,6 +84,7 @@ class _Model(TypedDict, total=False):
     patch_size: int
     image_size: int | collections.abc.Sequence[int] | None
     stem: Literal["patch", "conv", "hybrid"]
+    stem_width: int | None
     resnet_layers: collections.abc.Sequence[int]
     resnet_width: int
     positions: Literal["learned", "sinusoidal", "rotary"]
@@ -95,6 +97,7 @@ class _Model(TypedDict, total=False):
     drop_path: float
     drop_path_schedule: Literal["linear", "uniform"]
     patch_drop: float
+    patch_drop_until: float
     layer_scale: float | None
     init_std: float
     grad_checkpointing: bool
@@ -347,6 +350,7 @@ def pretrain(
       data.std=[0.229, 0.224, 0.225]      like mean; null: measured
       data.augment_on=device              where to augment: device, all views at once [device|worker]
       data.scaled_decoding=true           decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more
+      data.keep_decoded=true              keep decoded images that fit into a quarter of the free memory
       data.max_pixels=200000000           larger images are not decoded
       data.max_unreadable=0.1             unreadable share that ends a run
       model.arch=vit_small                named size; null: see width, depth [vit_tiny|vit_small|vit_base|vit_large|vit_huge|timm:NAME]
@@ -356,6 +360,7 @@ def pretrain(
       model.patch_size=16                 side of a patch in pixels; 14 for vit_huge unless given
       model.image_size=null               of images to compute features from; null: as global views
       model.stem=patch                    conv: early convolutions; hybrid: a ResNet [patch|conv|hybrid]
+      model.stem_width=null               of the last 3 × 3 convolution of stem=conv; null: width
       model.resnet_layers=[3, 4, 9]       blocks in the stages of the ResNet of a hybrid stem
       model.resnet_width=64               width of the first stage of the ResNet of a hybrid stem
       model.positions=learned             sinusoidal: fixed; rotary: DINOv3's [learned|sinusoidal|rotary]
@@ -368,6 +373,7 @@ def pretrain(
       model.drop_path=0.1                 stochastic depth of the student's last block
       model.drop_path_schedule=linear     rising from 0, or all equal [linear|uniform]
       model.patch_drop=0                  share of a global view's patches that the student does not see
+      model.patch_drop_until=1            part of a run in which it does not see them
       model.layer_scale=null              initial scale of the branches of a block; null: none
       model.init_std=0.02                 standard deviation of the first weights of linear layers
       model.grad_checkpointing=false      recompute blocks to save memory
@@ -543,11 +549,12 @@ def linear(
     train_labels: str | os.PathLike[str] | None = None,
     task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
-    method: Literal["grid", "logistic"] = "grid",
+    method: Literal["logistic", "grid"] | None = None,
+    standardise: bool | None = None,
     select: Literal["train", "source"] = "train",
     rates: float | collections.abc.Sequence[float] = ...,
     steps: int | None = None,
-    cs: float | collections.abc.Sequence[float] = ...,
+    cs: float | collections.abc.Sequence[float] | None = None,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
@@ -577,11 +584,12 @@ def linear(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
-      method=grid                         SGD for each rate and input, or the optima [grid|logistic]
+      method=null                         regressions, or SGD as published; null: logistic up to 100,000 images [logistic|grid]
+      standardise=null                    features to mean 0, variance 1; null: if logistic
       select=train                        best head on a tenth of train; or on source, as published [train|source]
       rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  of method=grid: learning rates at a batch of 256
       steps=null                          of method=grid; null: ten epochs, from 1,250 to 12,500 steps
-      cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  of method=logistic: inverse strengths of the penalty
+      cs=null                             of logistic: inverse penalties; null: 13, or 45 as published if not standardised
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 

@@ -9,7 +9,7 @@ from math import ceil, log2, sqrt
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, needing_all_patches, scaled_lr
-from dino_vit.config.sections import REDUCTION
+from dino_vit.config.sections import REDUCTION, stem_problem
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core import height_width
 from dino_vit.core.text import plural
@@ -238,10 +238,14 @@ def _choose_gentle(choices: _Choices) -> None:
     reason = "a short run learns faster from views with more of the image"
     choices.choose("views.global_scale", (0.25, 1.0), reason)
     choices.choose("views.local_scale", (0.1, 0.4), reason)
+    _choose_stem(choices)
     sizes = {height_width(choices.value(f"views.{kind}_size")) for kind in ("global", "local")}
     if not (choices.config.model.timm or needing_all_patches(choices.config)) and len(sizes) == 2:
         reason = "a short run sees more images where most of their patches are left out"
-        choices.choose("model.patch_drop", 0.75, reason)
+        dropped = choices.choose("model.patch_drop", 0.75, reason)
+        if dropped:
+            reason = "then all patches, as features are read from all"
+            choices.choose("model.patch_drop_until", 0.8, reason)
         reason = "a short run learns more from more images than from more views of each"
         choices.choose("views.local_count", 4, reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
@@ -250,6 +254,18 @@ def _choose_gentle(choices: _Choices) -> None:
     for key in REGULARISATION:
         if get(choices.config, key) != get(of_dino, key):
             choices.choose(key, get(of_dino, key), f"DINO's, for a run of fewer than {SHORT:,} steps")
+
+
+def _choose_stem(choices: _Choices) -> None:
+    """Begin with convolutions, which learn shapes in minutes; narrow ones, as their time is that of steps."""
+    config = choices.config
+    patch = height_width(choices.value("model.patch_size"))
+    if config.model.timm or config.init or stem_problem("conv", patch, config.model.resnet_width):
+        return
+    reason = "a short run learns shapes by early convolutions"
+    if choices.choose("model.stem", "conv", reason) == "conv":
+        reason = "half the width of the tokens: as good, in less than half the time"
+        choices.choose("model.stem_width", max(1, choices.config.model.shape[0] // 2), reason)
 
 
 def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:

@@ -49,7 +49,8 @@ AUTO_KEYS = frozenset(
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
         *("loss.centering", "loss.koleo_weight", "run.eval_every"),
-        *("model.drop_path", "model.drop_path_schedule", "model.patch_drop", "model.layer_scale"),
+        *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
+        *("model.stem", "model.stem_width", "model.patch_drop", "model.patch_drop_until"),
         *("model.image_size", "model.init_std", "optim.layer_decay", "optim.patch_embed_lr"),
     )
 )
@@ -152,6 +153,10 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
     for name in ("resnet_layers", "resnet_width"):
         if model.stem != "hybrid" and getattr(model, name) != getattr(sections.Model(), name):
             yield f"model.{name} is about the ResNet of model.stem=hybrid; remove it, or set that"
+    if model.stem != "conv" and model.stem_width is not None:
+        yield "model.stem_width is about the convolutions of model.stem=conv; remove it, or set that"
+    if not model.patch_drop and model.patch_drop_until < 1:
+        yield "model.patch_drop_until needs model.patch_drop; remove it, or give a share of patches"
     for cause in needing_all_patches(config) if model.patch_drop else ():
         yield f"{cause} needs all patches; set model.patch_drop=0"
     views = config.views

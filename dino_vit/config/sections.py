@@ -37,17 +37,10 @@ Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 # Settings that a model of timm has no use for.
 OF_OUR_TRANSFORMERS = (
-    *("model.patch_size", "model.stem", "model.resnet_layers", "model.resnet_width", "model.positions"),
-    *("model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
-    *(
-        "model.dropout",
-        "model.attention_dropout",
-        "model.layer_scale",
-        "model.drop_path_schedule",
-        "model.patch_drop",
-        "model.init_std",
-    ),
-    "optim.patch_embed_lr",
+    *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
+    *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
+    *("model.dropout", "model.attention_dropout", "model.layer_scale", "model.drop_path_schedule"),
+    *("model.patch_drop", "model.patch_drop_until", "model.init_std", "optim.patch_embed_lr"),
 )
 Stem = Literal["patch", "conv", "hybrid"]
 REDUCTION, GROUPS = 16, 32  # of the feature map of the ResNet of a hybrid stem, and of its norms
@@ -132,6 +125,7 @@ class Model(Settings):
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     image_size: Side | None = setting(None, "of images to compute features from; null: as global views")
     stem: Stem = setting("patch", "conv: early convolutions; hybrid: a ResNet")
+    stem_width: Dimension | None = setting(None, "of the last 3 × 3 convolution of stem=conv; null: width")
     resnet_layers: Stages = setting((3, 4, 9), "blocks in the stages of the ResNet of a hybrid stem")
     resnet_width: Dimension = setting(64, "width of the first stage of the ResNet of a hybrid stem")
     positions: Literal["learned", "sinusoidal", "rotary"] = setting(
@@ -146,6 +140,7 @@ class Model(Settings):
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting("linear", "rising from 0, or all equal")
     patch_drop: BelowOne = setting(0.0, "share of a global view's patches that the student does not see")
+    patch_drop_until: PositiveShare = setting(1.0, "part of a run in which it does not see them")
     layer_scale: Positive | None = setting(None, "initial scale of the branches of a block; null: none")
     init_std: Positive = setting(0.02, "standard deviation of the first weights of linear layers")
     grad_checkpointing: bool = setting(False, "recompute blocks to save memory", resumable=True)

@@ -29,8 +29,8 @@ R = TypeVar("R")
 RAW_PIXELS = "raw pixels"
 PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
 # Arguments that networks had not always, with which those of before are built.
-LATER = {"stem": "patch", "resnet_layers": (3, 4, 9), "resnet_width": 64, "qk_scale": None}
-LATER |= {"dropout": 0.0, "attention_dropout": 0.0}
+LATER: dict[str, Any] = {"stem": "patch", "stem_width": None, "resnet_layers": (3, 4, 9), "resnet_width": 64}
+LATER |= {"qk_scale": None, "dropout": 0.0, "attention_dropout": 0.0}
 
 
 def _computing(architecture: Mapping[str, Any]) -> dict[str, Any]:

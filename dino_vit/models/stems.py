@@ -56,20 +56,20 @@ class ConvStem(nn.Module):
     """Convolutions of 3 × 3 and stride 2 down to the grid, each with a norm and GELU, then one of 1 × 1.
 
     Parameters are named as in timm's ConvStem with its GroupNorm1. Early convolutions make a ViT easier to
-    optimise (Xiao et al., 2021).
+    optimise (Xiao et al., 2021). `conv_width` is that of the last one of 3 × 3.
     """
 
-    def __init__(self, patch_size: Size, channels: int, width: int) -> None:
+    def __init__(self, patch_size: Size, channels: int, width: int, conv_width: int) -> None:
         super().__init__()
         halvings = [side.bit_length() - 1 for side in patch_size]
-        widths = [channels, *conv_widths(patch_size, width)]
+        widths = [channels, *conv_widths(patch_size, conv_width)]
         self.backbone = nn.Sequential()
         for number, (before, after) in enumerate(pairwise(widths)):
             stride = [2 if number < count else 1 for count in halvings]
             conv = nn.Conv2d(before, after, 3, (stride[0], stride[1]), padding=1, bias=False)
             layers = OrderedDict(conv=conv, bn=nn.GroupNorm(1, after), act=nn.GELU())
             self.backbone.append(nn.Sequential(layers))
-        self.backbone.append(nn.Sequential(OrderedDict(conv=nn.Conv2d(width, width, 1))))
+        self.backbone.append(nn.Sequential(OrderedDict(conv=nn.Conv2d(widths[-1], width, 1))))
 
     def forward(self, images: Tensor) -> Tensor:
         return rearrange(self.backbone(images), "b d h w -> b (h w) d")
@@ -97,13 +97,23 @@ class HybridStem(nn.Module):
 
 
 def build_stem(
-    stem: Stem, patch_size: Size, channels: int, width: int, layers: tuple[int, ...], base_width: int
+    stem: Stem,
+    patch_size: Size,
+    channels: int,
+    width: int,
+    conv_width: int,
+    layers: tuple[int, ...],
+    base_width: int,
 ) -> PatchStem | ConvStem | HybridStem:
-    """Return a stem; the layers and the base width are those of the ResNet of a hybrid one."""
+    """Return a stem; the layers and the base width are those of the ResNet of a hybrid one.
+
+    The width of convolutions is that of a ConvStem.
+    """
     if stem == "hybrid":
         return HybridStem(patch_size, channels, width, layers, base_width)
-    simple: type[PatchStem] | type[ConvStem] = ConvStem if stem == "conv" else PatchStem
-    return simple(patch_size, channels, width)
+    if stem == "conv":
+        return ConvStem(patch_size, channels, width, conv_width)
+    return PatchStem(patch_size, channels, width)
 
 
 def inflate(kernel: Tensor, channels: int) -> Tensor:

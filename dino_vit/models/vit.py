@@ -50,6 +50,7 @@ class ViTConfig:
     mlp: Literal["gelu", "swiglu"] = "gelu"
     num_classes: settings.Classes = 0  # 0: CLS features instead of class logits
     stem: Stem = "patch"
+    stem_width: settings.Dimension | None = None  # of the last 3 × 3 convolution of stem="conv"; None: width
     resnet_layers: settings.Stages = (3, 4, 9)  # of a hybrid stem: blocks in each stage
     resnet_width: settings.Dimension = 64
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
@@ -94,8 +95,8 @@ class VisionTransformer(Backbone):
         self._matrices: dict[Any, Tensor] = {}  # that resample positions
 
         width, count = self.width, 1 + math.prod(self.trained_grid)
-        resnet = config.resnet_layers, config.resnet_width
-        self.patch_embed = build_stem(config.stem, self.patch_size, self.channels, width, *resnet)
+        widths = config.stem_width or width, config.resnet_layers, config.resnet_width
+        self.patch_embed = build_stem(config.stem, self.patch_size, self.channels, width, *widths)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = None if self.rotary else nn.Parameter(torch.zeros(1, count, width))
         if config.positions == "sinusoidal":

@@ -18,8 +18,8 @@ from dino_vit.reports.verdict import WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
 BUCKETS = 300  # the lowest and the highest point of each are kept
-# The few numbers to look at first: title, field of a record, format, and what to compare it with: figures from
-# before training, or what zero means.
+# The few numbers to look at first: title, field of a record, format, and what to compare it with, figures
+# from before training or what zero means.
 FIGURES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
     ("k-NN", "knn", "{:.1f} %", ("knn", "raw_pixels"), ""),
     ("mIoU", "miou", "{:.1f} %", ("miou", "constant_miou"), ""),

@@ -145,6 +145,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     config = state.config
     state.rates = rates = state.plan.rates(state.step)
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
+    state.student.patch_drop = state.plan.patch_drop(state.step)
 
     # The running statistics of BatchNorm, which a forward pass changes.
     before = snapshot(state.statistics)

@@ -88,6 +88,14 @@ class Plan:
             ),
         )
 
+    def patch_drop(self, step: int) -> float:
+        """Return the share of patches that the student does not see at a step.
+
+        In the last part of a run it may see all, as features are read from all patches.
+        """
+        model = self.config.model
+        return model.patch_drop if self.position_at(step) < model.patch_drop_until * self.length else 0.0
+
     def is_logged(self, step: int) -> bool:
         """Tell whether a log line is due after `step` steps."""
         # The figures of an evaluation are part of a log line.

@@ -193,9 +193,10 @@ class Reporter:
         if len(sources) > 1:
             return text
         images = shlex.quote(public(sources[0]))
-        command = f"knn {images} {folder}" if self.state.evaluation.has_labels else f"embed {images} {folder}"
-        what = "classifies each image by the others" if self.state.evaluation.has_labels else "writes features"
-        return f"{text}; `dino-vit {command}` {what}"
+        name, what = "embed", "writes features"
+        if self.state.evaluation.has_labels:
+            name, what = "knn", "classifies each image by the others"
+        return f"{text}; `dino-vit {name} {images} {folder}` {what}"
 
 
 def start_record(run: ReadyRun) -> Start:

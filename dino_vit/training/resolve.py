@@ -229,7 +229,7 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         if not its_own and local not in config.views.local_shape:
             settings["views.local_size"] = local
         defaults = Model()  # of what files of earlier versions do not state
-        for name in ("stem", "resnet_layers", "resnet_width", "positions", "qk_scale"):
+        for name in ("stem", "stem_width", "resnet_layers", "resnet_width", "positions", "qk_scale"):
             default = getattr(defaults, name)
             if (value := trained.get(name, default)) != default or f"model.{name}" in given:
                 settings[f"model.{name}"] = value

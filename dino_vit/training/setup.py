@@ -184,7 +184,7 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
     width, depth, heads = config.model.shape
     arguments |= {"patch_size": config.model.patch_size, "width": width, "depth": depth, "heads": heads}
     names = {"positions", "key_bias", "registers", "qk_scale", "layer_scale", "init_std"}
-    names |= {"stem", "resnet_layers", "resnet_width"}
+    names |= {"stem", "stem_width", "resnet_layers", "resnet_width"}
     return arguments | config.model.model_dump(include=names)
 
 

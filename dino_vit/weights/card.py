@@ -142,6 +142,7 @@ def describe(model: Backbone) -> dict[str, Any]:
         "architecture": f"{a['name']} of timm" if "name" in a else f"{family}/{model.patch_size[0]}",
         **{key: a[key] for key in STRUCTURE if a.get(key) is not None and (a[key] or "drop" not in key)},
         **{key: a[key] for key in ("resnet_layers", "resnet_width") if a.get("stem") == "hybrid"},
+        **({"stem_width": a["stem_width"]} if a.get("stem_width") else {}),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "width": model.width,
         "patch_size": list(model.patch_size) if model.has_patches else None,

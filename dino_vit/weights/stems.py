@@ -45,7 +45,10 @@ def infer_stem(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         }
     if (kernel := tensors.get("patch_embed.backbone.0.conv.weight")) is not None:
         side = 2 ** (sum(bool(_CONV.fullmatch(name)) for name in tensors) - 1)
-        return {"stem": "conv", "channels": kernel.shape[1], "patch_size": (side, side)}
+        depth = side.bit_length() - 1  # the last one is of 1 × 1
+        width, last = tensors[f"patch_embed.backbone.{depth}.conv.weight"].shape[:2]
+        found = {"stem": "conv", "channels": kernel.shape[1], "patch_size": (side, side)}
+        return found if width == last else {**found, "stem_width": last}
     _, channels, height, width = tensors["patch_embed.proj.weight"].shape
     return {"stem": "patch", "channels": channels, "patch_size": (height, width)}
 
@@ -58,7 +61,7 @@ def timm_stem(model: VisionTransformer) -> dict[str, Any]:
         keywords = {"layers": model.config.resnet_layers, "channels": channels, "stem_chs": width}
         keywords |= {"in_chans": model.channels, "num_classes": 0, "global_pool": ""}
         return {**keywords, "preact": False, "stem_type": "same"}
-    widths = conv_widths(model.patch_size, model.width)
+    widths = conv_widths(model.patch_size, model.config.stem_width or model.width)
     count = len(widths)
     return {
         "in_chans": model.channels,

@@ -144,6 +144,20 @@ def test_a_short_run_of_cls_tokens_sees_less_of_more_images(
     assert (config.views.local_count, config.model.patch_drop) == (count, dropped)
 
 
+def test_a_short_run_begins_with_narrow_convolutions_and_ends_with_all_patches() -> None:
+    network = ["model.arch=null", "model.width=96", "model.depth=4", "model.heads=3"]
+    config, choices = auto("budget.steps=1000", *network, **CIFAR)
+    assert (config.model.stem, config.model.stem_width) == ("conv", 48)
+    assert config.model.patch_drop_until == 0.8
+    assert {"model.stem", "model.stem_width"} <= choices.keys()
+    long, _ = auto("budget.steps=30000", **CIFAR)
+    assert (long.model.stem, long.model.stem_width, long.model.patch_drop_until) == ("patch", None, 1)
+    plain, _ = auto("budget.steps=1000", "model.stem=patch", "model.patch_drop=0", **CIFAR)
+    assert (plain.model.stem, plain.model.stem_width, plain.model.patch_drop_until) == ("patch", None, 1)
+    odd, _ = auto("budget.steps=1000", "model.patch_size=6", "views.global_size=48", **CIFAR)
+    assert odd.model.stem == "patch", "which convolutions of stride 2 do not reach"
+
+
 def test_a_given_view_decides_the_patch() -> None:
     config, _ = auto("views.global_size=[40, 60]", "views.local_size=20", **CIFAR)
     assert config.model.patch_size == 4

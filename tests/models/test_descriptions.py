@@ -148,13 +148,13 @@ def test_the_hybrid_weights_of_timm_load():
         assert_close_to_scale(model(images), peer(images), 1e-5)
 
 
-@pytest.mark.parametrize("patch", [2, 8])
-def test_the_stem_of_early_convolutions_is_timms(patch):
+@pytest.mark.parametrize(("patch", "width"), [(2, 32), (8, 32), (8, 16)])
+def test_the_stem_of_early_convolutions_is_timms(patch, width):
     """Its ConvStem with GroupNorm1: convolutions of stride 2, as the patch needs, then one of 1 x 1."""
     count = int(math.log2(patch))
     stem = ConvStem(
         depth=count + 1,
-        channels=(*(32 >> number for number in reversed(range(count))), 32),
+        channels=(*(width >> number for number in reversed(range(count))), 32),
         kernel_size=(*[3] * count, 1),
         stride=(*[2] * count, 1),
         norm_layer=GroupNorm1,
@@ -163,6 +163,7 @@ def test_the_stem_of_early_convolutions_is_timms(patch):
     peer = with_stem_of_timm(stem, proj=False)
     model = load_backbone(peer.state_dict(), heads=2, trained_size=64, verbose=False)
     assert (model.config.stem, model.patch_size) == ("conv", (patch, patch))
+    assert model.config.stem_width == (None if width == 32 else width)
     for size in ((64, 64), (32, 48)):
         images = torch.randn(2, 3, *size)
         assert_close_to_scale(model(images), peer(images), 1e-5)

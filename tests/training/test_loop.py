@@ -217,6 +217,25 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
         trained(tmp_path / "run", {"budget.steps": 5, **SHORT})
 
 
+def test_in_the_last_part_of_a_run_the_student_sees_all_patches(tmp_path):
+    settings = {"model.patch_drop": 0.75, "model.patch_drop_until": 0.5, "budget.steps": 6}
+    ready, seen = opened(tmp_path / "run", settings | {"optim.warmup_epochs": 0}), []
+    blocks = ready.state.student.backbone.blocks
+
+    def note(module, arguments):
+        seen.append(arguments[0].shape[0])
+
+    blocks[0].register_forward_pre_hook(note)
+    with Interruption() as interruption, Reporter(ready) as reporter:
+        assert train(ready.state, reporter, interruption)
+    views, patch = ready.state.config.views, ready.state.config.model.patch_size
+    rows = ready.state.plan.global_batch
+    patches = (views.global_size // patch) ** 2
+    of_locals = views.local_count * (1 + (views.local_size // patch) ** 2)
+    part, whole = (rows * (2 * (1 + count) + of_locals) for count in (patches // 4, patches))
+    assert seen == [part] * 3 + [whole] * 3
+
+
 def test_what_else_draws_random_numbers_does_not_change_stochastic_depth(tmp_path):
     settings = {"model.drop_path": 0.5, "model.patch_drop": 0.5, "budget.steps": 6, "optim.warmup_epochs": 0}
     trained(tmp_path / "whole", settings)

@@ -82,6 +82,18 @@ def test_rates_go_on_from_where_they_are_when_the_length_changes() -> None:
     assert {ended.rates(step) for step in range(100, 120)} == {plan.rates(100)}
 
 
+def test_patches_are_dropped_until_a_part_of_the_schedule_has_passed() -> None:
+    settings = ["budget.steps=100", "optim.warmup_epochs=0.1", "optim.freeze_last_layer_epochs=0"]
+    settings.append("model.patch_drop=0.75")
+    config = load(PretrainConfig, None, ["model.patch_drop_until=0.8", *settings])
+    plan = make_plan(config, 6400, 1)
+    assert [plan.patch_drop(step) for step in (0, 79, 80, 99)] == [0.75, 0.75, 0, 0]
+    longer = plan.with_total(180, 60)  # the schedule goes on from there, at a third of its speed
+    assert [longer.patch_drop(step) for step in (119, 120)] == [0.75, 0]
+    always = make_plan(load(PretrainConfig, None, settings), 6400, 1)
+    assert always.patch_drop(99) == 0.75
+
+
 @pytest.mark.parametrize("method", ["dino", "dinov2"])
 def test_the_temperature_warms_up_by_epoch_in_2021_and_by_step_in_dinov2(method: str) -> None:
     settings = [f"method={method}", "loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=3"]
