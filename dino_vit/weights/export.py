@@ -127,7 +127,10 @@ def _check_architecture(model: Backbone, format: str) -> None:
         if dinov2 and round(model.width * a["mlp_ratio"]) != dinov2_mlp(model)[1]:
             faults.append(f"mlp_ratio={a['mlp_ratio']:.3g}")
     if faults:
-        raise WeightsError(f"the {format} format does not support {', '.join(faults)}")
+        text = f"the {format} format does not support {', '.join(faults)}"
+        if "stem=conv" in faults:
+            text += "; export to timm or onnx, or train with model.stem=patch (recipe=auto may choose conv)"
+        raise WeightsError(text)
 
 
 def _layout_of(model: Backbone, format: str) -> Layout:
