@@ -220,23 +220,8 @@ def test_the_same_images_before_and_after_are_compared_one_by_one():
 
 
 def test_advice_follows_what_was_measured():
-    about_colour = {"colour": [0.8, 0.8, 0.77]}
-    said = evaluated(**about_colour)
-    assert said.advice == (
-        "Try augment.grey=0.5 augment.hue=0.4 augment.saturation=0.8: colour explains 77 % of the features "
-        "(80 % before training), but tells few of the labels."
-    )
-    without = {name: [None] * 3 for name in ("knn", "best_knn", "probe")}
-    unlabelled = evaluated(**about_colour, **without, rankme=[50.0, 54.0, 54.0], entropy_gap=[3.0] * 3)
-    assert unlabelled.advice.endswith("; not where colour is what tells your images apart.")
-    assert "augment" not in evaluated(**about_colour, colours=39.0).advice  # it tells labels
-    half = {"colours": 31.1, "probe": [36.0, 37.0, 38.4]}  # half as well as the features, as on groceries
-    assert "augment" not in evaluated(**about_colour, **half).advice
-    assert "augment" not in evaluated(colour=[0.8, 0.7, 0.65]).advice  # it explains less and less
-    strong = ["augment.grey=0.5", "augment.hue=0.4"]
-    assert evaluated(**about_colour, settings=strong).advice.startswith("Try augment.saturation=0.8: colour")
-    dark = evaluated(**about_colour, brightness=[0.7] * 3)
-    assert dark.advice.startswith("Try augment.brightness=0.8 augment.contrast=0.8: brightness explains 70 %")
+    # Less colour was tried where it explains the features, and took points from k-NN on each set of photos.
+    assert "augment" not in evaluated(colour=[0.8, 0.8, 0.77]).advice
     flat = evaluated(rankme=[50.0, 20.0, 12.0], settings=["loss.centering=sinkhorn", "loss.koleo_weight=0.1"])
     assert flat.advice == "Try optim.lr=0.00025: the effective rank fell from 50.0 to 12.0."
     knn = {"knn": [41.0, 43.0, 45.0]}
