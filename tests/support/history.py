@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from dino_vit.reports.metrics import MetricsRecord
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.reports.metrics import Baseline, MetricsRecord
 from dino_vit.reports.readings import UNIFORM
 from dino_vit.reports.states import LEARNING, TOO_EARLY
-from dino_vit.reports.verdict import Verdict
+from dino_vit.reports.verdict import Verdict, judge
 
 ADVICE = "Try head.batch_norm=true."
 
@@ -53,3 +55,18 @@ def show_some(progress, clock):
             now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.task.total)
             metrics = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
             progress.show(metrics, Verdict(diagnosis, "", ADVICE if diagnosis is UNIFORM else ""))
+
+
+def evaluated(*, settings=(), colours=25.0, before=None, **figures):
+    """Judge a finished run of 1,000 steps by three evaluations."""
+    default = {"knn": [40.0] * 3, "best_knn": [40.0] * 3, "probe": [40.0] * 3, "rankme": [50.0] * 3}
+    columns = {**default, "colour": [0.5] * 3, "brightness": [0.2] * 3, **figures}
+    steps = {"total_steps": 1000, "best_features": "CLS"}
+    history = [
+        replace(HEALTHY, step=step, **steps, **{name: values[row] for name, values in columns.items()})
+        for row, step in enumerate((400, 700, 1000))
+    ]
+    of_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8, "brightness": 0.4}
+    levels = {"largest_class": 24.0, "colours": colours, "queries": 341}
+    config = load(PretrainConfig, None, ["recipe=auto", *settings])
+    return judge(history, config, Baseline(**{**of_start, **levels, **(before or {})}))
