@@ -45,6 +45,7 @@ from dino_vit.weights.hub import is_name
 CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
+PIXEL_IMAGES = 10_000
 UNTRAINED = "untrained"
 
 
@@ -73,7 +74,7 @@ def run(config: CompareConfig) -> ComparisonResult:
     if config.untrained:
         paths[UNTRAINED] = UNTRAINED
     page = path = None
-    of_pixels = [name for name in evaluators if name != "dense"]  # evaluated on raw pixels, too
+    of_pixels = pixel_evaluators(config, source, evaluators)
     if folder:
         page, path = folder / "comparison.html", folder / "comparison.json"
         numbers = range(1, len(paths) + 1)
@@ -139,6 +140,19 @@ def run(config: CompareConfig) -> ComparisonResult:
         path=path,
         text=text,
     )
+
+
+def pixel_evaluators(
+    config: CompareConfig, source: Source, evaluators: Sequence[Evaluator]
+) -> list[Evaluator]:
+    """Return what is measured of raw pixels, too: they have no patches, and so many columns that a linear
+    classifier takes minutes on thousands of images.
+    """
+    left_out = {"dense"}
+    if "linear" in evaluators:
+        images = len(source) + (len(open_source(config.train)) if config.train else 0)
+        left_out |= {"linear"} if images > PIXEL_IMAGES else set()
+    return [name for name in evaluators if name not in left_out]
 
 
 def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:
