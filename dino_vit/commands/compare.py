@@ -142,17 +142,16 @@ def run(config: CompareConfig) -> ComparisonResult:
     )
 
 
-def pixel_evaluators(
-    config: CompareConfig, source: Source, evaluators: Sequence[Evaluator]
-) -> list[Evaluator]:
-    """Return what is measured of raw pixels, too: they have no patches, and so many columns that a linear
-    classifier takes minutes on thousands of images.
+def pixel_evaluators(config: CompareConfig, source: Source, among: Sequence[Evaluator]) -> list[Evaluator]:
+    """Return what is measured of raw pixels, too.
+
+    They have no patches, and so many columns that a linear classifier takes minutes on thousands of images.
     """
     left_out = {"dense"}
-    if "linear" in evaluators:
+    if "linear" in among:
         images = len(source) + (len(open_source(config.train)) if config.train else 0)
         left_out |= {"linear"} if images > PIXEL_IMAGES else set()
-    return [name for name in evaluators if name not in left_out]
+    return [name for name in among if name not in left_out]
 
 
 def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:

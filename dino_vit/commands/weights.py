@@ -67,4 +67,4 @@ def _evaluation(model: Backbone, config: ExportConfig) -> str:
     if not figures:
         return ""
     where = f"Measured at step {history[-1].step:,}, on images of the source"
-    return f"{where}: {code(figures)}."
+    return f"{where}: {code(figures, 1000)}."

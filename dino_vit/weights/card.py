@@ -330,11 +330,11 @@ def model_card(model: Backbone, *, license: str | None = None, evaluation: str =
     return printable_lines(card)
 
 
-def code(value: object) -> str:
+def code(value: object, most: int = 300) -> str:
     """Return a value as a code span, in which nothing is markup, unless it is Markdown of ours."""
     if isinstance(value, Markdown):
         return value
-    text = brief(value, 300)
+    text = brief(value, most)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
     return f"{fence}{space}{text}{space}{fence}".replace("|", r"\|")  # in a table
