@@ -3,12 +3,12 @@
     python -m benchmarks.small FOLDER --out benchmarks/results/cpu/small.json [--minutes 10] [--seeds 3]
 
 FOLDER holds flowers/train.parquet, flowers/test.parquet and the same of groceries, hands and cifar10; the
-textures are generated, and the grey sets are made of the coloured ones. Each run has a core to itself (--cores: or
-more), and as many run at a time as there are cores; with --peer, lightly-train's DINO takes as long on the
-same core. A run that has ended is judged as it is, so the program goes on where it was. Judged by k-NN
-(k = 20) and a logistic regression, with 10,000 training images in the bank and 2,000 test images, or with all
-(--whole); no run has seen a label of any image. What decides between recipes is how far k-NN is above raw
-pixels, on average over the sets: the note of the first table says it.
+textures are generated, and the grey sets are made of the coloured ones. Each run has a core to itself
+(--cores: or more), and as many run at a time as there are cores; with --peer, lightly-train's DINO takes as
+long on the same core. A run that has ended is judged as it is, so the program goes on where it was. Judged by
+k-NN (k = 20) and a logistic regression, with 10,000 training images in the bank and 2,000 test images, or
+with all (--whole); no run has seen a label of any image. What decides between recipes is how far k-NN is
+above raw pixels, on average over the sets: the note of the first table says it.
 """
 
 from __future__ import annotations
