@@ -35,7 +35,7 @@ from dino_vit.views.sampler import Sampler
 MOMENTUM = 0.9
 BATCH = 1024  # images per step of a grid
 PENALTIES = tuple(10.0**exponent for exponent in range(-6, 3))  # of ridge regressions
-_CONVERGED = 1e-3  # the largest gradient of the objective, divided by n·C, that counts as the optimum
+_CONVERGED = 1e-4  # the largest gradient of the objective, divided by n·C, that counts as the optimum
 _INITIAL_STD = 0.01
 _MAX_SCORES = 1 << 24  # in memory at a time
 

@@ -174,8 +174,10 @@ def _fit(
         each = [train_logistic(features[:, part], targets, cs=cs, classes=classes) for part in columns]
         return [heads._replace(columns=part) for heads, part in zip(each, columns, strict=True)]
 
-    features = train.features.to(device, torch.float32)
-    return "C", cs, on_standardised(regressions, features, enabled=protocol.standardise)
+    # Of many columns and few images the steps of L-BFGS become smaller than float32 resolves.
+    exact = torch.float64 if protocol.standardise and device.type == "cpu" else torch.float32
+    heads = on_standardised(regressions, train.features.to(device, exact), enabled=protocol.standardise)
+    return "C", cs, [each._replace(weight=each.weight.float(), bias=each.bias.float()) for each in heads]
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
