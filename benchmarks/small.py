@@ -152,6 +152,7 @@ class Job(NamedTuple):
     seed: int
     output: Path
     settings: Sequence[str]
+    tree: Path | None = None  # of another version of the project
 
 
 def measured_steps(variants: dict[str, list[str]], minutes: float, known: Path) -> dict[str, int]:
@@ -194,7 +195,7 @@ def train(
         cores.put(there[first : first + cores_of_each])
 
     def one(job: Job) -> None:
-        name, seed, output, settings = job
+        name, seed, output, settings, tree = job
         own = [*of_set(name, folders), f"seed={seed}", f"output={output}"]
         if cores_of_each > 1:
             own.remove("data.workers=0")
@@ -210,7 +211,8 @@ def train(
                 pin: Callable[[], None] = lambda: os.sched_setaffinity(0, mine)  # noqa: E731
                 for command in commands:
                     whole = [sys.executable, "-m", *command]
-                    subprocess.run(whole, env=environ, stdout=log, stderr=log, check=True, preexec_fn=pin)
+                    options: dict[str, Any] = {"cwd": tree, "env": environ, "preexec_fn": pin}
+                    subprocess.run(whole, stdout=log, stderr=log, check=True, **options)
             print(f"{output}: {said(output)}", file=sys.stderr, flush=True)
         finally:
             cores.put(mine)

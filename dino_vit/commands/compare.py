@@ -1,5 +1,6 @@
 """Compare backbones on the same images: all evaluators that fit the labels at hand, paired by image."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import public
+from dino_vit.core.text import plural, public
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
@@ -68,43 +69,46 @@ def run(config: CompareConfig) -> ComparisonResult:
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
     source, evaluators = agree("images", lambda: open_measured(config), _describe_measured)
-    comparison = Comparison(source=source)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
         paths[UNTRAINED] = UNTRAINED
-    page = path = None
-    of_pixels = pixel_evaluators(config, source, evaluators)
+    by_pixels = pixel_evaluators(config, source, evaluators)
     if folder:
-        page, path = folder / "comparison.html", folder / "comparison.json"
         numbers = range(1, len(paths) + 1)
         files = [file_of(folder, number, name) for number in numbers for name in evaluators]
-        claim(page, path, *files, *(file_of(folder, 0, name) for name in of_pixels))
+        claim(*pages_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
+    comparison = Comparison(source=source)
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        trained = config.weights[0] if name == UNTRAINED else weights
-        frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
-        if name == UNTRAINED:
-            frozen = untrained_like(frozen, config.seed)
+        frozen = _load(config, name, weights)
         _describe(config, frozen, comparison, name)
         file = Path(weights)
         with suppress(ValueError):  # not of a run
-            run = read_run(file.parents[1] if file.parent.name == "checkpoints" else file)
-            comparison.runs.setdefault(name.partition(" (step ")[0], run)
+            record = read_run(file.parents[1] if file.parent.name == "checkpoints" else file)
+            comparison.runs.setdefault(name.partition(" (step ")[0], record)
         for evaluator in evaluators:
             values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
-            try:
-                measured = _evaluate(evaluator, config, values, frozen, comparison, name)
-            except ValueError as error:
-                raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
-            for figure in measured:
+            for figure in _evaluate(evaluator, config, values, frozen, comparison, name):
                 comparison.measured.setdefault(figure.title, {})[name] = figure
                 log.info("%s: %s %s %%", name, figure.title, figure.interval)
-    for evaluator in of_pixels:
+    for evaluator in by_pixels:
         values = {"weights": RAW_PIXELS, "output": folder and file_of(folder, 0, evaluator)}
         for figure in _evaluate(evaluator, config, values, raw_pixels_like(frozen), None, RAW_PIXELS):
             comparison.raw_pixels[figure.title] = figure
             log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.interval)
+    return _conclude(config, comparison, paths)
+
+
+def _load(config: CompareConfig, name: str, weights: str) -> FrozenBackbone:
+    """Load one of the backbones; the untrained one has the network of the first."""
+    trained = config.weights[0] if name == UNTRAINED else weights
+    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
+    return untrained_like(frozen, config.seed) if name == UNTRAINED else frozen
+
+
+def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str, str]) -> ComparisonResult:
+    """Compare what was measured, and write the page and the JSON."""
     pairs = compare_pairs(comparison.measured)
     best = standings(comparison.measured, pairs)
     figures = {
@@ -114,17 +118,19 @@ def run(config: CompareConfig) -> ComparisonResult:
     answer = conclusion(comparison, best)
     raw_pixels = {title: figure.interval for title, figure in comparison.raw_pixels.items()}
     text = f"{_table(comparison, best)}\n\n{answer}"
-    results = {
-        "settings": config.model_dump(mode="json"),
-        "weights": paths,
-        "figures": figures,
-        "raw_pixels": raw_pixels,
-        "effective_rank": comparison.ranks,
-        "pairs": pairs,
-        "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
-        "verdict": answer,
-    }
-    if page and path:
+    page = path = None
+    if config.output is not None:
+        page, path = pages_of(Path(config.output))
+        results = {
+            "settings": config.model_dump(mode="json"),
+            "weights": paths,
+            "figures": figures,
+            "raw_pixels": raw_pixels,
+            "effective_rank": comparison.ranks,
+            "pairs": pairs,
+            "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
+            "verdict": answer,
+        }
         write_results(path, results)
         if is_main_process():
             with after_figures():
@@ -152,6 +158,11 @@ def pixel_evaluators(config: CompareConfig, source: Source, among: Sequence[Eval
         images = len(source) + (len(open_source(config.train)) if config.train else 0)
         left_out |= {"linear"} if images > PIXEL_IMAGES else set()
     return [name for name in among if name not in left_out]
+
+
+def pages_of(folder: Path) -> tuple[Path, Path]:
+    """Return the files for the page and for all figures."""
+    return folder / "comparison.html", folder / "comparison.json"
 
 
 def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:
@@ -238,12 +249,15 @@ def _evaluate(
 ) -> list[Measured]:
     """Run one evaluator on one backbone; note its predictions in the comparison, if one is given."""
     values |= _shared(config, CONFIGS[evaluator])
-    if evaluator == "dense":
-        return dense.evaluate(DenseConfig(**values), frozen).measured
-    if evaluator == "knn":
-        result, title = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen), "k-NN top-1"
-    else:
-        result, title = linear.evaluate(LinearConfig(**values), frozen), "linear top-1"
+    try:
+        if evaluator == "dense":
+            return dense.evaluate(DenseConfig(**values), frozen).measured
+        if evaluator == "knn":
+            result, title = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen), "k-NN top-1"
+        else:
+            result, title = linear.evaluate(LinearConfig(**values), frozen), "linear top-1"
+    except ValueError as error:
+        raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
     if isinstance(result, Predicted):
         return [result.measured]
     if comparison:
@@ -270,5 +284,6 @@ def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
         figures = (comparison.raw_pixels.get(title) for title in comparison.measured)
         rows.append([RAW_PIXELS, *(f"{figure.interval} " if figure else "- " for figure in figures), "-"])
     table = format_table(["per cent", *(f"{title} " for title in best), "effective rank"], rows)
-    legend = "* best; = cannot be told from the best on these images (paired by image, Bonferroni)"
+    pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
+    legend = f"* best; = not significantly worse on these images (by image, p corrected for {pairs})"
     return f"{table}\n{legend}" if best else table

@@ -241,6 +241,7 @@ class Pair:
     better: str
     other: str
     difference: Difference
+    corrected_p: float  # its p, times the pairs by this figure (Bonferroni)
 
 
 Figures = Mapping[str, Mapping[str, Measured]]  # by title, then by the name of the backbone
@@ -251,22 +252,20 @@ def compare_pairs(figures: Figures) -> list[Pair]:
     pairs = []
     for title, backbones in figures.items():
         best_first = sorted(backbones, key=lambda name: backbones[name].value, reverse=True)
-        for better, other in combinations(best_first, 2):
-            pairs.append(Pair(title, better, other, difference(backbones[better], backbones[other])))
+        by_figure = list(combinations(best_first, 2))
+        for better, other in by_figure:
+            found = difference(backbones[better], backbones[other])
+            pairs.append(Pair(title, better, other, found, min(1.0, len(by_figure) * found.p)))
     return pairs
 
 
 def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, ...]]:
-    """Return who is best by each figure, followed by those who cannot be told from the best on these images.
-
-    The best is compared with all others, so each p is multiplied by their number (Bonferroni).
-    """
+    """Return who is best by each figure, followed by those not significantly worse on these images."""
     by_title = {}
     for title, backbones in figures.items():
-        limit = CHANCE / max(1, len(backbones) - 1)
         best = max(backbones, key=lambda name: backbones[name].value)
         others = [pair for pair in pairs if (pair.figure, pair.better) == (title, best)]
-        by_title[title] = (best, *(pair.other for pair in others if pair.difference.p >= limit))
+        by_title[title] = (best, *(pair.other for pair in others if pair.corrected_p >= CHANCE))
     return by_title
 
 

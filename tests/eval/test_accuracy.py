@@ -11,7 +11,6 @@ import torch
 from dino_vit.eval.accuracy import (
     RESAMPLES,
     Measured,
-    Pair,
     Predictions,
     accuracy,
     compare_pairs,
@@ -142,6 +141,7 @@ def test_a_backbone_is_as_good_as_the_best_unless_pairs_of_images_say_otherwise(
     assert all(pair.difference.points > 0 and pair.difference.low <= pair.difference.high for pair in pairs)
     assert pairs[1].difference.p < 1e-4
     assert pairs[0].difference.p == 0.5  # two images that only one of them gets right
+    assert [pair.corrected_p for pair in pairs] == [min(1, 3 * pair.difference.p) for pair in pairs]
     assert standings(figures, pairs) == {"k-NN": ("b", "c")}
 
 
@@ -170,9 +170,6 @@ def test_the_smallest_p_of_the_bootstrap_is_no_limit_to_how_many_are_compared():
     shares = torch.rand(100, generator=torch.Generator().manual_seed(0)).double()
     figures = {f"{n}": measured_share("mAP", np.arange(100), shares / 4) for n in range(27)}
     figures["5"] = measured_share("mAP", np.arange(100), shares / 4 + 0.7)
-    pairs = [
-        Pair("mAP", "5", name, difference(figures["5"], figures[name])) for name in figures if name != "5"
-    ]
-    assert standings({"mAP": figures}, pairs) == {"mAP": ("5",)}
+    assert standings({"mAP": figures}, compare_pairs({"mAP": figures})) == {"mAP": ("5",)}
     few = [measured_share("mAP", np.arange(4), shares[:4] / 4 + more) for more in (0.5, 0)]
     assert difference(*few).p == pytest.approx(2 / (RESAMPLES + 1)), "four images prove little"

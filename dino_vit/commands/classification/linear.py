@@ -19,7 +19,7 @@ from dino_vit.commands.classification.predicted import Predicted, few_images, fe
 from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearConfig
 from dino_vit.config.settings import given_keys
 from dino_vit.core.text import plural
-from dino_vit.eval.accuracy import Accuracy, accuracy
+from dino_vit.eval.accuracy import Accuracy, Interval, accuracy
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
@@ -75,13 +75,9 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
         for (value, spec), of_head in zip(product(values, inputs), judged, strict=True)
     ]
     best = _best_head(heads, chosen_by, chosen_on)
-    how_chosen = AS_PUBLISHED
     if config.select == "train":
         for cell, on_held_out in zip(cells, chosen_by, strict=True):
             cell["held_out"] = None if math.isnan(_percent(on_held_out)) else on_held_out
-        count, percent = plural(len(chosen_on), "training image"), _percent(chosen_by[best])
-        figure = "by their loss" if math.isnan(percent) else f"{percent:.2f} %"
-        how_chosen = f"chosen on {count} that no head was trained on: {figure}"
     row, column = divmod(best, len(inputs))
     details |= {
         "images": {"train": len(train), "val": len(val)},
@@ -91,9 +87,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
         "table": cells,
     }
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
-    key = {"rate": "rates", "C": "cs"}.get(setting)  # the penalties of a ridge are fixed
-    if key and len(values) > 1 and values[row] in (min(values), max(values)):
-        how_chosen += f"\nthe best {setting} is at the end of those that were tried; give others with {key}="
+    how_chosen = _how_chosen(config, setting, values, values[row], _percent(chosen_by[best]), chosen_on)
     text = [
         f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
@@ -109,12 +103,35 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
     text += [f"{title}: {predictions.summary()}", how_chosen, *few_text(few)]
     if len(val.classes) == len(set(val.targets.tolist())) == 2:
-        outputs = _outputs(best_head, val)[:, 0]
-        margins = outputs[:, 1:] - outputs[:, :1]
-        auroc = measure("multiclass", val.indices, margins, val.targets[:, None])[0].interval
-        details["best"]["auroc"] = auroc
+        details["best"]["auroc"] = auroc = _auroc(best_head, val)
         text.append(f"AUROC {auroc} %")
     return classification("linear", path, "linear top-1", predictions, details, "\n".join(text))
+
+
+def _how_chosen(
+    config: LinearConfig,
+    setting: str,
+    values: Sequence[float],
+    value: float,
+    percent: float,
+    images: LabelledFeatures,
+) -> str:
+    """Say by which images the classifier was chosen, and whether its value is the last of those tried."""
+    text = AS_PUBLISHED
+    if config.select == "train":
+        figure = "by their loss" if math.isnan(percent) else f"{percent:.2f} %"
+        text = f"chosen on {plural(len(images), 'training image')} that no head was trained on: {figure}"
+    key = {"rate": "rates", "C": "cs"}.get(setting)  # the penalties of a ridge are fixed
+    if key and len(values) > 1 and value in (min(values), max(values)):
+        text += f"\nthe best {setting} is at the end of those that were tried; give others with {key}="
+    return text
+
+
+def _auroc(head: LinearHeads, images: LabelledFeatures) -> Interval:
+    """Return the area under the ROC curve of the second of two classes."""
+    outputs = _outputs(head, images)[:, 0]
+    margins = outputs[:, 1:] - outputs[:, :1]
+    return measure("multiclass", images.indices, margins, images.targets[:, None])[0].interval
 
 
 class Protocol(NamedTuple):
