@@ -14,6 +14,7 @@ _FUNCTIONS = {name.replace("-", "_"): name for name in COMMANDS}
 _MODULES = {
     **dict.fromkeys(("WeightsError", "load_backbone", "save_backbone"), "weights"),
     "export_backbone": "weights.export",
+    "load_classifier": "weights.classifier",
     **dict.fromkeys(
         ("VisionTransformer", "vit_base", "vit_huge", "vit_large", "vit_small", "vit_tiny"), "models.vit"
     ),

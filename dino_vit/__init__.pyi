@@ -9,6 +9,7 @@ from typing import Literal, TypedDict
 from dino_vit.commands import Facts, Written
 from dino_vit.commands.attention import AttentionMaps
 from dino_vit.commands.classification import Classification
+from dino_vit.commands.classification.predict import LabelPredictions
 from dino_vit.commands.compare import ComparisonResult
 from dino_vit.commands.demo import DemoResult
 from dino_vit.commands.dense import DenseResult
@@ -28,6 +29,7 @@ from dino_vit.config.commands import (
     KnnConfig,
     LinearConfig,
     PackConfig,
+    PredictConfig,
     ReportConfig,
 )
 from dino_vit.config.embeddings import CurateConfig, DuplicatesConfig, EmbedConfig, SearchConfig
@@ -43,6 +45,7 @@ from dino_vit.run import Run as Run
 from dino_vit.weights import WeightsError as WeightsError
 from dino_vit.weights import load_backbone as load_backbone
 from dino_vit.weights import save_backbone as save_backbone
+from dino_vit.weights.classifier import load_classifier as load_classifier
 from dino_vit.weights.export import export_backbone as export_backbone
 
 __version__: str
@@ -593,6 +596,55 @@ def linear(
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
+def predict(
+    source: str | os.PathLike[str] | object = ...,
+    weights: str | os.PathLike[str] = ...,
+    *,
+    network: Literal["teacher", "student"] = "teacher",
+    size: int | collections.abc.Sequence[int] | None = None,
+    fit: Literal["crop", "whole"] | None = None,
+    batch_size: int = 128,
+    num_workers: int | None = None,
+    precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    cache: str | os.PathLike[str] | None = None,
+    cache_gb: float = 50.0,
+    train: str | os.PathLike[str] | object = None,
+    labels: str | os.PathLike[str] | None = None,
+    task: Literal["multiclass", "multilabel", "regression"] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    head: str | os.PathLike[str] | None = None,
+    unsure: int | None = None,
+    sheet: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | PredictConfig | None = None,
+    verbose: bool = True,
+) -> LabelPredictions:
+    """Label images by a few that have labels, with a confidence, and name those to label next.
+
+        dino_vit.predict("new", "runs/pretrain", train="labelled", head="classifier.safetensors")
+
+    Label images; with an output, write the table and JSON.
+
+    The settings and their defaults:
+
+      source=...                          images to label: those without a label, or all if train is given
+      weights=...                         run folder, weights file, or a file that head= wrote
+      network=teacher                     network of a checkpoint [teacher|student]
+      size=null                           side in pixels, or [height, width]; null: that of the weights
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
+      batch_size=128                      images per process and forward pass
+      num_workers=null                    threads that read images; null: by the cores
+      precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
+      cache_gb=50                         most GB of features and indexes, the latest used
+      train=null                          images that have labels; null: those of source
+      labels=null                         CSV or JSON file with the labels; null: the images' own
+      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
+      output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
+      head=null                           file to keep the classifier and its backbone in [FILE.safetensors]
+      unsure=null                         write so many images to label next to a CSV beside output
+      sheet=null                          picture of the images to label next, 40 or as many as unsure [FILE.png]
+    """
+
 def dense(
     source: str | os.PathLike[str] | object = ...,
     weights: str | os.PathLike[str] = ...,
@@ -893,6 +945,7 @@ def export(
     heads: int | None = None,
     image_size: int | collections.abc.Sequence[int] | None = None,
     format: Literal["reference", "timm", "huggingface", "onnx"] = ...,
+    head: bool = False,
     overwrite: bool = False,
     license: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | ExportConfig | None = None,
@@ -913,6 +966,7 @@ def export(
       image_size=null                     resample the positions to this size; null: as stored
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface
       format=...                          format to write [reference|timm|huggingface|onnx]
+      head=false                          onnx: probabilities, by the classifier in a file that predict wrote
       overwrite=false                     replace OUT if it exists
       license=null                        huggingface: licence for the model card, such as apache-2.0
     """

@@ -75,6 +75,7 @@ COMMANDS = {
     "report": Command("ReportConfig", "commands.report:run"),
     "knn": Command("KnnConfig", "commands.classification.knn:run"),
     "linear": Command("LinearConfig", "commands.classification.linear:run"),
+    "predict": Command("PredictConfig", "commands.classification.predict:run"),
     "dense": Command("DenseConfig", "commands.dense:run"),
     "compare": Command("CompareConfig", "commands.compare:run"),
     "attention": Command("AttentionConfig", "commands.attention:run"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from dino_vit.commands import Facts, Written
 from dino_vit.config.commands import ExportConfig, InspectWeightsConfig, WeightsConfig
+from dino_vit.config.settings import Task
 from dino_vit.core import height_width
 from dino_vit.core.text import public_values
 from dino_vit.models.backbone import Backbone
@@ -15,7 +16,15 @@ from dino_vit.reports.readings import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import code, describe, model_card, show, usage
+from dino_vit.weights.classifier import Classifier, load_classifier
 from dino_vit.weights.export import export_backbone
+
+# The last line that uses the graph of a classifier.
+SHOWN: dict[Task, str] = {
+    "multiclass": 'print(about["classes"][probabilities[0].argmax()], probabilities[0].max())',
+    "multilabel": 'print([name for name, p in zip(about["classes"], probabilities[0]) if p > 0.5])',
+    "regression": 'print(dict(zip(about["classes"], probabilities[0].tolist())))',
+}
 
 
 def _load(config: WeightsConfig) -> LoadedBackbone:
@@ -34,7 +43,13 @@ def inspect(config: InspectWeightsConfig) -> Facts:
 
 def export(config: ExportConfig) -> Written:
     """Write a backbone for another library; as text, the lines that use it."""
-    model, path, card = _load(config), Path(config.out), None
+    path, card = Path(config.out), None
+    if config.head:
+        classifier = load_classifier(config.source)
+        _refuse_source(classifier.backbone, path)
+        export_backbone(classifier, path, config.format, overwrite=config.overwrite)
+        return Written(path=path, text=_classifier_usage(classifier, path))
+    model = _load(config)
     _refuse_source(model, path)
     for_hub = config.format == "huggingface"
     if for_hub:
@@ -44,6 +59,20 @@ def export(config: ExportConfig) -> Written:
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
     return Written(path=path, text=text)
+
+
+def _classifier_usage(classifier: Classifier, path: Path) -> str:
+    """Return lines of Python that label a photo by the graph of a classifier."""
+    start, _, run = usage(classifier.backbone, path, "onnx").rpartition("\n")
+    run = run.replace("cls, patches =", "probabilities, =")
+    lines = [
+        "import json",
+        start,
+        'about = json.loads(session.get_modelmeta().custom_metadata_map["dino_vit"])["classifier"]',
+        run,
+        SHOWN[classifier.facts.task],
+    ]
+    return "\n".join(lines)
 
 
 def _refuse_source(model: LoadedBackbone, path: Path) -> None:

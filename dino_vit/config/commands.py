@@ -39,6 +39,8 @@ MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
 MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
 JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
 PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
+TableFile = Annotated[str, Field(pattern=r"\.(csv|parquet)$", examples=["FILE.csv"])]
+SafetensorsFile = Annotated[str, Field(pattern=r"\.safetensors$", examples=["FILE.safetensors"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
 OF_PYTHON = "in Python none"
 TRUST: bool = setting(False, "import the python:MODULE:NAME that the file names, which runs its code")
@@ -125,6 +127,32 @@ class LinearConfig(SupervisedConfig, CachedConfig):
             yield "cs are for method=logistic; remove them, or give method=logistic"
         if self.method is None and "cs" in given and {"rates", "steps"} & given:
             yield "cs are for method=logistic, rates and steps for method=grid: give one or the other"
+
+
+class PredictConfig(CachedConfig):
+    """Label images by a few that have labels, with a confidence, and name those to label next."""
+
+    examples: ClassVar = (
+        "predict new runs/pretrain train=labelled head=classifier.safetensors",
+        "predict newer classifier.safetensors",
+    )
+    writes: ClassVar = "predictions.csv"
+    source: str = Field(description="images to label: those without a label, or all if train is given")
+    weights: str = Field(description="run folder, weights file, or a file that head= wrote")
+    train: str | None = setting(None, "images that have labels; null: those of source")
+    labels: str | None = setting(None, "CSV or JSON file with the labels; null: the images' own")
+    task: Task | None = setting(None, "one class an image, several labels, or numbers; null: by the labels")
+    output: TableFile | None = setting(
+        None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {OF_PYTHON}"
+    )
+    head: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
+    unsure: Count | None = setting(None, "write so many images to label next to a CSV beside output")
+    sheet: PngFile | None = setting(None, "picture of the images to label next, 40 or as many as unsure")
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a setting that would have no effect."""
+        if self.head == self.weights:
+            yield "head would overwrite weights; give another name"
 
 
 class DenseConfig(BackboneConfig):
@@ -266,6 +294,7 @@ class ExportConfig(WeightsConfig):
     examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
     out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
+    head: bool = setting(False, "onnx: probabilities, by the classifier in a file that predict wrote")
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
@@ -273,3 +302,5 @@ class ExportConfig(WeightsConfig):
         """Yield settings that would have no effect."""
         if self.license and self.format != "huggingface":
             yield f"--license is for --format huggingface, not {self.format}"
+        if self.head and self.format != "onnx":
+            yield f"--head is for --format onnx, not {self.format}"

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
-OUTPUTS = {"output", "out", "sheet", "cache"}  # the settings of any command that say where it writes
+OUTPUTS = {"output", "out", "head", "sheet", "cache"}  # the settings of any command that say where it writes
 Task = Literal["multiclass", "multilabel", "regression"]
 
 

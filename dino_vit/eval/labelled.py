@@ -154,14 +154,19 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
 def refuse_same_images(name: str, source: Source, of_train: str, train: Source) -> None:
     """Refuse to judge by the very images that were learned from, and warn if some are."""
     name, of_train = public(name), public(of_train)
-    learned = set(_origins(train))
-    shared = sum(origin in learned for origin in _origins(source))
+    shared = count_shared(source, train)
     if shared == len(source):
         text = f"all {plural(shared, 'image')} of {name} are in train={of_train} too"
         raise ValueError(f"{text}; give other images, or leave out train")
     if shared:
         text = "%d of the %d images of %s are in train=%s too: the result is too good to be true"
         log.warning(text, shared, len(source), name, of_train)
+
+
+def count_shared(source: Source, train: Source) -> int:
+    """Return how many images of a source are those of another, whatever paths lead to them."""
+    learned = set(_origins(train))
+    return sum(origin in learned for origin in _origins(source))
 
 
 def _origins(source: Source) -> list[Hashable]:

@@ -78,6 +78,30 @@ class EvalTransform:
         """Return the side that an image is resized to before a side of the crop is cut out."""
         return self.shorter_side or crop + 2 * round(crop / 14)  # 256 for 224, as published
 
+    def code(self) -> str | None:
+        """Return lines of Python that prepare a photo by Pillow and NumPy alone, if these can do it."""
+        mode, (h, w) = {1: "L", 3: "RGB"}.get(self.pixels.channels), self.size
+        is_plain = self.pixels.bits == 8 and self.pixels.range is None
+        if mode is None or not is_plain or (self.fit == "crop" and h != w):
+            return None
+        kind = f"Image.Resampling.{self.interpolation.upper()}"
+        lines = [f'photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert({mode!r})']
+        if self.fit == "whole":
+            lines.append(f"photo = photo.resize(({w}, {h}), {kind})")
+        else:
+            sides = f"[{self.resized_side(h)} * side // min(photo.size) for side in photo.size]"
+            lines += [
+                f"photo = photo.resize({sides}, {kind})",
+                f"left, top = (photo.width - {w}) // 2, (photo.height - {h}) // 2",
+                f"photo = photo.crop((left, top, left + {w}, top + {h}))",
+            ]
+        mean, std = ([round(value, 6) for value in values] for values in (self.mean, self.std))
+        lines += [
+            f"pixels = np.asarray(photo).reshape({h}, {w}, {self.pixels.channels}) / 255",
+            f"images = ((pixels - {mean}) / {std}).transpose(2, 0, 1)[None].astype(np.float32)",
+        ]
+        return "\n".join(["import numpy as np", "from PIL import Image, ImageOps", *lines])
+
     def _placement(self, height: int, width: int) -> tuple[Size, int, int]:
         """Return the size that an image is resized to, and the top left corner of the crop."""
         h, w = self.size

@@ -38,7 +38,7 @@ timm.models.load_checkpoint(model, {path!r})
 output = model(images)
 """,
     "timm model": """\
-import timm
+import timm, torch
 model = timm.create_model({arguments}, checkpoint_path={path!r}).eval()
 {images}
 output = model(images)
@@ -63,7 +63,7 @@ output = model(images{resample}).last_hidden_state[:, 0]
 import onnxruntime
 session = onnxruntime.InferenceSession({path!r})
 {images}
-cls, patches = session.run(None, {{"images": images.numpy()}})
+cls, patches = session.run(None, {{"images": images}})
 """,
 }
 _PHOTO = """\
@@ -277,6 +277,9 @@ def usage(model: Backbone, path: PurePath, format: str) -> str:
     images = f"images = ...  # {shape}, float32, {resized}normalised as in the training"
     if origin.mean and origin.std:
         images += f": mean ({show('mean', origin.mean)}), std ({show('std', origin.std)})"
+    photo = transform and not at_other_size and transform.code()
+    if photo:
+        images = photo if format == "onnx" else f"{photo}\nimages = torch.from_numpy(images)"
     if format == "huggingface" and processor_config(model):
         images = _PHOTO.format(mode=MODES[model.channels], path=str(path))
     lines = _USAGE["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]

@@ -31,10 +31,11 @@ from dino_vit.weights.card import (
     model_card,
     processor_config,
 )
+from dino_vit.weights.classifier import Classifier
 from dino_vit.weights.layouts import Layout, split
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError
-from dino_vit.weights.reading import EXPORT_KEY, PROVENANCE_FACTS
+from dino_vit.weights.reading import CLASSIFIER, EXPORT_KEY, PROVENANCE_FACTS
 from dino_vit.weights.stems import build_timm_stem
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
@@ -43,20 +44,26 @@ SUFFIXES = {"reference": _SUFFIXES, "timm": _SUFFIXES, "onnx": (".onnx",)}
 LIBRARIES = {"timm": "timm", "huggingface": "transformers", "onnx": "onnxruntime"}
 TOLERANCE = 1e-4  # of a feature, relative to the largest: float32 sums in another order
 LARGEST_GRAPH = 2e9  # bytes of weights in an ONNX file
-INPUT, OUTPUTS = "images", ("cls", "patches")
+INPUT, OUTPUTS, CLASSIFIER_OUTPUTS = "images", ("cls", "patches"), ("probabilities",)
 METADATA_KEY = "dino_vit"
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
 
 
 def export_backbone(
-    model: Backbone, path: str | Path, format: str, *, overwrite: bool = False, card: str | None = None
+    model: Backbone | Classifier,
+    path: str | Path,
+    format: str,
+    *,
+    overwrite: bool = False,
+    card: str | None = None,
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
     The formats are `reference` (DINO's own) and `timm`, each a .pth or .safetensors file, `huggingface`, a
     folder for `AutoModel.from_pretrained`, and `onnx`. The export only appears at `path` if its features
-    equal those of the model. `card` is the text of README.md in a Hugging Face folder; by default it states
-    what is known of the model.
+    equal those of the model. A classifier, which `load_classifier` returns, is written as onnx only; its
+    graph gives probabilities, or numbers. `card` is the text of README.md in a Hugging Face folder; by
+    default it states what is known of the model.
     """
     path = Path(path)
     if format not in FORMATS:
@@ -64,6 +71,8 @@ def export_backbone(
     _check_target(path, format, overwrite)
     if format == "onnx":
         _check_graph(model)
+    elif isinstance(model, Classifier):
+        raise WeightsError(f"format={format} holds no classifier; choose onnx, or export its .backbone")
     else:
         _check_architecture(model, format)
     model = copy.deepcopy(model).cpu().float().eval()
@@ -74,7 +83,7 @@ def export_backbone(
             if format == "onnx":
                 _write_graph(model, written, _describe(model, format))
             else:
-                _write_tensors(model, written, format, card)
+                _write_tensors(_backbone_of(model), written, format, card)
             summary = _compare_features(model, written, format)
             if path.is_dir():
                 shutil.rmtree(path)  # _check_target found nothing but an older export in it
@@ -147,8 +156,13 @@ def _layout_of(model: Backbone, format: str) -> Layout:
     return layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
 
 
-def _describe(model: Backbone, format: str) -> str:
+def _backbone_of(exported: Backbone | Classifier) -> Backbone:
+    return exported.backbone if isinstance(exported, Classifier) else exported
+
+
+def _describe(exported: Backbone | Classifier, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
+    model = _backbone_of(exported)
     facts = describe(model) if format == "onnx" else {}
     facts = {name: value for name, value in facts.items() if name not in ("file", "config")}
     facts |= {name: getattr(model.provenance, name) for name in PROVENANCE_FACTS}
@@ -157,6 +171,8 @@ def _describe(model: Backbone, format: str) -> str:
     facts |= {name: value for name, value in model.architecture.items() if name in names}
     if facts.get("positions") == "rotary":
         facts["rotary_rescale"] = model.architecture["rotary_rescale"] or 0  # null would be no fact
+    if isinstance(exported, Classifier):
+        facts[CLASSIFIER] = exported.facts.model_dump(mode="json")
     return json.dumps({**facts, "format": format})
 
 
@@ -226,10 +242,13 @@ def _write_huggingface(
 
 
 @torch.no_grad()
-def _compare_features(model: Backbone, written: Path, format: str) -> str:
-    """Compare with the features that the library of the format computes from the written file."""
+def _compare_features(exported: Backbone | Classifier, written: Path, format: str) -> str:
+    """Compare with the features, or the probabilities, that the library of the format computes."""
+    model = _backbone_of(exported)
     images = torch.randn(2, model.channels, *model.image_size, generator=torch.Generator().manual_seed(0))
-    library, ours = LIBRARIES.get(format), model.forward_cls(images)
+    what = "outputs of the classifier" if isinstance(exported, Classifier) else "CLS features"
+    library = LIBRARIES.get(format)
+    ours = exported(images) if isinstance(exported, Classifier) else model.forward_cls(images)
     if library and find_spec(library):
         how, theirs = f"with {library}", _features_elsewhere(model, str(written), format, images)
         if format == "timm" and isinstance(model, VisionTransformer):  # which may have a classifier
@@ -240,10 +259,10 @@ def _compare_features(model: Backbone, written: Path, format: str) -> str:
     error = ((ours - theirs).abs().max() / ours.abs().max()).item()
     if not error <= TOLERANCE:
         raise WeightsError(
-            f"largest relative difference of the CLS features: {error:.1e} (allowed: {TOLERANCE:.0e}); "
+            f"largest relative difference of the {what}: {error:.1e} (allowed: {TOLERANCE:.0e}); "
             "nothing was written"
         )
-    return f"largest relative difference of the CLS features: {error:.1g}, checked {how}"
+    return f"largest relative difference of the {what}: {error:.1g}, checked {how}"
 
 
 def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor) -> Tensor:
@@ -274,11 +293,11 @@ def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor)
     return theirs(images)
 
 
-def _check_graph(model: Backbone) -> None:
+def _check_graph(model: nn.Module) -> None:
     """Raise WeightsError for what a graph cannot hold."""
     if not (find_spec("onnxscript") and find_spec("onnxruntime")):
         raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
-    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    size = sum(tensor.numel() * 4 for tensor in model.state_dict().values())
     if size > LARGEST_GRAPH:
         raise WeightsError(f"an ONNX file holds weights of up to 2 GB, but these are {size / 1e9:.1f} GB")
 
@@ -296,8 +315,11 @@ class _Graph(nn.Module):
 
 
 @torch.no_grad()
-def _write_graph(model: Backbone, path: Path, about: str) -> None:
+def _write_graph(exported: Backbone | Classifier, path: Path, about: str) -> None:
     """Write a graph for any number of images of the trained size, and what is known of the model, as JSON."""
+    model = _backbone_of(exported)
+    graph = exported if isinstance(exported, Classifier) else _Graph(model).eval()
+    outputs = CLASSIFIER_OUTPUTS if isinstance(exported, Classifier) else OUTPUTS
     images = torch.zeros(2, model.channels, *model.image_size)
     sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
     level = logging.root.manager.disable
@@ -305,8 +327,8 @@ def _write_graph(model: Backbone, path: Path, about: str) -> None:
         warnings.simplefilter("ignore")  # the exporters' own dependencies warn of many things
         logging.disable(logging.WARNING)
         try:
-            program = torch.export.export(_Graph(model).eval(), (images,), dynamic_shapes=(sizes,))
-            names: dict[str, Any] = {"input_names": [INPUT], "output_names": list(OUTPUTS)}
+            program = torch.export.export(graph, (images,), dynamic_shapes=(sizes,))
+            names: dict[str, Any] = {"input_names": [INPUT], "output_names": list(outputs)}
             onnx = torch.onnx.export(program, **names, dynamo=True, verbose=False)
         finally:
             logging.disable(level)

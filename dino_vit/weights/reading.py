@@ -36,6 +36,9 @@ WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # of Pillow, which processors of Hugging Face name by number
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
+CLASSIFIER = (
+    "classifier"  # kind of a file of ours that has one beside the backbone, and prefix of its tensors
+)
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
 
 
@@ -225,6 +228,8 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
         prefix = f"{network}.backbone."
         chosen = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         return replace(raw, tensors=chosen, network=network)
+    if raw.metadata.get("kind") == CLASSIFIER:
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(f"{CLASSIFIER}.")}
     # Strip the prefixes that training adds; only DINO's own checkpoints have `backbone.`.
     bare = {WRAPPER_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
     from_dino = any(name.startswith("backbone.") for name in bare)
@@ -279,10 +284,17 @@ def save_backbone(
         raise WeightsError(f"{path} must end in .safetensors")
     pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
     given = {**pixels, "network": network, "step": step, "config": config}
-    known = asdict(model.provenance) | {name: value for name, value in given.items() if value is not None}
+    metadata = about_backbone(model, {name: value for name, value in given.items() if value is not None})
+    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))
+
+
+def about_backbone(model: Backbone, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a file of ours: what is given, else what is known of the model."""
+    known = {**asdict(model.provenance), **given}
     metadata = {name: known[name] for name in (*PROVENANCE_FACTS, "config")}
     for name in ("mean", "std"):
         if (values := metadata[name]) is not None and len(values) != model.channels:
             raise WeightsError(f"{name} needs one value per channel ({model.channels}), not {len(values)}")
     metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
-    write_tensors(path, model.state_dict(), json.dumps(public_values(metadata), sort_keys=True))
+    stated: dict[str, Any] = public_values(metadata)
+    return stated

@@ -28,7 +28,10 @@ from tests.support.images import write_synthetic
 from tests.support.runs import CPU, TINY
 
 DOCS = ROOT / "docs"
-START = [README, *((DOCS / f"start/{name}.md").read_text() for name in ("your-photos", "watch", "learned"))]
+START = [
+    README,
+    *((DOCS / f"start/{name}.md").read_text() for name in ("your-photos", "watch", "learned", "predict")),
+]
 # Hubs, object stores, disks of a cluster, a published set; the demo and ONNX take long, and have other tests.
 ELSEWHERE = re.compile("dino-vit demo|onnx|hf:|timm:|s3:|https:|=/|VOCdevkit")
 OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"}
@@ -75,6 +78,13 @@ def inputs(tmp_path_factory):
         (folder / "masks" / name).parent.mkdir(parents=True, exist_ok=True)
         with Image.open(folder / "photos" / name) as picture:
             picture.convert("L").point(lambda value: value // 128).save(folder / "masks" / name)
+    for number, name in enumerate(names):
+        kind, file = name.split("/")
+        copy = folder / (f"labelled/{kind}" if number < 20 else "new" if number < 26 else "newer") / file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "photos" / name, copy)
+    few = [f"{name},{name.split('/')[0]}" for name in names[:20]]
+    (folder / "few.csv").write_text("\n".join(["name,label", *few]))
     files = {name: (folder / "photos" / name).read_bytes() for name in names}
     labels = {"tags": ["blue", "green;dark"], "labels": ["a", "b"], "heights": [1.5, 2.25], "ages": [30, 7]}
     for title, values in labels.items():
@@ -87,7 +97,7 @@ def inputs(tmp_path_factory):
         (folder / kind).mkdir()
         for number in range(8):
             np.save(folder / f"{kind}/{number}.npy", np.full(shape, 500 * number, np.uint16))
-    for copy in ("query.jpg", "a.jpg", "b.jpg", "cat.jpg", "dog.jpg"):
+    for copy in ("query.jpg", "a.jpg", "b.jpg", "cat.jpg", "dog.jpg", "photo.jpg"):
         shutil.copy(folder / "photos/sky/0.png", folder / copy)
     published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
     export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")
@@ -169,6 +179,13 @@ def test_the_launch_works(place):
     done = subprocess.run([program, *shlex.split(command)[1:], *SMALL, "run.eval_every=null"], timeout=900)
     assert done.returncode == 0
     assert Path("runs/vits16/metrics.jsonl").exists()
+
+
+def test_the_python_of_labels_works(place):
+    (block,) = blocks((DOCS / "start/predict.md").read_text(), "python")
+    exec(block.replace("runs/photos", "runs/pretrain"), names := {})
+    assert len(names["found"].labels) == 12
+    assert names["labels"][0] in ("sky", "grass")
 
 
 def test_the_python_works(place):

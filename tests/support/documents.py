@@ -29,3 +29,12 @@ def rows(text: str) -> list[list[str]]:
 def quoted(text: str) -> list[str]:
     """Return what is in backticks, code blocks left out."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def with_images(lines: str) -> str:
+    """Return lines of Python that an export prints, with tensors called `given` in the place of a photo."""
+    given = "given.numpy()" if "onnxruntime" in lines else "given"
+    photo = r"^import numpy as np\n.*?^images = \(\(.*?$(\nimages = torch\.from_numpy\(images\)$)?"
+    return re.sub(photo, f"images = {given}", lines, flags=re.M | re.S).replace(
+        "images = ...", f"images = {given}"
+    )

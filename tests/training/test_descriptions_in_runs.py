@@ -20,6 +20,7 @@ from dino_vit.training.loop import take_step
 from dino_vit.weights.card import usage
 from tests.support.close import assert_close_to_scale
 from tests.support.descriptions import PARTS, RESNET, build, each_part, each_setting
+from tests.support.documents import with_images
 from tests.support.runs import steps
 from tests.support.training import assert_resumes_exactly, configured, opened, trained
 
@@ -84,10 +85,7 @@ def test_another_file_gives_the_features_or_is_refused_by_name(part, tmp_path):
             assert again.config.positions == model.config.positions
     if not scaled:  # the lines that a user is given to open the file
         names = {"given": images}
-        exec(
-            usage(model, tmp_path / "timm.safetensors", "timm").replace("images = ...", "images = given"),
-            names,
-        )
+        exec(with_images(usage(model, tmp_path / "timm.safetensors", "timm")), names)
         assert_close_to_scale(names["output"], model(images))
 
 

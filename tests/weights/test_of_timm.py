@@ -16,6 +16,7 @@ from dino_vit.weights import WeightsError
 from dino_vit.weights.backbones import LoadedTimmBackbone, LoadedTransformer
 from dino_vit.weights.metadata import OtherArchitecture
 from tests.support.close import assert_close_to_scale
+from tests.support.documents import with_images
 from tests.support.hub import offline, snapshot
 from tests.support.images import picture
 
@@ -88,7 +89,7 @@ def test_exported_it_is_timms_own(tmp_path, monkeypatch, name, suffix):
     saved(tmp_path, name)
     result = dino_vit.export("a.safetensors", out=f"b{suffix}", format="timm", verbose=False)
     names = {"given": IMAGES}
-    exec(result.text.replace("images = ...", "images = given"), names)
+    exec(with_images(result.text), names)
     ours = dino_vit.load_backbone("a.safetensors")(IMAGES)
     assert_close_to_scale(names["output"], ours)
     again = dino_vit.load_backbone(f"b{suffix}")

@@ -1,0 +1,212 @@
+"""A backbone with a fitted classifier in one file: labels of new images without the labelled ones.
+
+`dino-vit predict ... head=FILE` writes it; it is also a weights file, whose backbone any command reads.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from dino_vit.config.sections import Tokens
+from dino_vit.config.settings import Count, Few, Positive, Task
+from dino_vit.core.outputs import MARK
+from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
+from dino_vit.models.backbone import FeatureSpec
+from dino_vit.models.layers import linear
+from dino_vit.weights.backbones import LoadedBackbone
+from dino_vit.weights.loading import load_backbone
+from dino_vit.weights.metadata import Stated, WeightsError, check, parse
+from dino_vit.weights.reading import CLASSIFIER, about_backbone
+
+VOTE_TEMPERATURE = 0.07  # of neighbours, as in k-NN
+_QUERIES = 1024  # compared with the bank at a time
+
+
+class ClassifierFacts(Stated):
+    """What a file says of its classifier."""
+
+    kind: Literal["linear", "neighbours"]
+    task: Task
+    classes: tuple[str, ...] = Field(min_length=1)  # or the names of labels or numbers
+    tokens: Tokens
+    blocks: Few
+    temperature: Positive = 1.0
+    k: Count | None = None
+    tested: str = ""  # how well it did in cross-validation, as a sentence
+
+
+class LinearScores(nn.Module):
+    """Scores (n, c) that are linear in the features."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.float())
+        self.register_buffer("bias", bias.float())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return linear(features, self.weight, self.bias)
+
+
+class NeighbourScores(nn.Module):
+    """Scores (n, c) from the nearest labelled images: the log of their votes, or their mean numbers.
+
+    Neighbours weigh exp(cosine / 0.07), as in k-NN. A class without a vote counts as 1 / (k · c) of one, so
+    that no score is infinite.
+    """
+
+    bank: Tensor
+    values: Tensor
+
+    def __init__(self, bank: Tensor, values: Tensor, *, k: int, task: Task) -> None:
+        super().__init__()
+        self.register_buffer("bank", F.normalize(bank.float()))  # (m, d)
+        self.register_buffer("values", values.float())  # (m, c): 0 or 1 for each class, or numbers
+        self.k, self.task = min(k, len(bank)), task
+
+    def forward(self, features: Tensor) -> Tensor:
+        cosines, rows = (F.normalize(features) @ self.bank.T).topk(self.k)
+        weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).softmax(dim=1)
+        means = (weights[:, :, None] * self.values[rows]).sum(dim=1)
+        if self.task == "regression":
+            return means
+        unseen = 1 / (self.k * means.shape[1])
+        if self.task == "multilabel":
+            return (means + unseen).log() - (1 - means + unseen).log()
+        return (means + unseen).log()
+
+
+Scores = LinearScores | NeighbourScores
+
+
+class Classifier(nn.Module):
+    """What `load_classifier` returns: from normalised images to the probability of each class (n, c).
+
+    Of images with several labels the probability of each label, of numbers the numbers. `classes` names the
+    columns, `transform` prepares images, and `predict` does all of it.
+    """
+
+    def __init__(self, backbone: LoadedBackbone, scores: Scores, facts: ClassifierFacts) -> None:
+        super().__init__()
+        self.backbone, self.scores, self.facts = backbone, scores, facts
+        self.spec = FeatureSpec(tokens=facts.tokens, blocks=facts.blocks)
+        self.classes: tuple[str, ...] = facts.classes
+
+    @property
+    def transform(self) -> Any:
+        """What prepares an image: a PIL image or a tensor to a normalised one."""
+        return self.backbone.transform
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = self.scores(self.spec.of(self.backbone, images).float())
+        return activate(scores, self.facts.task, self.facts.temperature)
+
+    def of_features(self, features: Tensor) -> Tensor:
+        """Return the same from features, of any number of images."""
+        return activate(score_in_blocks(self.scores, features), self.facts.task, self.facts.temperature)
+
+    @torch.no_grad()
+    def predict(self, images: object, *, batch_size: int = 64) -> tuple[list[str], Tensor]:
+        """Return the labels of images, as files of labels have them, and the probabilities or numbers (n, c).
+
+        Images are what `load_backbone(...).embed` takes: files, PIL images, arrays, one or several.
+        """
+        options: dict[str, Any] = {"tokens": self.spec.tokens, "blocks": self.spec.blocks}
+        features = self.backbone.embed(images, batch_size=batch_size, **options)
+        outputs = self.of_features(features.view(-1, features.shape[-1]).to(self.backbone.device)).cpu()
+        return label_texts(outputs, self.classes, self.facts.task), outputs
+
+
+def activate(scores: Tensor, task: Task, temperature: float) -> Tensor:
+    """Return probabilities from scores, or numbers as they are."""
+    if task == "regression":
+        return scores
+    calibrated = scores / temperature
+    return calibrated.sigmoid() if task == "multilabel" else calibrated.softmax(dim=1)
+
+
+def label_texts(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str]:
+    """Return what outputs (n, c) say, as labels are written: a class, `sea;sky`, a number or `a=1;b=2`."""
+    if task == "multiclass":
+        return [classes[number] for number in outputs.argmax(dim=1).tolist()]
+    if task == "multilabel":
+        return [
+            ";".join(name for name, p in zip(classes, row, strict=True) if p > 0.5) or ";"
+            for row in outputs.tolist()
+        ]
+    if len(classes) == 1:
+        return [f"{row[0]:.6g}" for row in outputs.tolist()]
+    return [
+        ";".join(f"{name}={value:.6g}" for name, value in zip(classes, row, strict=True))
+        for row in outputs.tolist()
+    ]
+
+
+def score_in_blocks(scores: Scores, features: Tensor) -> Tensor:
+    """Return the scores of many images, some at a time."""
+    return torch.cat([scores(block) for block in torch.split(features, _QUERIES)])
+
+
+def save_classifier(classifier: Classifier, path: Path) -> None:
+    """Write a backbone and its classifier as one safetensors file."""
+    metadata = {
+        "file": MARK,
+        **about_backbone(classifier.backbone, {}),
+    }  # the mark first, where it is looked for
+    metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
+    parts = {"backbone": classifier.backbone, CLASSIFIER: classifier.scores}
+    tensors = {
+        f"{part}.{name}": tensor
+        for part, module in parts.items()
+        for name, tensor in module.state_dict().items()
+    }
+    write_tensors(path, tensors, json.dumps(metadata))
+
+
+def load_classifier(path: str | Path, *, verbose: bool = True) -> Classifier:
+    """Return the backbone and the classifier in a file that `dino-vit predict ... head=FILE` wrote."""
+    path = Path(path)
+    backbone = load_backbone(path, verbose=verbose)  # refuses what is no weights file
+    facts = read_classifier_facts(path)
+    if facts is None:
+        raise WeightsError(
+            f"{path} holds weights, but no classifier; `dino-vit predict` writes one: head=FILE"
+        )
+    tensors = {name: tensor for name, tensor in read_tensors(path)[0].items() if name.startswith(CLASSIFIER)}
+    expected = {"linear": ("weight", "bias"), "neighbours": ("bank", "values")}[facts.kind]
+    if {*tensors} != {f"{CLASSIFIER}.{name}" for name in expected}:
+        raise WeightsError(f"{path} is damaged: its classifier has the tensors {', '.join(sorted(tensors))}")
+    first, second = (tensors[f"{CLASSIFIER}.{name}"] for name in expected)
+    spec = FeatureSpec(tokens=facts.tokens, blocks=facts.blocks)
+    width, outputs = spec.shape(backbone, backbone.image_size)[-1], len(facts.classes)
+    shapes = {
+        "linear": ((outputs, width), (outputs,)),
+        "neighbours": ((len(first), width), (len(first), outputs)),
+    }[facts.kind]
+    if (tuple(first.shape), tuple(second.shape)) != shapes or (facts.kind == "neighbours") != bool(facts.k):
+        raise WeightsError(f"{path} is damaged: its classifier does not fit its backbone and classes")
+    if facts.k:
+        return Classifier(backbone, NeighbourScores(first, second, k=facts.k, task=facts.task), facts).eval()
+    return Classifier(backbone, LinearScores(first, second), facts).eval()
+
+
+def read_classifier_facts(path: str | Path) -> ClassifierFacts | None:
+    """Return what a file says of its classifier, None if it has none."""
+    path = Path(path)
+    if path.suffix != ".safetensors" or not path.is_file():
+        return None
+    try:
+        texts = read_tensors(path)[1]
+    except StorageError as error:
+        raise WeightsError(str(error)) from error
+    where = f"the metadata of {path}"
+    stated = parse(where, texts.get(OWN_KEY, "{}")).get(CLASSIFIER)
+    return None if stated is None else check(ClassifierFacts, stated, where)
