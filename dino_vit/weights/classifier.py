@@ -22,7 +22,7 @@ from dino_vit.models.layers import linear
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import Stated, WeightsError, check, parse
-from dino_vit.weights.reading import CLASSIFIER, about_backbone
+from dino_vit.weights.reading import CLASSIFIER, about_backbone, check_finite
 
 VOTE_TEMPERATURE = 0.07  # of neighbours, as in k-NN
 _QUERIES = 1024  # compared with the bank at a time
@@ -38,7 +38,7 @@ class ClassifierFacts(Stated):
     blocks: Few
     temperature: Positive = 1.0
     k: Count | None = None
-    tested: str = ""  # how well it did in cross-validation, as a sentence
+    tested: str | None = None  # how well it did in cross-validation, as a sentence
 
 
 class LinearScores(nn.Module):
@@ -184,6 +184,7 @@ def load_classifier(path: str | Path, *, verbose: bool = True) -> Classifier:
     expected = {"linear": ("weight", "bias"), "neighbours": ("bank", "values")}[facts.kind]
     if {*tensors} != {f"{CLASSIFIER}.{name}" for name in expected}:
         raise WeightsError(f"{path} is damaged: its classifier has the tensors {', '.join(sorted(tensors))}")
+    check_finite(tensors, str(path))
     first, second = (tensors[f"{CLASSIFIER}.{name}"] for name in expected)
     spec = FeatureSpec(tokens=facts.tokens, blocks=facts.blocks)
     width, outputs = spec.shape(backbone, backbone.image_size)[-1], len(facts.classes)

@@ -90,6 +90,10 @@ def _fit_regressions(values: Sequence[float], train: LabelledFeatures) -> list[L
             return [ridge(features, targets, values, slice(None))]
         return [train_logistic(features, targets, cs=sorted(values), classes=len(present))]
 
+    if len(present) == 1 and train.task == "multiclass":  # of a fold: there is nothing to tell apart
+        bias = train.features.new_full((classes,), _ABSENT)
+        bias[present] = 0
+        return [LinearScores(bias.new_zeros(classes, train.features.shape[1]), bias)] * len(values)
     exact = torch.float64 if train.features.device.type == "cpu" else torch.float32
     (heads,) = on_standardised(regressions, train.features.to(exact))
     found = []

@@ -43,7 +43,7 @@ from dino_vit.eval.labelled import (
     open_subset,
 )
 from dino_vit.eval.maps.pictures import Panel, draw_sheet, thumbnail
-from dino_vit.eval.results import write_results
+from dino_vit.eval.results import plain, write_results
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights.classifier import (
     Classifier,
@@ -113,6 +113,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         **fitted.details,
         "images": len(names),
     }
+    details = plain(details)
     if config.head and is_main_process():
         save_classifier(fitted.classifier, Path(config.head))
         lines.append(f"{config.head}: the classifier with its backbone, as weights of predict and of export")

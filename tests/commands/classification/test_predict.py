@@ -261,6 +261,13 @@ def test_a_class_of_one_image_is_named(photos, weights):
     )
 
 
+def test_two_labels_are_enough(photos, weights):
+    (photos / "two.csv").write_text("000.png,blue\n002.png,green")
+    found = dino_vit.predict(photos / "photos", weights, labels=photos / "two.csv", verbose=False)
+    assert {*found.labels} <= {"blue", "green"}
+    assert found.details["cross_validated"]["percent"] == 0, "each is left out once, with its class"
+
+
 def test_cross_validation_is_that_of_scikit_learn():
     train = features()
     folds, c = folds_of(train), 0.3

@@ -1,0 +1,107 @@
+"""A file with a backbone and a classifier is read strictly, and what it states is checked."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
+from dino_vit.weights import WeightsError, load_backbone
+from dino_vit.weights.classifier import (
+    Classifier,
+    ClassifierFacts,
+    LinearScores,
+    NeighbourScores,
+    load_classifier,
+    save_classifier,
+)
+
+FACTS = {"task": "multiclass", "classes": ("a", "b", "c"), "tokens": "cls", "blocks": 1}
+
+
+@pytest.fixture
+def classifier(weights):
+    backbone = load_backbone(weights, verbose=False)
+    scores = LinearScores(torch.randn(3, 32), torch.randn(3))
+    return Classifier(backbone, scores, ClassifierFacts(kind="linear", temperature=2.0, **FACTS))
+
+
+def changed(path, *, tensors=None, **facts):
+    """Write a file again with other tensors and facts, and its digest made anew."""
+    old, texts = read_tensors(path)
+    metadata = json.loads(texts[OWN_KEY])
+    metadata["classifier"] |= facts
+    write_tensors(path, {**old, **(tensors or {})}, json.dumps(metadata))
+
+
+def test_what_was_saved_is_loaded(classifier, tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_classifier(classifier, path)
+    loaded, images = load_classifier(path), torch.randn(4, 3, 16, 16)
+    assert torch.equal(loaded(images), classifier.eval()(images))
+    features = classifier.backbone(images)
+    expected = ((features @ classifier.scores.weight.T + classifier.scores.bias) / 2).softmax(1)
+    torch.testing.assert_close(loaded(images), expected)
+    assert not loaded.training
+    assert loaded.facts == classifier.facts
+
+
+def test_votes_are_those_of_the_neighbours():
+    bank, values = torch.randn(20, 8), torch.nn.functional.one_hot(torch.arange(20) % 3, 3)
+    queries = torch.randn(5, 8)
+    found = NeighbourScores(bank, values, k=4, task="multiclass")(queries)
+    for query, row in zip(queries, found, strict=True):
+        cosines = torch.cosine_similarity(query[None], bank)
+        near = cosines.argsort(descending=True)[:4]
+        votes = (cosines[near] / 0.07).softmax(0) @ values[near].float()
+        torch.testing.assert_close(row, (votes + 1 / 12).log())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "neighbours"}, "its classifier has the tensors"),
+        ({"kind": "tree"}, "classifier|kind"),
+        ({"classes": ["a", "b"]}, "does not fit its backbone and classes"),
+        ({"classes": []}, "classes"),
+        ({"k": 3}, "does not fit its backbone and classes"),
+        ({"blocks": 2}, "does not fit its backbone and classes"),
+        ({"temperature": 0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"tensors": {"classifier.weight": torch.randn(3, 7)}}, "does not fit its backbone and classes"),
+        ({"tensors": {"classifier.extra": torch.randn(3)}}, "its classifier has the tensors"),
+        ({"tensors": {"classifier.bias": torch.full((3,), torch.nan)}}, "NaN or infinite"),
+        ({"tensors": {"backbone.norm.weight": torch.full((32,), torch.nan)}}, "NaN or infinite"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(classifier, tmp_path, changes, message):
+    path = tmp_path / "c.safetensors"
+    save_classifier(classifier, path)
+    changed(path, **changes)
+    with pytest.raises(WeightsError, match=message):
+        load_classifier(path)
+
+
+def test_a_damaged_file_is_refused(classifier, tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_classifier(classifier, path)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WeightsError, match="damaged"):
+        load_classifier(path)
+    (tmp_path / "none.safetensors").write_bytes(b"none")
+    with pytest.raises(WeightsError):
+        load_classifier(tmp_path / "none.safetensors")
+    with pytest.raises(WeightsError, match="does not exist"):
+        load_classifier(tmp_path / "nowhere.safetensors")
+
+
+def test_its_backbone_is_read_as_any_weights(classifier, weights, tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_classifier(classifier, path)
+    ours, theirs = load_backbone(path), load_file(weights)
+    assert {*ours.state_dict()} == {*theirs}
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.state_dict().items())
+    assert ours.provenance.mean == (0.5,) * 3
