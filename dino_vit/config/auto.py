@@ -32,6 +32,7 @@ REGULARISATION = (
     *("optim.layer_decay", "optim.patch_embed_lr"),
 )
 EVALUATIONS = 6  # in a short run
+ALIKE = 0.25  # mean correlation of two images from which all are of one kind of thing at one place
 SHORT = 30_000  # steps; shorter runs may never leave the uniform state without BatchNorm in the head
 
 
@@ -103,12 +104,13 @@ def auto_choices(
     images: int,
     channels: int,
     global_batch: int,
+    likeness: float = 0.0,
     steps: int | None = None,
     evaluations: int = EVALUATIONS,
 ) -> list[Choice]:
     """Return the choices of `recipe=auto`; `image_size` is the shorter side of a typical image.
 
-    `steps` and `evaluations` are those that fit into `budget.minutes`.
+    `likeness` is how alike images are laid out, the mean correlation of two. `steps` and `evaluations` are those that fit into `budget.minutes`.
     """
     if config.recipe != "auto":
         return []
@@ -118,7 +120,7 @@ def auto_choices(
     steps = _choose_length(choices, images, global_batch, steps, evaluations)
     _choose_head(choices, images)
     if steps < SHORT:
-        _choose_gentle(choices)
+        _choose_gentle(choices, likeness)
     if config.method == "dino" or steps < SHORT:  # for a long run DINOv2 has published its own
         _choose_rates(choices, steps, global_batch)
     return [*channel_choices(config, channels, "as the images have"), *choices.made.values()]
@@ -231,13 +233,16 @@ def _choose_head(choices: _Choices, images: int) -> None:
         choices.choose("model.init_std", std, "0.02 at width 384, more below: x (384 / width) ^ 2/3")
 
 
-def _choose_gentle(choices: _Choices) -> None:
+def _choose_gentle(choices: _Choices, likeness: float) -> None:
     """Keep a short run from the uniform state, and regularise it little; see docs/small-sets.md."""
     choices.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
     choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
-    reason = "a short run learns faster from views with more of the image"
-    choices.choose("views.global_scale", (0.25, 1.0), reason)
-    choices.choose("views.local_scale", (0.1, 0.4), reason)
+    scales, reason = ((0.25, 1.0), (0.1, 0.4)), "a short run learns faster from views with more of the image"
+    if likeness >= ALIKE:
+        scales = (0.6, 1.0), (0.3, 0.7)
+        reason = f"images lie alike (correlation {likeness:.2f}), so they differ in where small parts are"
+    choices.choose("views.global_scale", scales[0], reason)
+    choices.choose("views.local_scale", scales[1], reason)
     _choose_stem(choices)
     sizes = {height_width(choices.value(f"views.{kind}_size")) for kind in ("global", "local")}
     if not (choices.config.model.timm or needing_all_patches(choices.config)) and len(sizes) == 2:

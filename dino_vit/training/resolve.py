@@ -121,6 +121,7 @@ def resolve_config(config: PretrainConfig, context: RunContext) -> Resolution:
             image_size=summary.image_size,
             images=images,
             channels=summary.channels,
+            likeness=summary.likeness,
             global_batch=resumed.metadata["global_batch"] if resumed else batch,
             steps=context.fit.steps,
             evaluations=context.fit.evaluations,

@@ -197,10 +197,9 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> Fitted:
     classifier = load_classifier(config.weights, verbose=False).to(frozen.device)
     facts = classifier.facts
     names = brief(", ".join(facts.classes), 100)
-    lines = [
-        f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}",
-        facts.tested,
-    ]
+    lines = [f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}"]
+    if facts.tested:
+        lines.append(facts.tested)
     return Fitted(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines)
 
 
