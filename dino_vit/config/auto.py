@@ -110,7 +110,8 @@ def auto_choices(
 ) -> list[Choice]:
     """Return the choices of `recipe=auto`; `image_size` is the shorter side of a typical image.
 
-    `likeness` is how alike images are laid out, the mean correlation of two. `steps` and `evaluations` are those that fit into `budget.minutes`.
+    `likeness` is how alike images are laid out, the mean correlation of two. `steps` and `evaluations` are
+    those that fit into `budget.minutes`.
     """
     if config.recipe != "auto":
         return []

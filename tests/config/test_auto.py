@@ -13,7 +13,7 @@ IMAGENET = {"image_size": 400, "images": 1_281_167, "channels": 3, "global_batch
 CIFAR = {"image_size": 32, "images": 50_000, "channels": 3, "global_batch": 128}
 
 
-def auto(*overrides: str, **facts: int) -> tuple[PretrainConfig, dict[str, Choice]]:
+def auto(*overrides: str, **facts: Any) -> tuple[PretrainConfig, dict[str, Choice]]:
     config = load(PretrainConfig, None, ["recipe=auto", *overrides])
     choices = auto_choices(config, **facts)
     config, batch = filled(config, choices), facts["global_batch"]
@@ -47,6 +47,19 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
     assert "budget.epochs" not in choices
     assert (config.head.hidden_dim, config.head.bottleneck_dim, config.head.batch_norm) == (256, 64, True)
     assert 0.02 <= config.loss.teacher_temp <= 0.028  # at 0.04 320 images end in the uniform state
+
+
+def test_images_that_lie_alike_get_views_of_nearly_all_of_them() -> None:
+    facts = CIFAR | {"image_size": 100, "images": 1534}
+    scales = {
+        likeness: (config.views.global_scale, config.views.local_scale)
+        for likeness in (0.0, 0.24, 0.26, 0.9)
+        for config, _ in [auto("budget.steps=1000", **facts, likeness=likeness)]
+    }
+    assert scales[0.0] == scales[0.24] == ((0.25, 1.0), (0.1, 0.4))
+    assert scales[0.26] == scales[0.9] == ((0.6, 1.0), (0.3, 0.7))
+    published, _ = auto(**IMAGENET, likeness=0.9)
+    assert published.views == PretrainConfig().views, "long runs keep the published scales"
 
 
 @pytest.mark.parametrize("given", [[], ["budget.epochs=7"], ["budget.steps=1234"]], ids=str)

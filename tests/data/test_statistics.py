@@ -102,3 +102,25 @@ def test_what_cannot_be_used_is_left_out_unless_it_is_all():
         channel_statistics(Items(torch.zeros(5, 4, 4)), [0], RGB)
     with pytest.raises(ValueError, match="none of 1 inspected image can be read"):
         inspect_images(Items(b""), [0])
+
+
+def test_likeness_is_the_mean_correlation_of_two_images():
+    random = np.random.default_rng(0)
+    shared = random.integers(0, 120, (16, 16, 1))
+    images = [(shared + random.integers(0, 120, (16, 16, 3))).astype(np.uint8) for _ in range(9)]
+    light = [image.mean(axis=2).ravel() for image in images]  # as large as the layout, so none is reduced
+    pairs = np.corrcoef(light)[np.triu_indices(9, 1)]
+    seen = inspect_images(Items(*map(npy, images)), range(9))
+    assert 0.3 < pairs.mean() < 0.9
+    assert seen.likeness == pytest.approx(pairs.mean(), abs=1e-5)
+
+
+def test_images_of_nothing_are_like_no_other():
+    plain = [np.full((20, 30, 3), value, np.uint8) for value in (0, 100, 255)]
+    tiny = [np.zeros((1, 1, 3), np.uint8), np.full((1, 40, 3), 7, np.uint8)]
+    seen = inspect_images(Items(*map(npy, [*plain, *tiny])), range(5))
+    assert seen.likeness == 0
+    noise = [np.random.default_rng(seed).integers(0, 255, (64, 80, 3), np.uint8) for seed in range(30)]
+    assert abs(inspect_images(Items(*map(npy, noise)), range(30)).likeness) < 0.05
+    copies = [npy(noise[0])] * 4
+    assert inspect_images(Items(*copies), range(4)).likeness == pytest.approx(1, abs=1e-5)
