@@ -63,13 +63,15 @@ def export(config: ExportConfig) -> Written:
 
 def _classifier_usage(classifier: Classifier, path: Path) -> str:
     """Return lines of Python that label a photo by the graph of a classifier."""
-    start, _, run = usage(classifier.backbone, path, "onnx").rpartition("\n")
-    run = run.replace("cls, patches =", "probabilities, =")
+    transform = classifier.transform
+    height, width = transform.size
+    given = f"images = ...  # (n, {transform.pixels.channels}, {height}, {width}), float32, normalised"
     lines = [
-        "import json",
-        start,
+        "import json, onnxruntime",
+        f"session = onnxruntime.InferenceSession({str(path)!r})",
         'about = json.loads(session.get_modelmeta().custom_metadata_map["dino_vit"])["classifier"]',
-        run,
+        transform.code() or given,
+        'probabilities, = session.run(None, {"images": images})',
         SHOWN[classifier.facts.task],
     ]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from dino_vit.core.outputs import MARK
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.layers import linear
+from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import Stated, WeightsError, check, parse
@@ -101,8 +102,8 @@ class Classifier(nn.Module):
         self.classes: tuple[str, ...] = facts.classes
 
     @property
-    def transform(self) -> Any:
-        """What prepares an image: a PIL image or a tensor to a normalised one."""
+    def transform(self) -> EvalTransform:
+        """What prepares an image for it."""
         return self.backbone.transform
 
     def forward(self, images: Tensor) -> Tensor:
@@ -155,8 +156,14 @@ def score_in_blocks(scores: Scores, features: Tensor) -> Tensor:
     return torch.cat([scores(block) for block in torch.split(features, _QUERIES)])
 
 
-def save_classifier(classifier: Classifier, path: Path) -> None:
-    """Write a backbone and its classifier as one safetensors file."""
+def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform) -> None:
+    """Write a backbone and its classifier as one safetensors file; images are prepared as they were here."""
+    preparation: dict[str, object] = {"fit": transform.fit, "interpolation": transform.interpolation}
+    if transform.shorter_side is not None:
+        preparation["shorter_side"] = transform.shorter_side
+    pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}
+    prepared: dict[str, Any] = {"mean": transform.mean, "std": transform.std, **pixels}
+    prepared |= {"size": transform.size, "preparation": preparation}
     metadata = {
         "file": MARK,
         **about_backbone(classifier.backbone, {}),

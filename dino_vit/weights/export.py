@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dino_vit.core import log
+from dino_vit.core import Size, log
 from dino_vit.core.storage import pickled, reason, save_plain, sync
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.timm_backbone import TimmBackbone
@@ -160,6 +160,12 @@ def _backbone_of(exported: Backbone | Classifier) -> Backbone:
     return exported.backbone if isinstance(exported, Classifier) else exported
 
 
+def _size_of(exported: Backbone | Classifier) -> Size:
+    """Return the size of images, which for a classifier is that of those it learned from."""
+    size: Size = exported.transform.size if isinstance(exported, Classifier) else exported.image_size
+    return size
+
+
 def _describe(exported: Backbone | Classifier, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
     model = _backbone_of(exported)
@@ -245,7 +251,8 @@ def _write_huggingface(
 def _compare_features(exported: Backbone | Classifier, written: Path, format: str) -> str:
     """Compare with the features, or the probabilities, that the library of the format computes."""
     model = _backbone_of(exported)
-    images = torch.randn(2, model.channels, *model.image_size, generator=torch.Generator().manual_seed(0))
+    shape = 2, model.channels, *_size_of(exported)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     what = "outputs of the classifier" if isinstance(exported, Classifier) else "CLS features"
     library = LIBRARIES.get(format)
     ours = exported(images) if isinstance(exported, Classifier) else model.forward_cls(images)
@@ -320,7 +327,7 @@ def _write_graph(exported: Backbone | Classifier, path: Path, about: str) -> Non
     model = _backbone_of(exported)
     graph = exported if isinstance(exported, Classifier) else _Graph(model).eval()
     outputs = CLASSIFIER_OUTPUTS if isinstance(exported, Classifier) else OUTPUTS
-    images = torch.zeros(2, model.channels, *model.image_size)
+    images = torch.zeros(2, model.channels, *_size_of(exported))
     sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
     level = logging.root.manager.disable
     with warnings.catch_warnings():

@@ -37,7 +37,7 @@ def changed(path, *, tensors=None, **facts):
 
 def test_what_was_saved_is_loaded(classifier, tmp_path):
     path = tmp_path / "c.safetensors"
-    save_classifier(classifier, path)
+    save_classifier(classifier, path, classifier.transform)
     loaded, images = load_classifier(path), torch.randn(4, 3, 16, 16)
     assert torch.equal(loaded(images), classifier.eval()(images))
     features = classifier.backbone(images)
@@ -77,7 +77,7 @@ def test_votes_are_those_of_the_neighbours():
 )
 def test_a_file_that_does_not_fit_is_refused(classifier, tmp_path, changes, message):
     path = tmp_path / "c.safetensors"
-    save_classifier(classifier, path)
+    save_classifier(classifier, path, classifier.transform)
     changed(path, **changes)
     with pytest.raises(WeightsError, match=message):
         load_classifier(path)
@@ -85,7 +85,7 @@ def test_a_file_that_does_not_fit_is_refused(classifier, tmp_path, changes, mess
 
 def test_a_damaged_file_is_refused(classifier, tmp_path):
     path = tmp_path / "c.safetensors"
-    save_classifier(classifier, path)
+    save_classifier(classifier, path, classifier.transform)
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_refused(classifier, tmp_path):
 
 def test_its_backbone_is_read_as_any_weights(classifier, weights, tmp_path):
     path = tmp_path / "c.safetensors"
-    save_classifier(classifier, path)
+    save_classifier(classifier, path, classifier.transform)
     ours, theirs = load_backbone(path), load_file(weights)
     assert {*ours.state_dict()} == {*theirs}
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.state_dict().items())

@@ -115,7 +115,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     }
     details = plain(details)
     if config.head and is_main_process():
-        save_classifier(fitted.classifier, Path(config.head))
+        save_classifier(fitted.classifier, Path(config.head), frozen.transform)
         lines.append(f"{config.head}: the classifier with its backbone, as weights of predict and of export")
     if output and is_main_process():
         with after_figures():
@@ -163,6 +163,8 @@ Images = tuple[Source, LabelledSubset | None, NDArray[np.int64]]
 def open_images(config: PredictConfig) -> Images:
     """Open the images: all, those to learn from, and which are to be labelled."""
     if config.train is None and config.labels is None and read_classifier_facts(config.weights):
+        if config.task:
+            raise ValueError("task= is of labels to learn from; the classifier in weights has its own")
         source = open_source(config.source)
         return source, None, np.arange(len(source))
     if config.train is None:
@@ -232,7 +234,8 @@ def _learn(frozen: FrozenBackbone, labelled: LabelledSubset, config: PredictConf
     )
     names = [labelled.source.name(index) for index in learned.indices.tolist()]
     model: Any = frozen.model
-    return Fitted(Classifier(model, scores, facts).to(frozen.device).eval(), learned, names, details, lines)
+    classifier = Classifier(model, scores, facts).to(frozen.device).eval()
+    return Fitted(classifier, learned, names, details, lines)
 
 
 def tabulate(

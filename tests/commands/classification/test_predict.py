@@ -161,11 +161,13 @@ def test_the_images_to_label_next_are_read_back_as_labels(photos, weights):
     assert not {*asked} & {row["name"] for row in rows_of(photos / "next.csv")}
 
 
-@pytest.mark.parametrize("labels", ["labels.csv", "numbers.csv"])
-def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, labels):
+@pytest.mark.parametrize(
+    ("labels", "more"), [("labels.csv", []), ("numbers.csv", []), ("labels.csv", ["size=24", "fit=whole"])]
+)
+def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, labels, more):
     head, table = photos / "head.safetensors", photos / "rest.csv"
     for _ in range(2):  # the second takes the place of the first
-        predict(photos, weights, f"output={table}", f"head={head}", labels=labels)
+        predict(photos, weights, f"output={table}", f"head={head}", *more, labels=labels)
     rows = rows_of(table)
     classifier = dino_vit.load_classifier(head, verbose=False)
     files = [photos / "photos" / row["name"] for row in rows]
@@ -237,6 +239,9 @@ def test_mistakes_are_said(photos, weights):
         dino_vit.predict(folder, weights, labels=whole, verbose=False)
     with pytest.raises(ValueError, match=r"none of the 96 images .* has a label"):
         dino_vit.predict(folder, weights, verbose=False)
+    dino_vit.predict(folder, weights, head=photos / "head.safetensors", **given)
+    with pytest.raises(ValueError, match="task= is of labels to learn from"):
+        dino_vit.predict(folder, photos / "head.safetensors", task="multilabel", verbose=False)
     with pytest.raises(ValueError, match="head would overwrite weights"):
         dino_vit.predict(folder, weights, head=str(weights), **given)
     one = photos / "one.csv"
