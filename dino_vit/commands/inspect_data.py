@@ -61,6 +61,7 @@ def training_config(file: str | None, source: Source, summary: ImageSummary) -> 
         image_size=summary.image_size,
         images=len(source),
         channels=summary.channels,
+        likeness=summary.likeness,
         global_batch=min(config.data.batch_size, len(source)),
     )
     config = replace(config, {choice.key: choice.value for choice in choices})

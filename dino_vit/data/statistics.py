@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -129,7 +129,8 @@ def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:
 
 def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
     """Inspect images without conversion; one of them must be readable."""
-    inspect = partial(_inspect, source, max_pixels=max_pixels)
+    compared = frozenset(indices[:: -(-len(indices) // MEASURED)])  # the layouts of all would take memory
+    inspect = partial(_inspect, source, compared=compared, max_pixels=max_pixels)
     with progress("Inspecting images", len(indices)) as advance:
         results = in_threads(inspect, indices, lambda _: advance(1), _THREADS)
     images = [result for result in results if isinstance(result, ImageInfo)]
@@ -141,7 +142,9 @@ def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = 
 
 
 @one_image()
-def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | UnreadableImage:
+def _inspect(
+    source: Source, index: int, *, compared: Collection[int], max_pixels: int
+) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
         item = read_item(source, index)
@@ -149,7 +152,7 @@ def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | Unre
         (channels, height, width), kind = image.shape[:3], kind_of(image)
         values = image.numpy().real  # NumPy has min and max of more types than torch
         low, high = float(values.min()), float(values.max())
-        layout = _layout(image) if isfinite(low) and isfinite(high) else None
+        layout = _layout(image) if index in compared and isfinite(low) and isfinite(high) else None
         del image, values  # before it is decoded again
         color = channels
         if not isinstance(item, Tensor) and channels in (2, 4):

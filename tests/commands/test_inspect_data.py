@@ -6,8 +6,11 @@ import pytest
 from PIL import Image
 
 from dino_vit.cli import main
+from dino_vit.commands.inspect_data import training_config
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.statistics import inspect_images
 from tests.support.images import write_synthetic
 
 
@@ -115,3 +118,15 @@ def test_a_source_without_readable_images_is_an_error(tmp_path, capsys):
     assert main(["inspect-data", str(tmp_path / "photos"), f"sheet={tmp_path / 'sheet.png'}"]) == 2
     assert "none of 1 inspected image can be read" in capsys.readouterr().err
     assert not (tmp_path / "sheet.png").exists()
+
+
+def test_the_views_are_those_of_images_that_lie_alike(tmp_path):
+    """The sheet shows what a pretraining would choose."""
+    for number in range(12):
+        light = np.zeros((40, 40, 3), np.uint8)
+        light[10:30, 12 + number % 3 : 28] = 200  # one thing, each time in the middle
+        Image.fromarray(light).save(tmp_path / f"{number}.png")
+    source = open_source(str(tmp_path))
+    summary = inspect_images(source, range(12))
+    assert summary.likeness > 0.8
+    assert training_config(None, source, summary).views.global_scale == (0.6, 1.0)

@@ -42,7 +42,9 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     labels = [source.label(i) for i in indices.tolist()]
     rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
     shape = " × ".join(map(str, values.shape))
-    text = f"{shape} in float32{rounded}, with names, labels and metadata"
+    has_labels = any(label is not None for label in labels)
+    named = "names, labels and metadata" if has_labels else "names and metadata"
+    text = f"{shape} in float32{rounded}, with {named}"
     embeddings = ImageEmbeddings(
         values=values,
         names=[source.name(i) for i in indices.tolist()],
