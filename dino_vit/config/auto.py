@@ -239,17 +239,19 @@ def _choose_gentle(choices: _Choices, likeness: float) -> None:
     choices.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
     choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     scales, reason = ((0.25, 1.0), (0.1, 0.4)), "a short run learns faster from views with more of the image"
-    if likeness >= ALIKE:
+    alike = likeness >= ALIKE
+    if alike:
         scales = (0.6, 1.0), (0.3, 0.7)
         reason = f"images lie alike (correlation {likeness:.2f}), so they differ in where small parts are"
     choices.choose("views.global_scale", scales[0], reason)
     choices.choose("views.local_scale", scales[1], reason)
-    _choose_stem(choices)
+    if alike:
+        _choose_stem(choices)
     sizes = {height_width(choices.value(f"views.{kind}_size")) for kind in ("global", "local")}
     if not (choices.config.model.timm or needing_all_patches(choices.config)) and len(sizes) == 2:
         reason = "a short run sees more images where most of their patches are left out"
         dropped = choices.choose("model.patch_drop", 0.75, reason)
-        if dropped:
+        if dropped and alike:
             reason = "then all patches, as features are read from all"
             choices.choose("model.patch_drop_until", 0.8, reason)
         reason = "a short run learns more from more images than from more views of each"
@@ -268,7 +270,7 @@ def _choose_stem(choices: _Choices) -> None:
     patch = height_width(choices.value("model.patch_size"))
     if config.model.timm or config.init or stem_problem("conv", patch, config.model.resnet_width):
         return
-    reason = "a short run learns shapes by early convolutions"
+    reason = "images that lie alike differ by shapes, which a short run learns by early convolutions"
     if choices.choose("model.stem", "conv", reason) == "conv":
         reason = "half the width of the tokens: as good, in less than half the time"
         choices.choose("model.stem_width", max(1, choices.config.model.shape[0] // 2), reason)

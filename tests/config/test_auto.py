@@ -157,17 +157,19 @@ def test_a_short_run_of_cls_tokens_sees_less_of_more_images(
     assert (config.views.local_count, config.model.patch_drop) == (count, dropped)
 
 
-def test_a_short_run_begins_with_narrow_convolutions_and_ends_with_all_patches() -> None:
+def test_images_that_lie_alike_get_narrow_convolutions_and_all_patches_at_the_end() -> None:
     network = ["model.arch=null", "model.width=96", "model.depth=4", "model.heads=3"]
-    config, choices = auto("budget.steps=1000", *network, **CIFAR)
+    config, choices = auto("budget.steps=1000", *network, **CIFAR, likeness=0.5)
     assert (config.model.stem, config.model.stem_width) == ("conv", 48)
     assert config.model.patch_drop_until == 0.8
+    others, _ = auto("budget.steps=1000", *network, **CIFAR)
+    assert (others.model.stem, others.model.stem_width, others.model.patch_drop_until) == ("patch", None, 1)
     assert {"model.stem", "model.stem_width"} <= choices.keys()
-    long, _ = auto("budget.steps=30000", **CIFAR)
+    long, _ = auto("budget.steps=30000", **CIFAR, likeness=0.5)
     assert (long.model.stem, long.model.stem_width, long.model.patch_drop_until) == ("patch", None, 1)
-    plain, _ = auto("budget.steps=1000", "model.stem=patch", "model.patch_drop=0", **CIFAR)
+    plain, _ = auto("budget.steps=1000", "model.stem=patch", "model.patch_drop=0", **CIFAR, likeness=0.5)
     assert (plain.model.stem, plain.model.stem_width, plain.model.patch_drop_until) == ("patch", None, 1)
-    odd, _ = auto("budget.steps=1000", "model.patch_size=6", "views.global_size=48", **CIFAR)
+    odd, _ = auto("budget.steps=1000", "model.patch_size=6", "views.global_size=48", **CIFAR, likeness=0.5)
     assert odd.model.stem == "patch", "which convolutions of stride 2 do not reach"
 
 

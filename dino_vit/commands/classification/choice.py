@@ -202,17 +202,20 @@ def describe(
         + {"multiclass": "classes", "multilabel": "labels", "regression": "numbers"}[task]
     ]
     others = [each for each in tested if (each.candidate.kind == "k-NN") != (best.candidate.kind == "k-NN")]
-    beside = (
-        [f"{other.candidate} {other.figure.percent:.1f}" for other in [best_of(others, task)] if others]
-        if others
-        else []
-    )
+    beside = []
+    if others:
+        other = best_of(others, task)
+        beside.append(f"{other.candidate} {other.figure.percent:.1f}")
     if pixels:
         beside.append(f"raw pixels {pixels.figure.percent:.1f}")
     if task == "multiclass":
         trivial = trivial_baselines(learned.targets.cpu().numpy(), learned.classes)["largest_class"]
         beside.append(f"always guessing {brief(trivial['name'])} {trivial['percent']:.1f}")
     lines.append(f"cross-validated {title} {best.figure} % by {best.candidate}; {', '.join(beside)}")
+    if pixels and best.figure.percent <= pixels.figure.percent:
+        lines.append(
+            "These features are no better than raw pixels: see `dino-vit compare`, or try other weights"
+        )
     details: dict[str, Any] = {
         "labelled": len(learned),
         "classes": len(learned.classes),
@@ -234,10 +237,6 @@ def describe(
         f"confidences differ from the share that is right by {after:.1f} points on average "
         f"({before:.1f} before calibration)"
     )
-    if pixels and best.figure.percent <= pixels.figure.percent:
-        lines.append(
-            "These features are no better than raw pixels: see `dino-vit compare`, or try other weights"
-        )
     if task == "multiclass":
         counts = torch.bincount(learned.targets.cpu(), minlength=len(learned.classes)).tolist()
         few = [name for name, count in zip(learned.classes, counts, strict=True) if count < RARE]

@@ -107,13 +107,8 @@ def run(config: PredictConfig) -> LabelPredictions:
     next_rows = choose_next(sureness, queries, config.unsure or SHOWN)
     confidence = None if facts.task == "regression" else np.array(columns["confidence"])
     lines = [*fitted.lines, _summary(columns, facts.task)]
-    details = {
-        "settings": config.model_dump(mode="json"),
-        "weights": frozen.describe_weights(),
-        **fitted.details,
-        "images": len(names),
-    }
-    details = plain(details)
+    origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
+    details = plain({**origin, **fitted.details, "images": len(names)})
     if config.head and is_main_process():
         save_classifier(fitted.classifier, Path(config.head), frozen.transform)
         lines.append(f"{config.head}: the classifier with its backbone, as weights of predict and of export")
