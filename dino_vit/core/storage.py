@@ -93,6 +93,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
+def read_texts(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file alone, unchecked: its digest is of the tensors too."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path} is not a safetensors file, or is incomplete: {error}") from error
+
+
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Return the SHA-256 of names, types, shapes, bytes and metadata."""
     state = hashlib.sha256()

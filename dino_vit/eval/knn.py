@@ -15,6 +15,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.config.sections import VOTE_TEMPERATURE
 from dino_vit.core import log
 from dino_vit.core.text import plural
 
@@ -23,7 +24,6 @@ Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the 
 # On macOS FAISS and torch each bring an OpenMP, and a process with two of them is aborted.
 FAISS = sys.platform != "darwin" and find_spec("faiss") is not None
 RANKED = 5  # classes returned per query: enough for top-1 and top-5
-TEMPERATURE = 0.07
 NO_CLASS = torch.iinfo(torch.int64).min  # fills the ranking where fewer classes have a vote
 _FAISS_GPU_MOST = 2048  # neighbours that FAISS can find on a GPU
 # Numbers in memory at a time: of the bank, of queries with their neighbours, of products, of class scores.
@@ -143,7 +143,7 @@ def neighbour_means(
     """
     _warn_of_few(k, len(bank) - (self_offset is not None))
     cosines, rows = nearest(bank, queries, k=max(k), self_offset=self_offset)
-    weights, values = ((cosines - cosines[:, :1]) / TEMPERATURE).exp(), targets.to(rows.device).float()
+    weights, values = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp(), targets.to(rows.device).float()
     if not len(queries):  # of one process of many
         return {wanted: values.new_zeros(0, values.shape[1]) for wanted in k}
     shares = {wanted: F.normalize(weights[:, :wanted], p=1) for wanted in k}
@@ -160,7 +160,7 @@ def _class_scores(
 
     They are divided by the weight of the nearest neighbour, so that they stay finite.
     """
-    weights = ((cosines - cosines[:, :1]) / TEMPERATURE).exp()
+    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp()
     # CUDA adds in any order: in float64 the order does not change the sums in float32.
     weights = weights.double() if weights.is_cuda else weights
     scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0

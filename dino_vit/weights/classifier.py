@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from dino_vit.config.sections import Tokens
+from dino_vit.config.sections import VOTE_TEMPERATURE, Tokens
 from dino_vit.config.settings import Count, Few, Positive, Task
 from dino_vit.core.outputs import MARK
-from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
+from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, read_texts, write_tensors
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.layers import linear
 from dino_vit.views.eval_transform import EvalTransform
@@ -25,7 +25,6 @@ from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import Stated, WeightsError, check, parse
 from dino_vit.weights.reading import CLASSIFIER, about_backbone, check_finite
 
-VOTE_TEMPERATURE = 0.07  # of neighbours, as in k-NN
 _QUERIES = 1024  # compared with the bank at a time
 
 
@@ -164,10 +163,8 @@ def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform
     pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}
     prepared: dict[str, Any] = {"mean": transform.mean, "std": transform.std, **pixels}
     prepared |= {"size": transform.size, "preparation": preparation}
-    metadata = {
-        "file": MARK,
-        **about_backbone(classifier.backbone, {}),
-    }  # the mark first, where it is looked for
+    # The mark comes first, as it is looked for at the beginning of a file.
+    metadata = {"file": MARK, **about_backbone(classifier.backbone, prepared)}
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
     parts = {"backbone": classifier.backbone, CLASSIFIER: classifier.scores}
     tensors = {
@@ -180,39 +177,44 @@ def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform
 
 def load_classifier(path: str | Path, *, verbose: bool = True) -> Classifier:
     """Return the backbone and the classifier in a file that `dino-vit predict ... head=FILE` wrote."""
-    path = Path(path)
-    backbone = load_backbone(path, verbose=verbose)  # refuses what is no weights file
+    return read_classifier(path, load_backbone(path, verbose=verbose))
+
+
+def read_classifier(path: str | Path, backbone: LoadedBackbone) -> Classifier:
+    """Return the classifier in a file, with its backbone, which was loaded from there."""
     facts = read_classifier_facts(path)
     if facts is None:
-        raise WeightsError(
-            f"{path} holds weights, but no classifier; `dino-vit predict` writes one: head=FILE"
-        )
-    tensors = {name: tensor for name, tensor in read_tensors(path)[0].items() if name.startswith(CLASSIFIER)}
-    expected = {"linear": ("weight", "bias"), "neighbours": ("bank", "values")}[facts.kind]
-    if {*tensors} != {f"{CLASSIFIER}.{name}" for name in expected}:
-        raise WeightsError(f"{path} is damaged: its classifier has the tensors {', '.join(sorted(tensors))}")
+        text = f"{path} holds weights, but no classifier"
+        raise WeightsError(f"{text}; `dino-vit predict` writes one: head=FILE")
+    tensors = {
+        name.removeprefix(f"{CLASSIFIER}."): tensor
+        for name, tensor in read_tensors(Path(path))[0].items()
+        if name.startswith(f"{CLASSIFIER}.")
+    }
     check_finite(tensors, str(path))
-    first, second = (tensors[f"{CLASSIFIER}.{name}"] for name in expected)
     spec = FeatureSpec(tokens=facts.tokens, blocks=facts.blocks)
     width, outputs = spec.shape(backbone, backbone.image_size)[-1], len(facts.classes)
-    shapes = {
-        "linear": ((outputs, width), (outputs,)),
-        "neighbours": ((len(first), width), (len(first), outputs)),
-    }[facts.kind]
-    if (tuple(first.shape), tuple(second.shape)) != shapes or (facts.kind == "neighbours") != bool(facts.k):
+    images, by_neighbours = len(tensors.get("bank", ())), facts.kind == "neighbours"
+    shapes = {"weight": (outputs, width), "bias": (outputs,)}
+    if by_neighbours:
+        shapes = {"bank": (images, width), "values": (images, outputs)}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != shapes or by_neighbours != bool(facts.k) or (by_neighbours and not images):
         raise WeightsError(f"{path} is damaged: its classifier does not fit its backbone and classes")
     if facts.k:
-        return Classifier(backbone, NeighbourScores(first, second, k=facts.k, task=facts.task), facts).eval()
-    return Classifier(backbone, LinearScores(first, second), facts).eval()
+        scores: Scores = NeighbourScores(tensors["bank"], tensors["values"], k=facts.k, task=facts.task)
+    else:
+        scores = LinearScores(tensors["weight"], tensors["bias"])
+    return Classifier(backbone, scores, facts).eval()
 
 
 def read_classifier_facts(path: str | Path) -> ClassifierFacts | None:
-    """Return what a file says of its classifier, None if it has none."""
+    """Return what a file says of its classifier, None if it has none; its tensors are not read."""
     path = Path(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return None
     try:
-        texts = read_tensors(path)[1]
+        texts = read_texts(path)
     except StorageError as error:
         raise WeightsError(str(error)) from error
     where = f"the metadata of {path}"

@@ -295,3 +295,18 @@ def test_a_run_that_sees_few_images_says_so(tmp_path):
         and note.endswith("budget.minutes=2.2 would be an epoch")
         for note in notes
     )
+
+
+@pytest.mark.parametrize(("alike", "stem"), [(True, "conv"), (False, "patch")])
+def test_recipe_auto_looks_at_how_alike_images_are_laid_out(tmp_path, alike, stem):
+    random = np.random.default_rng(0)
+    for number in range(16):
+        pixels = random.integers(0, 40, (64, 64, 3), np.uint8)
+        top, left = (20, 22) if alike else random.integers(0, 40, 2)
+        pixels[top : top + 24, left : left + 20] += 200  # one thing, in the middle or anywhere
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    settings = {"recipe": "auto", "data.source": tmp_path, "data.batch_size": 4, "data.workers": 0}
+    settings |= {"budget.steps": 20, "run.precision": "no", "run.eval_every": "null"}
+    config = opened(tmp_path / "run", settings, {}).state.config
+    assert config.model.stem == stem
+    assert config.views.global_scale == ((0.6, 1.0) if alike else (0.25, 1.0))

@@ -28,7 +28,7 @@ def classifier(weights):
 
 
 def changed(path, *, tensors=None, **facts):
-    """Write a file again with other tensors and facts, and its digest made anew."""
+    """Write a file again with other tensors and facts, and compute its digest again."""
     old, texts = read_tensors(path)
     metadata = json.loads(texts[OWN_KEY])
     metadata["classifier"] |= facts
@@ -61,7 +61,7 @@ def test_votes_are_those_of_the_neighbours():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "neighbours"}, "its classifier has the tensors"),
+        ({"kind": "neighbours"}, "does not fit its backbone and classes"),
         ({"kind": "tree"}, "classifier|kind"),
         ({"classes": ["a", "b"]}, "does not fit its backbone and classes"),
         ({"classes": []}, "classes"),
@@ -70,7 +70,7 @@ def test_votes_are_those_of_the_neighbours():
         ({"temperature": 0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"tensors": {"classifier.weight": torch.randn(3, 7)}}, "does not fit its backbone and classes"),
-        ({"tensors": {"classifier.extra": torch.randn(3)}}, "its classifier has the tensors"),
+        ({"tensors": {"classifier.extra": torch.randn(3)}}, "does not fit its backbone and classes"),
         ({"tensors": {"classifier.bias": torch.full((3,), torch.nan)}}, "NaN or infinite"),
         ({"tensors": {"backbone.norm.weight": torch.full((32,), torch.nan)}}, "NaN or infinite"),
     ],

@@ -127,9 +127,6 @@ def cross_validate(train: LabelledFeatures, tried: Sequence[Candidate], title: s
         for fold in np.unique(folds):
             learned, held = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
             part = train[learned]
-            if not len(learned):
-                known[held] = False
-                continue
             if train.task == "multiclass":
                 known[held] = torch.isin(train.targets[held], part.targets)
             for output, scores in zip(outputs, fit(tried, part), strict=True):
@@ -158,19 +155,18 @@ def loss_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.
     return float(F.cross_entropy(scores, targets))
 
 
-def best_of(tested: Sequence[Tested], task: Task) -> Tested:
+def best_of(tested: Sequence[Tested]) -> Tested:
     """Return the candidate with the best figure; of some alike by it, the one with the lowest loss."""
-    return max(tested, key=lambda each: (each.figure.percent, -calibrate(each, None, task)[1]))
+    return max(tested, key=lambda each: (each.figure.percent, -each.loss))
 
 
-def calibrate(tested: Tested, targets: Tensor | None, task: Task) -> tuple[float, float]:
-    """Return the temperature of the lowest loss, and that loss; without targets, the loss as it is."""
-    if targets is None or task == "regression" or not len(tested.rows):
-        return 1.0, tested.loss
+def calibrate(tested: Tested, targets: Tensor, task: Task) -> float:
+    """Return the temperature that gives probabilities the lowest loss."""
+    if task == "regression" or not len(tested.rows):
+        return 1.0
     scores, targets = tested.scores[tested.rows], targets[tested.rows]
     losses = [loss_of(scores, targets, task, temperature) for temperature in TEMPERATURES.tolist()]
-    best = int(np.argmin(losses))
-    return float(TEMPERATURES[best]), losses[best]
+    return float(TEMPERATURES[int(np.argmin(losses))])
 
 
 def calibration_error(scores: Tensor, targets: Tensor, task: Task, temperature: float) -> float:
@@ -204,7 +200,7 @@ def describe(
     others = [each for each in tested if (each.candidate.kind == "k-NN") != (best.candidate.kind == "k-NN")]
     beside = []
     if others:
-        other = best_of(others, task)
+        other = best_of(others)
         beside.append(f"{other.candidate} {other.figure.percent:.1f}")
     if pixels:
         beside.append(f"raw pixels {pixels.figure.percent:.1f}")

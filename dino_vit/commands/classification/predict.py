@@ -49,7 +49,7 @@ from dino_vit.weights.classifier import (
     Classifier,
     ClassifierFacts,
     label_texts,
-    load_classifier,
+    read_classifier,
     read_classifier_facts,
     save_classifier,
 )
@@ -191,7 +191,8 @@ def _describe(images: Images) -> str:
 
 def _read(config: PredictConfig, frozen: FrozenBackbone) -> Fitted:
     """Return the classifier in the file of weights."""
-    classifier = load_classifier(config.weights, verbose=False).to(frozen.device)
+    model: Any = frozen.model
+    classifier = read_classifier(config.weights, model).to(frozen.device)
     facts = classifier.facts
     names = brief(", ".join(facts.classes), 100)
     lines = [f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}"]
@@ -208,13 +209,13 @@ def _learn(frozen: FrozenBackbone, labelled: LabelledSubset, config: PredictConf
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
     tested = cross_validate(learned, candidates(task, len(learned)), "Cross-validation, folds")
-    best = best_of(tested, task)
+    best = best_of(tested)
     pixels = None
     if len(learned) <= PIXEL_IMAGES:
         by_pixels = labelled_features(raw_pixels_like(frozen), labelled, CLS, RAW_PIXELS)
         tried = candidates(task, len(by_pixels), neighbours_only=True)
-        pixels = best_of(cross_validate(by_pixels, tried, "Raw pixels, folds"), task)
-    temperature, _ = calibrate(best, learned.targets, task)
+        pixels = best_of(cross_validate(by_pixels, tried, "Raw pixels, folds"))
+    temperature = calibrate(best, learned.targets, task)
     (scores,) = fit([best.candidate], learned)
     lines, details = describe(learned, tested, best, pixels, temperature)
     facts = ClassifierFacts(

@@ -33,8 +33,9 @@ IMAGES = 96
 
 
 @pytest.fixture
-def photos(tmp_path):
+def photos(tmp_path, monkeypatch):
     """Images of four colours, of which every second has its colour, and its brightness, in a file."""
+    monkeypatch.chdir(tmp_path)  # where commands write by default
     random, names = np.random.default_rng(0), [*COLOURS]
     (tmp_path / "photos").mkdir()
     labels, tags, numbers = ["name,label"], ["name,tags"], ["name,light"]
@@ -162,14 +163,27 @@ def test_the_images_to_label_next_are_read_back_as_labels(photos, weights):
 
 
 @pytest.mark.parametrize(
-    ("labels", "more"), [("labels.csv", []), ("numbers.csv", []), ("labels.csv", ["size=24", "fit=whole"])]
+    ("labels", "more"),
+    [("labels.csv", {}), ("numbers.csv", {}), ("labels.csv", {"size": 24, "fit": "whole"})],
 )
 def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, labels, more):
     head, table = photos / "head.safetensors", photos / "rest.csv"
+    settings = [f"{key}={value}" for key, value in more.items()]
     for _ in range(2):  # the second takes the place of the first
-        predict(photos, weights, f"output={table}", f"head={head}", *more, labels=labels)
+        predict(photos, weights, f"output={table}", f"head={head}", *settings, labels=labels)
     rows = rows_of(table)
     classifier = dino_vit.load_classifier(head, verbose=False)
+    if more:
+        assert (classifier.transform.size, classifier.transform.fit) == ((24, 24), "whole")
+    found = dino_vit.predict(
+        photos / "photos",
+        weights,
+        labels=photos / labels,
+        precision="no",
+        verbose=False,
+        **more,
+    )
+    assert classifier.facts.temperature == found.details.get("temperature", 1.0)
     files = [photos / "photos" / row["name"] for row in rows]
     given, outputs = classifier.predict(files)
     if labels == "labels.csv":
@@ -180,6 +194,7 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
         np.testing.assert_allclose(
             [float(text) for text in given], [float(row["label"]) for row in rows], rtol=1e-4
         )
+    np.testing.assert_allclose(outputs, found.outputs, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         images = torch.stack([classifier.transform(file) for file in files[:3]])
         torch.testing.assert_close(classifier(images), outputs[:3])
@@ -308,10 +323,10 @@ def test_a_temperature_makes_confidences_true():
     targets = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
     (tested,) = cross_validate(features(), [Candidate("k-NN", 3)], "")
     over = tested.__class__(tested.candidate, tested.figure, 0.0, 4 * logits, torch.arange(4000))
-    temperature, loss = calibrate(over, targets, "multiclass")
+    temperature = calibrate(over, targets, "multiclass")
     assert temperature == pytest.approx(4, rel=0.15)
-    chosen = (4 * logits.double() / temperature).log_softmax(1)[torch.arange(4000), targets]
-    assert loss == pytest.approx(-float(chosen.mean()), rel=1e-6)
+    losses = [torch.nn.functional.cross_entropy(4 * logits / t, targets) for t in (0.9, 1, 1.1)]
+    assert losses[1] > losses[2], "a higher temperature is better at first"
     before = calibration_error(4 * logits, targets, "multiclass", 1.0)
     after = calibration_error(4 * logits, targets, "multiclass", temperature)
     assert before > 15
