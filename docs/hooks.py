@@ -30,6 +30,7 @@ COPIED = {
     "project/security.md": "SECURITY.md",
     "background/measured.md": "benchmarks/RESULTS.md",
     "background/tried.md": "benchmarks/TRIED.md",
+    "background/minimal.md": "examples/minimal.py",
 }
 # What the page of figures shows: the stored results of a benchmark, and their heading.
 PLOTTED = {
@@ -53,6 +54,9 @@ log = get_plugin_logger("dino_vit")  # a warning fails the build
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that are made of code and of other files."""
     pages = {page: (ROOT / path).read_text() for page, path in COPIED.items()}
+    for page, path in COPIED.items():
+        if path.endswith(".py"):
+            pages[page] = f"# {path}\n\n```python\n{pages[page]}```\n"
     pages |= {f"reference/commands/{name}.md": command_page(name, COMMANDS[name]) for name in COMMANDS}
     pages["reference/commands/index.md"] = list_of_commands()
     pages["reference/functions.md"] = functions_page()
