@@ -148,7 +148,7 @@ def _create(name: str, size: Size, channels: int, drop_path: float) -> tuple[Any
         import timm
     except ImportError as error:
         text = f"{PREFIX}{name} is built by timm, which is not installed"
-        raise ValueError(f"{text}: pip install 'dino-vit[timm]'") from error
+        raise ValueError(f"{text}: pip install timm") from error
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=3)
         advice = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() names them all"

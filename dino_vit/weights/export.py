@@ -303,7 +303,7 @@ def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor)
 def _check_graph(model: nn.Module) -> None:
     """Raise WeightsError for what a graph cannot hold."""
     if not (find_spec("onnxscript") and find_spec("onnxruntime")):
-        raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
+        raise WeightsError("to write ONNX, install its libraries: pip install onnxruntime onnxscript")
     size = sum(tensor.numel() * 4 for tensor in model.state_dict().values())
     if size > LARGEST_GRAPH:
         raise WeightsError(f"an ONNX file holds weights of up to 2 GB, but these are {size / 1e9:.1f} GB")

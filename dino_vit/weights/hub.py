@@ -54,7 +54,7 @@ def _of_timm(name: str) -> str:
     try:
         import timm
     except ImportError as error:
-        raise StorageError(f"{name} is found by timm: pip install 'dino-vit[timm]'") from error
+        raise StorageError(f"{name} is found by timm: pip install timm") from error
     pretrained = None
     with suppress(RuntimeError):  # of a tag that does not exist
         pretrained = timm.get_pretrained_cfg(name.removeprefix("timm:"))

@@ -1,7 +1,6 @@
 """Files of a release agree with the project: metadata, changelog, citation and the workflow."""
 
 import re
-import tomllib
 
 import yaml
 from packaging.specifiers import SpecifierSet
@@ -10,9 +9,8 @@ import dino_vit
 from dino_vit.config.commands import KnnConfig
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import sections, settings_of
-from tests.support.documents import ROOT, quoted, rows
+from tests.support.documents import PROJECT, ROOT, quoted, rows
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
 STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
 
@@ -22,11 +20,6 @@ def test_the_version_and_its_date_are_the_same_everywhere():
     newest = re.search(r"^## (\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert PROJECT["version"] == dino_vit.__version__ == citation["version"] == newest[1]
     assert (str(citation["date-released"]), citation["license"]) == (newest[2], PROJECT["license"])
-
-
-def test_the_install_page_lists_every_extra():
-    extras = {quoted(what)[0] for what, _ in rows((ROOT / "docs/start/install.md").read_text())}
-    assert extras == PROJECT["optional-dependencies"].keys() - {"dev", "docs", "peers"}
 
 
 def test_the_workflow_tests_every_python_that_is_supported():

@@ -130,8 +130,11 @@ def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
 
 def _by_imagecodecs(codec: str, data: bytes, file: Image, drop_alpha: bool, max_pixels: int) -> Tensor:
     _check_size(*file.size, len(file.getbands()), max_pixels)
-    import imagecodecs  # which few have: it is of the extra `tiff`
-
+    try:
+        import imagecodecs
+    except ImportError as error:
+        text = "PNG and JPEG 2000 of more than 8 bits need another library: pip install imagecodecs"
+        raise ValueError(text) from error
     array = getattr(imagecodecs, f"{codec}_decode")(data)
     return _to_tensor(array[..., :-1] if drop_alpha else array)
 

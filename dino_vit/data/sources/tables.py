@@ -283,7 +283,7 @@ def _load_splits(spec: str) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("hf: needs the datasets library: pip install 'dino-vit[hub]'.") from error
+        raise ValueError("hf: needs the datasets library: pip install datasets") from error
     match = _HUB_NAME.fullmatch(spec)
     assert match, "the first group takes any text"
     path, split, revision = match.groups()

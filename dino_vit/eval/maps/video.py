@@ -28,7 +28,7 @@ def import_av() -> Any:
     try:
         import av
     except ImportError:
-        raise ValueError("to read or write a video, install PyAV: pip install 'dino-vit[video]'") from None
+        raise ValueError("to read or write a video, install PyAV: pip install av") from None
     return av
 
 

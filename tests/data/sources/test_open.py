@@ -307,7 +307,7 @@ def test_a_data_set_of_the_hub_has_configurations(tmp_path, monkeypatch):
 
 def test_without_the_library_the_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'dino-vit\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install datasets"):
         open_source("hf:owner/name")
 
 
