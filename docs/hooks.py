@@ -47,6 +47,7 @@ PLOTTED = {
     "knn": "k-NN",
     "processes": "Two processes",
 }
+FUNCTIONS = "reference/functions.md"
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 log = get_plugin_logger("dino_vit")  # a warning fails the build
 
@@ -59,7 +60,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             pages[page] = f"# {path}\n\n```python\n{pages[page]}```\n"
     pages |= {f"reference/commands/{name}.md": command_page(name, COMMANDS[name]) for name in COMMANDS}
     pages["reference/commands/index.md"] = list_of_commands()
-    pages["reference/functions.md"] = functions_page()
     for name, plot in plots().items():
         files.append(File.generated(config, f"background/{name}.svg", content=plot))
     pages["background/figures.md"] = figures_page()
@@ -67,15 +67,18 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=content))
     for name in undocumented():
         log.warning("%s has no docstring", name)
-    named = set(re.findall(r"^::: dino_vit\.(?:\w+\.)*(\w+)$", all_markdown(pages), flags=re.MULTILINE))
+    texts = [*pages.values(), functions_list(), *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))]
+    named = set(re.findall(r"^::: dino_vit\.(?:\w+\.)*(\w+)$", "\n".join(texts), flags=re.MULTILINE))
     for name in sorted(set(dir(dino_vit)) - named):
         log.warning("dino_vit.%s is on no page of the reference", name)
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links between files of the repository to their pages."""
+    """Lead links between files of the repository to their pages; add what a page has on the site alone."""
     here = page.file.src_uri
+    if here == FUNCTIONS:
+        return f"{markdown}\n{functions_list()}"
     pages = {path: copied for copied, path in COPIED.items()}
     folder = posixpath.dirname(COPIED.get(here, f"docs/{here}"))
 
@@ -85,12 +88,6 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}"
 
     return LINK.sub(lead, markdown)
-
-
-def all_markdown(generated: dict[str, str]) -> str:
-    """Return the text of all pages."""
-    written = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
-    return "\n".join([*written, *generated.values()])
 
 
 def undocumented() -> Iterator[str]:
@@ -154,11 +151,11 @@ def settings_list(cls: type[Settings], prefix: str = "", resumes: bool = False) 
         yield f"`{key}`{{ #{key} }} — {default}\n:   " + "; ".join(filter(None, texts))
 
 
-def functions_page() -> str:
-    """Return the page of the functions, whose texts and signatures are in the stub."""
+def functions_list() -> str:
+    """Return what follows on the page of the functions: their texts and signatures, from the stub."""
     tree = ast.parse((ROOT / "dino_vit/__init__.pyi").read_text())
     docs = {node.name: ast.get_docstring(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
-    parts = [FUNCTIONS]
+    parts = []
     for name in COMMANDS:
         function = name.replace("-", "_")
         text = str(docs[function]).partition("The settings and their defaults:")[0].strip()
@@ -225,18 +222,3 @@ Drawn from the stored results of the programs in `benchmarks/`; longer bars are 
 
 No GPU and no ImageNet run has been measured yet. A machine with another processor has other figures: only
 those of one plot were measured together."""
-
-FUNCTIONS = """# Functions
-
-Every command is a function of `dino_vit` with the same settings; a section is a dictionary, as
-`optim={"lr": 1e-3}`.
-
-- `config` is a YAML file or an object of settings, which the others change.
-- `pretrain`, `demo` and `report` write files; the others only where `output` is given.
-- `verbose=False` prints nothing but warnings.
-- A mistake raises a `ValueError` with the sentence that the command would print.
-- A source may be an object of your own, such as a `torch.utils.data.Dataset`
-  ([sources](../data.md#sources)).
-- What one function returns another takes: a run for `weights`, embeddings for `search`.
-
-"""
