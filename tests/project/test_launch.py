@@ -1,16 +1,18 @@
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-ROOT = Path(__file__).parents[2]
+from dino_vit.core.runtime import adopt_slurm
+from tests.support.documents import ROOT, commands
+
 CONFIGS = ROOT / "launch" / "accelerate_configs"
 BATCH_SCRIPT = ROOT / "launch" / "slurm" / "pretrain.sbatch"
 ARGUMENTS = ["--config", "a b.yaml", "data.source=/my photos/*", "views.global_scale=[0.4, 1]", 'quo"te$HOME']
@@ -52,7 +54,7 @@ import json, os, signal, subprocess, sys
 at = sys.argv.index("python")
 options, command = sys.argv[1:at], sys.argv[at:]
 tasks = [
-    subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n % 2)})
+    subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)})
     for n in range(int(os.environ["SLURM_NTASKS"]))
 ]
 signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
@@ -61,8 +63,8 @@ sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """
 import os, sys
-if sys.argv[1:] == ["show", "hostnames", "node[07-08]"]:
-    print("node07\\nnode08")
+if sys.argv[1:3] == ["show", "hostnames"]:
+    print({"node[07-08]": "node07\\nnode08", "node07": "node07"}[sys.argv[3]])
 else:
     open("requeued", "a").write(" ".join(sys.argv[1:]))
     sys.exit(int(os.environ.get("REFUSE_REQUEUE", "0")))
@@ -71,8 +73,8 @@ PYTHON = """
 import json, os, signal, sys, time
 signals = []
 signal.signal(signal.SIGUSR1, lambda *_: signals.append("USR1"))
-names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT")
-said = {"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
+names = [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))]
+said = {"argv": sys.argv[1:], **{name: os.environ[name] for name in names}}
 file = "task" + os.environ["SLURM_PROCID"]
 open(file + ".part", "w").write(json.dumps(said))
 os.rename(file + ".part", file)
@@ -162,7 +164,48 @@ def test_a_signal_reaches_the_program_which_saves_and_is_requeued(start, tmp_pat
 
 
 def test_the_batch_script_asks_slurm_for_what_it_needs():
-    directives = {
-        line.split(maxsplit=1)[1] for line in BATCH_SCRIPT.read_text().splitlines() if "#SBATCH" in line
-    }
-    assert {"--open-mode=append", "--requeue", "--signal=B:USR1@120"} <= directives
+    assert {
+        "--open-mode": "append",
+        "--requeue": "",
+        "--signal": "B:USR1@120",
+    }.items() <= directives().items()
+
+
+def directives():
+    """Return the options of the batch script."""
+    lines = [line.split()[1] for line in BATCH_SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def submitted():
+    """Yield the options and the arguments of the program of each `sbatch` and `srun` that is documented."""
+    text = (ROOT / "docs/multi-node.md").read_text() + re.sub(
+        "(?m)^#   (.*)", r"```bash\n\1\n```", BATCH_SCRIPT.read_text()
+    )
+    for program, *words in commands(text):
+        if program in ("sbatch", "srun"):
+            script = next(at for at, word in enumerate(words) if word.startswith("launch/"))
+            options = dict(zip(words[0:script:2], words[1:script:2], strict=False))
+            yield (directives() if program == "sbatch" else {}) | options, words[script + 1 :]
+
+
+def test_every_job_has_as_many_tasks_as_gpus():
+    jobs = [options for options, _ in submitted()]
+    assert len(jobs) >= 6
+    assert [job for job in jobs if job["--ntasks-per-node"] != job["--gpus-per-node"]] == []
+
+
+def test_one_node_with_four_gpus_is_four_local_processes(start, tmp_path):
+    options, arguments = next(job for job in submitted() if job[0]["--nodes"] == "1")
+    tasks = int(options["--ntasks-per-node"])
+    job = {"SLURM_JOB_NODELIST": "node07", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(tasks)}
+    job |= {"SLURM_STEP_TASKS_PER_NODE": str(tasks), "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "node07"}
+    assert start(*arguments, tasks=tasks, PROGRAM_CODE="0", **job).wait(600) == 0
+    assert tasks == 4
+    for number in range(tasks):
+        environ = json.loads((tmp_path / f"task{number}").read_text())
+        assert environ["argv"] == ["launch/pretrain.py", *arguments]
+        adopt_slurm(environ)
+        assert (environ["RANK"], environ["LOCAL_RANK"]) == (str(number), str(number))
+        assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"]) == ("4", "4")
+        assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("node07", "20012")
