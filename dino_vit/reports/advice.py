@@ -128,11 +128,17 @@ def _published_weights(run: JudgedRun, _: Diagnosis) -> str:
     config = run.config
     if config.init or config.data.channels != 3 or run.is_short or not run.finished:
         return ""
-    source, output = config.data.source, shlex.quote(f"{config.output}-published")
-    images = source if isinstance(source, str) else f"data.source={write_yaml(source)}"
-    settings = f"recipe=auto {run.length(1)} init.weights={PUBLISHED}"
-    command = f"dino-vit pretrain {shlex.quote(images)} {output} {settings}"
-    return f"Try weights that have seen a million photos: `{command}`."
+    data, output = config.data, f"{config.output}-published"
+    if any(source.startswith("object:") for source in data.sources):  # which no command line can name
+        return f"Try init.weights={PUBLISHED}: weights that have seen a million photos."
+    given = {"labels": data.labels, "mix": data.mix, "weights": data.weights}
+    words = [f"data.{key}={write_yaml(value)}" for key, value in given.items() if value is not None]
+    words = ["recipe=auto", run.length(1), f"init.weights={PUBLISHED}", *words]
+    if isinstance(data.source, str) and "=" not in data.source + output:
+        words = [data.source, output, *words]
+    else:
+        words = [f"data.source={write_yaml(data.source)}", f"output={write_yaml(output)}", *words]
+    return f"Try weights that have seen a million photos: `{shlex.join(['dino-vit', 'pretrain', *words])}`."
 
 
 def _usual_remedy(run: JudgedRun, diagnosis: Diagnosis) -> str:

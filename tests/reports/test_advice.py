@@ -54,17 +54,19 @@ def test_longer_is_no_advice_where_accuracy_is_flat_or_far_below_raw_pixels():
 def test_what_is_below_raw_pixels_in_spite_of_convolutions_gets_a_command_for_published_weights():
     knn = {"knn": [30.0, 42.0, 45.0], "before": {"knn": 30.0, "raw_pixels": 70.0}}
     settings = ["data.source=my photos", "output=runs/a", "budget.minutes=10", "model.stem=conv"]
-    advice = evaluated(**knn, settings=settings).advice
-    command = advice.partition("`")[2].rpartition("`")[0]
-    program, *words = shlex.split(command)
-    assert (program, words[0]) == ("dino-vit", "pretrain")
-    config = config_from(build_parser(words).parse_args(words), PretrainConfig)
-    assert config.data.source == "my photos"
-    assert config.output == "runs/a-published"
-    assert config.init.weights.startswith("timm:")
-    assert config.budget.minutes == 10
-    several = evaluated(**knn, settings=["data.source=[a,b c]", *settings[1:]]).advice
-    assert "'data.source=[a, b c]'" in several
+    labels = "data.labels=my labels.csv"
+    for sources in (["my photos", labels], ["a=b", labels], ["[a, b c]", "data.mix=[0.5, 0.5]"]):
+        own = [f"data.source={sources[0]}", sources[1], *settings[1:]]
+        advice = evaluated(**knn, settings=own).advice
+        program, *words = shlex.split(advice.partition("`")[2].rpartition("`")[0])
+        assert (program, words[0]) == ("dino-vit", "pretrain")
+        config = config_from(build_parser(words).parse_args(words), PretrainConfig)
+        assert config.data == load(PretrainConfig, None, ["recipe=auto", *own]).data
+        assert config.output == "runs/a-published"
+        assert config.init.weights.startswith("timm:")
+        assert (config.recipe, config.budget.minutes) == ("auto", 10)
+    of_python = evaluated(**knn, settings=["data.source=object:Photos", *settings[1:]]).advice
+    assert of_python.startswith("Try init.weights=timm:")
 
 
 def test_a_short_run_of_steps_that_are_not_finite_is_not_told_to_go_on():
