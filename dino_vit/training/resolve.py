@@ -215,7 +215,7 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
     if trained is None or config.init is None:
         return []
     weights = f"init.weights={config.init.weights}"
-    settings: dict[str, object] = {}
+    settings: dict[str, Any] = {}
     if "name" in trained:
         settings["model.arch"] = f"timm:{trained['name']}"
     else:
@@ -240,7 +240,11 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
     chosen = {"views.global_size", "model.image_size"} & given
     if config.recipe == "auto" and context.trained and not chosen:  # a run that resumes keeps its own
         of_its_run = flat(context.trained.provenance.config)
-        settings["model.image_size"] = size = _side(trained["image_size"])
+        height, width = height_width(trained["image_size"])
+        if height == width and not of_its_run and "name" not in trained:  # DINOv2's grid is for 518 pixels
+            patch = settings["model.patch_size"]
+            height = width = min(height, 224 // patch * patch)
+        settings["model.image_size"] = size = _side((height, width))
         settings["views.global_size"] = of_its_run.get("views.global_size", size)
     if context.trained and not context.frozen:  # a frozen teacher needs images as it was trained on
         origin = context.trained.provenance

@@ -273,6 +273,18 @@ def test_features_are_read_from_larger_images_than_views(tmp_path):
     assert as_published.evaluation.transform.size == (32, 32)
 
 
+def test_published_weights_see_views_of_224_pixels_at_most(tmp_path):
+    """DINOv2's positions are for images of 518."""
+    for patch, side, views in ((14, 518, 224), (16, 384, 224), (16, 96, 96)):
+        path = tmp_path / f"{side}.pth"
+        published = VisionTransformer(image_size=side, patch_size=patch, width=32, depth=1, heads=2)
+        export_backbone(published, path, "reference")
+        settings = {"init.weights": path, "recipe": "auto", "budget.steps": 4, "init.head_epochs": 0}
+        settings |= {"data.source": "synthetic:16:32", "data.batch_size": 8, "run.eval_every": "null"}
+        config = opened(tmp_path / f"run{side}", settings, {}).state.config
+        assert (config.views.global_size, config.model.image_size) == (views, views)
+
+
 def test_a_run_resumes_with_the_images_that_it_started_with(tmp_path):
     """Those of a run that started before `auto` chose their size are as large as its views."""
     trained(tmp_path, {**SHORT, "model.image_size": "null"}, {})
