@@ -4,6 +4,7 @@ Only the sizes are made small. Not run are programs other than `dino-vit`, and w
 `tests/project/test_docs.py` checks the settings of every command.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -14,8 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
+from transformers import Dinov2Config, Dinov2Model
 
 from dino_vit import VisionTransformer, export_backbone
 from dino_vit.cli import build_parser, main
@@ -23,6 +27,7 @@ from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
 from tests.support.documents import README, ROOT, blocks, commands
+from tests.support.hub import offline, snapshot
 from tests.support.image_sets import write_parquet, write_tar
 from tests.support.images import write_synthetic
 from tests.support.runs import CPU, TINY
@@ -32,8 +37,8 @@ START = [
     README,
     *((DOCS / f"start/{name}.md").read_text() for name in ("your-photos", "watch", "learned", "predict")),
 ]
-# Hubs, object stores, disks of a cluster, a published set; the demo and ONNX take long, and have other tests.
-ELSEWHERE = re.compile("dino-vit demo|onnx|hf:|timm:|s3:|https:|=/|VOCdevkit")
+# Object stores, disks of a cluster, a published set; the demo and ONNX take long, and have other tests.
+ELSEWHERE = re.compile("dino-vit demo|onnx|s3:|https:|=/|VOCdevkit")
 OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"}
 OWN |= {"optim.freeze_last_layer_epochs", "budget.steps"}
 SMALL = [f"{key}={value}" for key, value in TINY.items() if key not in OWN]
@@ -101,14 +106,31 @@ def inputs(tmp_path_factory):
         shutil.copy(folder / "photos/sky/0.png", folder / copy)
     published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
     export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")
+    write_published(folder / "hub")
     (folder / "configs").symlink_to(ROOT / "configs")
     with chdir(folder):
         assert main(small(["dino-vit", "pretrain", "photos", "runs/pretrain"])[1:]) == 0
     return folder
 
 
+def write_published(cache):
+    """Fill a cache of the hub with small networks in the layouts of those that the pages name."""
+    for name in ("facebook/dinov2-small", "facebook/dinov2-large"):
+        shape = {"hidden_size": 192, "num_hidden_layers": 1, "num_attention_heads": 3}
+        model = Dinov2Model(Dinov2Config(**shape, image_size=56, patch_size=14))
+        model.save_pretrained(folder := snapshot(cache, name))
+        (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    name, shape = "vit_small_patch14_dinov2", {"embed_dim": 192, "depth": 1, "num_heads": 3, "img_size": 56}
+    folder = snapshot(cache, f"timm/{name}.lvd142m")
+    save_file(timm.create_model(name, **shape).state_dict(), folder / "model.safetensors")
+    given = {"architecture": name, "model_args": shape, "num_classes": 0}
+    given["pretrained_cfg"] = {"input_size": [3, 56, 56], "mean": [0.5] * 3, "std": [0.5] * 3}
+    (folder / "config.json").write_text(json.dumps(given))
+
+
 @pytest.fixture
 def place(inputs, tmp_path, monkeypatch):
+    offline(inputs / "hub", monkeypatch)
     shutil.copytree(inputs, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -125,10 +147,11 @@ def small(parts):
         if parts[1] == "linear":
             smaller = [*smaller, "steps=20" if "method=grid" in parts else "cs=[1]"]
         return [*parts, *smaller]
+    own = ()
+    if re.search("init.weights|teacher.weights=hf:", given):  # network and sizes follow theirs
+        own = ("model.", "optim.lr", "views.global_size", "views.local_size")
     if "budget.minutes" in given:
-        auto = ("budget.", "optim.freeze_last_layer_epochs")  # it fits phases to a slow machine
-        return [*parts, *(setting for setting in SMALL if not setting.startswith(auto))]
-    own = ("model.", "optim.lr") if "init.weights" in given else ()  # those of the weights
+        own = (*own, "budget.", "optim.freeze_last_layer_epochs")  # it fits phases to a slow machine
     return [*parts, *(setting for setting in SMALL if not setting.startswith(own)), "optim.min_lr=0"]
 
 
