@@ -964,9 +964,9 @@ def export(
       source_format=null                  format, where files look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
       heads=null                          attention heads, for a width that does not imply them
       image_size=null                     resample the positions to this size; null: as stored
-      out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface
+      out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface and timm
       format=...                          format to write [reference|timm|huggingface|onnx]
       head=false                          onnx: probabilities, by the classifier in a file that predict wrote
       overwrite=false                     replace OUT if it exists
-      license=null                        huggingface: licence for the model card, such as apache-2.0
+      license=null                        of a folder: licence for its model card, such as apache-2.0
     """
