@@ -5,7 +5,7 @@ from typing import Any
 import griffe
 
 
-class Overloads(griffe.Extension):
+class Overloads(griffe.Extension):  # type: ignore[misc]
     """Show the last definition of a function; without an implementation griffe would leave it out."""
 
     def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
