@@ -46,8 +46,11 @@ class Run:
         return str(self.folder)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the history, one for each log line; `pandas.DataFrame` takes them."""
-        return [metrics.to_record() for metrics in self._record().history]
+        """Return the figures of each log line, for `pandas.DataFrame`.
+
+        Which images an evaluation classified correctly is only in the file.
+        """
+        return [metrics.figures() for metrics in self._record().history]
 
     @property
     def state(self) -> str:

@@ -92,7 +92,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 def undocumented() -> Iterator[str]:
     """Yield what is public but has no docstring: names of the package, and methods of its classes."""
-    package = griffe.load("dino_vit", search_paths=[ROOT])
+    package = griffe.load(
+        "dino_vit", search_paths=[ROOT], extensions=griffe.load_extensions(ROOT / "docs/overloads.py")
+    )
     for name in dir(dino_vit):
         documented: Any = package[name]
         members = documented.members if documented.is_class else {}

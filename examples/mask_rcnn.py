@@ -16,17 +16,15 @@ from torchvision.ops import FeaturePyramidNetwork, box_iou, masks_to_boxes
 
 import dino_vit
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.weights.card import model_arguments
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("weights", help="run or file of weights")
 parser.add_argument("--minutes", type=float, default=2)
 options = parser.parse_args()
 backbone = dino_vit.load_backbone(options.weights)
-file = dino_vit.export(options.weights, "exported.pth", format="timm", overwrite=True, verbose=False).path
-name = "vit_small_patch16_dinov3" if backbone.rotary else "vit_small_patch16_224"
-arguments = model_arguments(backbone, "timm") | {"features_only": True, "out_indices": [backbone.depth - 1]}
-body = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(file)}, **arguments)
+dino_vit.export(options.weights, "exported", format="timm", overwrite=True, verbose=False)
+features = {"features_only": True, "out_indices": [backbone.depth - 1], "dynamic_img_size": True}
+body = timm.create_model("local-dir:exported", pretrained=True, **features)
 scenes = SceneSource(size=backbone.image_size[0])
 
 

@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained backbone with timm's own parts, from an export that timm reads.
+"""Fine-tune a pretrained backbone with timm's own parts, from a folder that timm reads.
 
     python examples/timm_finetune.py runs/photos photos --epochs 10
 
@@ -9,13 +9,12 @@ import argparse
 
 import timm
 import torch
-from timm.data import create_transform
+from timm.data import create_transform, resolve_data_config
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 import dino_vit
-from dino_vit.weights.card import model_arguments
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("weights", help="run or file of weights")
@@ -23,14 +22,11 @@ parser.add_argument("photos", help="folder with a folder for each class")
 parser.add_argument("--epochs", type=int, default=10)
 options = parser.parse_args()
 
-backbone = dino_vit.load_backbone(options.weights)
-written = dino_vit.export(options.weights, "exported.pth", format="timm", overwrite=True, verbose=False).path
-size, mean, std = backbone.image_size, backbone.provenance.mean, backbone.provenance.std
-augment = create_transform(size, is_training=True, mean=mean, std=std, auto_augment="rand-m6")
+dino_vit.export(options.weights, "exported", format="timm", overwrite=True, verbose=False)
+folders = ImageFolder(options.photos).classes
+model = timm.create_model("local-dir:exported", pretrained=True, num_classes=len(folders), drop_path_rate=0.1)
+augment = create_transform(**resolve_data_config(model=model), is_training=True, auto_augment="rand-m6")
 photos = ImageFolder(options.photos, augment)
-arguments = model_arguments(backbone, "timm") | {"num_classes": len(photos.classes), "drop_path_rate": 0.1}
-model = timm.models.VisionTransformer(**arguments)
-timm.models.load_checkpoint(model, written, strict=False)  # but for the new classifier
 optimizer = create_optimizer_v2(model, opt="adamw", lr=5e-4, weight_decay=0.05, layer_decay=0.75)
 for epoch in range(options.epochs):
     correct = 0

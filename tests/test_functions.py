@@ -86,10 +86,35 @@ def test_mypy_understands_calls_and_finds_mistakes(tmp_path):
     assert lines == [5, 6, 7, 8], done.stdout
 
 
+@pytest.mark.slow
+def test_type_checkers_know_what_every_function_returns(tmp_path):
+    program = tmp_path / "program.py"
+    calls = [f"dino_vit.{name.replace('-', '_')}()" for name in COMMANDS]
+    calls += ["dino_vit.knn(task='regression')", "dino_vit.linear(task='multilabel')"]
+    calls += ["dino_vit.knn().top1", "dino_vit.load_backbone('a').transform", "dino_vit.embed().values"]
+    program.write_text("import dino_vit\n" + "\n".join(f"reveal_type({call})" for call in calls))
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = re.findall(r'Revealed type is "([^"]+)"', done.stdout)
+    revealed = dict(zip(calls, said, strict=True))
+    classes = {call: kind.split("[")[0].rpartition(".")[2] for call, kind in revealed.items()}
+    assert not [call for call in calls if "Any" in classes[call] or classes[call] in ("dict", "object")]
+    assert classes["dino_vit.knn()"] == classes["dino_vit.linear()"] == "Classification"
+    assert classes["dino_vit.knn(task='regression')"] == "Predicted"
+    assert classes["dino_vit.linear(task='multilabel')"] == "Predicted"
+    assert classes["dino_vit.compare()"] == "ComparisonResult"
+    assert classes["dino_vit.duplicates()"] == "DuplicatesResult"
+    assert classes["dino_vit.pretrain()"] == "Run"
+    assert classes["dino_vit.knn().top1"] == "Accuracy"
+    assert classes["dino_vit.load_backbone('a').transform"] == "EvalTransform"
+
+
 def test_pretrain_returns_its_run(run, tmp_path):
-    assert run.metrics() == [
-        json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert run.metrics() == [{k: v for k, v in line.items() if k in run.metrics()[0]} for line in lines]
+    assert {*lines[0]} - {*run.metrics()[0]} == {"knn_answers", "best_knn_answers", "probe_answers"}
+    texts = {name for line in run.metrics() for name, value in line.items() if isinstance(value, str)}
+    assert texts <= {"state", "best_features"}
     assert [line["step"] for line in run.metrics()] == list(range(1, 21))
     assert run.state == run.metrics()[-1]["state"]
     assert run.config == load(PretrainConfig, run.folder / "config.yaml")
@@ -125,7 +150,7 @@ def test_pretrain_calls_back_with_readings_and_checkpoints(tmp_path):
         on_checkpoint=lambda path: checkpoints.append((path.name, path.exists())),
         **{key: value for key, value in SETTINGS.items() if key != "data.source"},
     )
-    assert [reading.to_record() for reading in readings] == found.metrics()
+    assert [reading.figures() for reading in readings] == found.metrics()
     assert checkpoints == [(f"step-{step:08}.safetensors", True) for step in (5, 10, 15, 20)]
 
 
@@ -185,6 +210,12 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     found = dino_vit.embed(photos, run, cache=tmp_path, verbose=False)
     assert found.values.shape == (24, 32)
     assert found.names[0] == "train/class0/0.png"
+    assert (
+        repr(found) == f"Embeddings(24 images × 32, CLS of {run.folder} at step 20; 2 labels: class0, class1)"
+    )
+    patches = dino_vit.embed(image_of(photos), run, tokens="patches", blocks=2, verbose=False)
+    assert repr(patches).startswith("Embeddings(1 image × 16 × 64, patches of the last 2 blocks of ")
+    assert repr(patches).endswith(" at step 20; no labels)")
     assert found.labels.count("class0") == 12
     image = photos / found.names[3]
     near = dino_vit.search(found, image, weights=run, k=2, verbose=False)
@@ -199,6 +230,10 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert same.path is same.pairs.sheet is None
     dino_vit.attention(photos, run, count=1, verbose=False)
     assert not list(Path().iterdir()), "nothing is written unless output says so"
+
+
+def image_of(photos):
+    return next(iter(sorted(photos.rglob("*.png"))))
 
 
 def test_files_are_returned_by_their_paths(run, photos, tmp_path):

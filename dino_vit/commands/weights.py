@@ -18,6 +18,7 @@ from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import code, describe, model_card, show, usage
 from dino_vit.weights.classifier import Classifier, load_classifier
 from dino_vit.weights.export import export_backbone
+from dino_vit.weights.formats.builders import is_folder
 
 # The last line that uses the graph of a classifier.
 SHOWN: dict[Task, str] = {
@@ -51,13 +52,18 @@ def export(config: ExportConfig) -> Written:
         return Written(path=path, text=_classifier_usage(classifier, path))
     model = _load(config)
     _refuse_source(model, path)
-    for_hub = config.format == "huggingface"
+    for_hub = is_folder(path, config.format)
+    if config.license and not for_hub:
+        raise ValueError(f"--license is for the card of a folder, but {path} is a file")
     if for_hub:
-        card = model_card(model, license=config.license, evaluation=_evaluation(model, config))
+        evaluation = _evaluation(model, config)
+        card = model_card(model, config.format, license=config.license, evaluation=evaluation)
     export_backbone(model, path, config.format, overwrite=config.overwrite, card=card)
     text = usage(model, path, config.format)
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
+        if config.format == "timm":
+            text += '; then timm.create_model("hf-hub:OWNER/NAME", pretrained=True)'
     return Written(path=path, text=text)
 
 

@@ -292,15 +292,17 @@ class ExportConfig(WeightsConfig):
 
     positional: ClassVar = ("source", "out")
     examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
-    out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
+    out: str = Field(
+        description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface and timm"
+    )
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     head: bool = setting(False, "onnx: probabilities, by the classifier in a file that predict wrote")
     overwrite: bool = setting(False, "replace OUT if it exists")
-    license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
+    license: str | None = setting(None, "of a folder: licence for its model card, such as apache-2.0")
 
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
-        if self.license and self.format != "huggingface":
-            yield f"--license is for --format huggingface, not {self.format}"
+        if self.license and self.format not in ("huggingface", "timm"):
+            yield f"--license is for the card of a folder (huggingface, timm), not for {self.format}"
         if self.head and self.format != "onnx":
             yield f"--head is for --format onnx, not {self.format}"

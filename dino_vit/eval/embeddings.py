@@ -5,7 +5,7 @@ A label is the name of a class; an index is the image's index in the source.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dino_vit.config.objects import check_trusted, find, is_object
 from dino_vit.core import log
 from dino_vit.core.outputs import MARK, replacing_output
 from dino_vit.core.storage import OWN_KEY
-from dino_vit.core.text import brief, public_names
+from dino_vit.core.text import brief, plural, public_names
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
@@ -29,16 +29,30 @@ Array = NDArray[Any]
 _GROUP_BYTES = 64 * 2**20  # of rows that readers may read at a time
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Embeddings:
     """The contents of an embedding file, row by row."""
 
-    values: Array = field(repr=False)  # (n, D); of patches (n, N, D)
-    names: Sequence[str] = field(repr=False)  # of the images
-    labels: Sequence[str | None] = field(repr=False)  # names of classes
-    indices: NDArray[np.int64] = field(repr=False)  # of the images in the source
-    metadata: dict[str, Any] = field(repr=False)
-    trusted: bool = field(default=True, repr=False)  # to name what is imported; those of a file are not
+    values: Array  # (n, D); of patches (n, N, D)
+    names: Sequence[str]  # of the images
+    labels: Sequence[str | None]  # names of classes
+    indices: NDArray[np.int64]  # of the images in the source
+    metadata: dict[str, Any]
+    trusted: bool = True  # to name what is imported; those of a file are not
+
+    def __repr__(self) -> str:
+        """Return what they are of, as "Embeddings(528 images × 96, CLS of runs/hands; no labels)"."""
+        shape = " × ".join(f"{side:,}" for side in self.values.shape[1:])
+        tokens, weights = self.metadata.get("tokens", {}), self.metadata.get("weights", {})
+        kind, blocks = tokens.get("kind", "features"), tokens.get("blocks", 1)
+        what = kind.replace("cls", "CLS") + (f" of the last {blocks} blocks" if blocks != 1 else "")
+        path = Path(weights.get("path", "unknown weights"))
+        if path.parent.name == "checkpoints":
+            path = path.parent.parent
+        step = "" if weights.get("step") is None else f" at step {weights['step']:,}"
+        labels = sorted({label for label in self.labels if label is not None})
+        named = f"{plural(len(labels), 'label')}: {brief(', '.join(labels), 60)}" if labels else "no labels"
+        return f"Embeddings({plural(len(self.values), 'image')} × {shape}, {what} of {path}{step}; {named})"
 
     @property
     def transform(self) -> EvalTransform:

@@ -67,6 +67,10 @@ class MetricsRecord(OnlineFigures):
         evaluated = {field.name: record.pop(field.name) for field in fields(OnlineFigures)}
         return {**record, "excess": self.excess, **evaluated}
 
+    def figures(self) -> dict[str, Any]:
+        """Return the same without the bits of the images that were classified correctly."""
+        return {name: value for name, value in self.to_record().items() if not name.endswith("_answers")}
+
     @property
     def excess(self) -> float | None:
         """The loss minus that of a student with the same flat output for every image."""

@@ -86,7 +86,9 @@ class Reporter:
             key: v if isinstance(v, int | float) else printable(str(public_values(v)))
             for key, v in values(config).items()
         }
-        accelerator.init_trackers("logs", config=plain)
+        # Trackio would give each start a name of its own; a run that resumes goes on under the same one.
+        of_run = {"trackio": {"name": plain["output"], "resume": "allow"}}
+        accelerator.init_trackers("logs", config=plain, init_kwargs=of_run)
 
     def __enter__(self) -> Self:
         self.progress.__enter__()

@@ -20,23 +20,22 @@ from dino_vit.core import Size, log
 from dino_vit.core.storage import pickled, reason, save_plain, sync
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.timm_backbone import TimmBackbone
-from dino_vit.models.vit import VisionTransformer, ViTConfig
-from dino_vit.weights import layouts
-from dino_vit.weights.card import (
-    CARD_MARK,
-    describe,
-    dinov2_mlp,
-    huggingface_config,
-    model_arguments,
-    model_card,
-    processor_config,
-)
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.weights.card import CARD_MARK, describe, model_card
 from dino_vit.weights.classifier import Classifier
-from dino_vit.weights.layouts import Layout, split
+from dino_vit.weights.formats.builders import (
+    huggingface_config,
+    is_folder,
+    model_arguments,
+    processor_config,
+    timm_config,
+    timm_name,
+)
+from dino_vit.weights.formats.stems import build_timm_stem
+from dino_vit.weights.formats.tensors import check_architecture, layout_of, plain, to_layout
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError
 from dino_vit.weights.reading import CLASSIFIER, EXPORT_KEY, PROVENANCE_FACTS
-from dino_vit.weights.stems import build_timm_stem
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
 _SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -46,7 +45,8 @@ TOLERANCE = 1e-4  # of a feature, relative to the largest: float32 sums in anoth
 LARGEST_GRAPH = 2e9  # bytes of weights in an ONNX file
 INPUT, OUTPUTS, CLASSIFIER_OUTPUTS = "images", ("cls", "patches"), ("probabilities",)
 METADATA_KEY = "dino_vit"
-HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
+FOLDERS = ("timm", "huggingface")  # formats of which one may write a folder
+FOLDER_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
 
 
 def export_backbone(
@@ -59,11 +59,11 @@ def export_backbone(
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
-    The formats are `reference` (DINO's own) and `timm`, each a .pth or .safetensors file, `huggingface`, a
-    folder for `AutoModel.from_pretrained`, and `onnx`. The export only appears at `path` if its features
-    equal those of the model. A classifier, which `load_classifier` returns, is written as onnx only; its
-    graph gives probabilities, or numbers. `card` is the text of README.md in a Hugging Face folder; by
-    default it states what is known of the model.
+    The formats are `reference` (DINO's own), a .pth or .safetensors file, `timm`, such a file or, without
+    a suffix, a folder for `timm.create_model`, `huggingface`, a folder for `AutoModel.from_pretrained`, and
+    `onnx`. The export only appears at `path` if its features equal those of the model. A classifier, which
+    `load_classifier` returns, is written as onnx only; its graph gives probabilities, or numbers. `card` is
+    the text of README.md in a folder; by default it states what is known of the model.
     """
     path = Path(path)
     if format not in FORMATS:
@@ -74,7 +74,9 @@ def export_backbone(
     elif isinstance(model, Classifier):
         raise WeightsError(f"format={format} holds no classifier; choose onnx, or export its .backbone")
     else:
-        _check_architecture(model, format)
+        check_architecture(model, format)
+        if format == "timm" and is_folder(path, format):
+            timm_name(model)  # raises for what it cannot build
     model = copy.deepcopy(model).cpu().float().eval()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,60 +102,17 @@ def _check_target(path: Path, format: str, overwrite: bool) -> None:
         raise WeightsError(
             f"{path} already exists; choose another name, or give --overwrite (overwrite=True)"
         )
-    if (suffixes := SUFFIXES.get(format)) and path.suffix not in suffixes:
-        raise WeightsError(f"{path} must end in {', '.join(suffixes)}")
+    if not is_folder(path, format) and path.suffix not in (suffixes := SUFFIXES[format]):
+        more = ", or have no suffix, as the name of a folder" if format in FOLDERS else ""
+        raise WeightsError(f"{path} must end in {', '.join(suffixes)}{more}")
     if path.is_dir():
-        others = {entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES
+        others = {entry.name for entry in path.iterdir()} - FOLDER_FILES
         others |= {
             entry.name for entry in path.glob("README.md") if CARD_MARK.encode() not in entry.read_bytes()
         }
-        if others or format != "huggingface":
+        if others or not is_folder(path, format):
             held = f" with {', '.join(sorted(others)[:5])}" if others else ""
             raise WeightsError(f"{path} is an existing folder{held}; choose another name")
-
-
-def _check_architecture(model: Backbone, format: str) -> None:
-    """Refuse an architecture that the other library does not have."""
-    if isinstance(model, TimmBackbone):
-        if format != "timm":
-            raise WeightsError(f"{model.name} of timm is written as timm or onnx, not as {format}")
-        return
-    a, layout = model.architecture, _layout_of(model, format)
-    faults = [f"{key}={a[key]}" for key in layout.lacks if a[key] != getattr(ViTConfig, key)]
-    if a["stem"] == "conv" and len({*model.patch_size}) > 1:
-        faults.append("stem=conv with patches that are not square")
-    if a["positions"] == "rotary" and not layout.rotary:
-        faults.append("positions=rotary")
-    if a["positions"] == "rotary" and a["key_bias"]:
-        faults.append("key_bias=True")
-    is_square = len({*model.patch_size}) == len({*model.image_size}) == 1
-    if format in ("huggingface", "reference") and not is_square:
-        faults.append("non-square images or patches")
-    if format == "huggingface":
-        if layout.rotary and a["layer_scale"] is None:
-            faults.append("positions=rotary without layer_scale")
-        dinov2 = layout in (layouts.HF_DINOV2, layouts.HF_DINOV2_REGISTERS)
-        if dinov2 and round(model.width * a["mlp_ratio"]) != dinov2_mlp(model)[1]:
-            faults.append(f"mlp_ratio={a['mlp_ratio']:.3g}")
-    if faults:
-        text = f"the {format} format does not support {', '.join(faults)}"
-        if "stem=conv" in faults:
-            text += "; export to timm or onnx, or train with model.stem=patch (recipe=auto may choose conv)"
-        raise WeightsError(text)
-
-
-def _layout_of(model: Backbone, format: str) -> Layout:
-    a = model.architecture
-    rotary, gated = a["positions"] == "rotary", a["mlp"] == "swiglu"
-    if format == "reference":
-        return layouts.REFERENCE
-    if format == "timm":
-        return layouts.TIMM_DINOV3 if rotary else layouts.TIMM
-    if rotary:
-        return layouts.HF_DINOV3_GATED if gated else layouts.HF_DINOV3
-    if a["layer_scale"] is None:
-        return layouts.HF_VIT
-    return layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
 
 
 def _backbone_of(exported: Backbone | Classifier) -> Backbone:
@@ -186,60 +145,28 @@ def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -
     """Write the tensors under the names of another library."""
     about = {EXPORT_KEY: _describe(model, format)}
     if isinstance(model, TimmBackbone):
-        tensors = _plain(model.model)
+        tensors = plain(model.model)
     else:
-        tensors = _to_layout(model, _layout_of(model, format))
-    if format == "huggingface":
-        _write_huggingface(model, tensors, path, about, card or model_card(model))
+        tensors = to_layout(model, layout_of(model, format))
+    if is_folder(path, format):
+        _write_folder(model, tensors, path, format, about, card or model_card(model, format))
     elif path.suffix == ".safetensors":
         save_plain(tensors, path, {"format": "pt", **about})
     else:
-        plain = OrderedDict(tensors)
-        vars(plain).update(about)  # attributes, which others do not look at
-        path.write_bytes(pickled(plain))
+        named = OrderedDict(tensors)
+        vars(named).update(about)  # attributes, which others do not look at
+        path.write_bytes(pickled(named))
         sync(path)
 
 
-def _plain(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-
-
-def _to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
-    """Return the tensors of a vision transformer as another library stores them."""
-    tensors = _plain(model)
-    huggingface, gated = layout.format == "huggingface", model.architecture["mlp"] == "swiglu"
-    if layout is layouts.TIMM and model.registers:  # its models with registers have no position for CLS
-        tensors["cls_token"] = tensors["cls_token"] + tensors["pos_embed"][:, :1]
-        tensors["pos_embed"] = tensors["pos_embed"][:, 1:].contiguous()
-    if huggingface or layout.rotary:
-        split(tensors, "attn.qkv.bias", ("attn.q.bias", "attn.k.bias", "attn.v.bias"))
-    if huggingface:
-        split(tensors, "attn.qkv.weight", ("attn.q.weight", "attn.k.weight", "attn.v.weight"))
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
-    if layout.rotary:
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("attn.k.bias")}
-    if layout.rotary and gated:
-        split(tensors, "mlp.fc1", ("mlp.gate", "mlp.up"))
-    mask_token = tensors.pop("mask_token", torch.zeros(1, model.width))  # read by masked training only
-    if huggingface and layout is not layouts.HF_VIT:
-        tensors["mask_token"] = mask_token[None] if layout.rotary else mask_token
-    if huggingface and layout.rotary:  # an empty tensor where there are none
-        tensors.setdefault("register_tokens", torch.zeros(1, 0, model.width))
-    renamed = {layout.to_theirs(name): tensor for name, tensor in tensors.items()}
-    if gated and not layout.rotary:
-        for ours, theirs in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):
-            renamed = {name.replace(ours, theirs): tensor for name, tensor in renamed.items()}
-    return renamed
-
-
-def _write_huggingface(
-    model: Backbone, tensors: dict[str, Tensor], folder: Path, about: dict[str, str], card: str
+def _write_folder(
+    model: Backbone, tensors: dict[str, Tensor], folder: Path, format: str, about: dict[str, str], card: str
 ) -> None:
-    """Write config.json, preprocessor_config.json, model.safetensors and the model card."""
+    """Write config.json, model.safetensors and the model card, and what else the format has."""
     folder.mkdir()
     save_plain(tensors, folder / "model.safetensors", {"format": "pt", **about})
-    configs = {"config.json": huggingface_config(model)}
-    if processor := processor_config(model):
+    configs = {"config.json": timm_config(model) if format == "timm" else huggingface_config(model)}
+    if format == "huggingface" and (processor := processor_config(model)):
         configs["preprocessor_config.json"] = processor
     texts = {name: json.dumps(config, indent=2, sort_keys=True) + "\n" for name, config in configs.items()}
     for name, text in {"README.md": card, **texts}.items():
@@ -287,6 +214,8 @@ def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor)
         return features
     import timm
 
+    if is_folder(Path(path), format):
+        return timm.create_model(f"local-dir:{path}", pretrained=True).eval()(images)
     if isinstance(model, TimmBackbone):
         return timm.create_model(**arguments, checkpoint_path=path).eval()(images)
     rotary = model.architecture["positions"] == "rotary"

@@ -33,7 +33,7 @@ from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmConfig
 from dino_vit.models.vit import ViTConfig
 from dino_vit.weights.backbones import LoadedBackbone, LoadedTimmBackbone, LoadedTransformer
-from dino_vit.weights.layouts import OURS, REFERENCE, TIMM, Layout, merge
+from dino_vit.weights.formats.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
 from dino_vit.weights.reading import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise

@@ -110,7 +110,9 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
         texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
     if EXPORT_KEY in texts:
         where = f"the metadata of {path}"
-        about["facts"] |= check(Facts, parse(where, texts[EXPORT_KEY]), where).stated()
+        exported = check(Facts, parse(where, texts[EXPORT_KEY]), where).stated()
+        by_timm = {"timm_name", "model_args"}  # of a folder of timm; the facts of ours say it
+        about["facts"] = {k: v for k, v in about["facts"].items() if k not in by_timm} | exported
     return path, content, about
 
 

@@ -17,11 +17,11 @@ from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
 from dino_vit.models.vit import ViTConfig
-from dino_vit.weights import layouts
-from dino_vit.weights.layouts import Layout
+from dino_vit.weights.formats import layouts
+from dino_vit.weights.formats.layouts import Layout
+from dino_vit.weights.formats.stems import infer_stem
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
 from dino_vit.weights.reading import RawWeights
-from dino_vit.weights.stems import infer_stem
 
 FORMATS = get_args(WeightsFormat)
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}

@@ -39,8 +39,9 @@ def test_the_configs_load_and_round_trip(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_named_configs_are_there() -> None:
-    names = ["cifar10", "cifar10_cpu", "resnet50", "vitb16", "vitl16_dinov2", "vitl16_dinov3"]
-    names += ["vits14_dinov2", "vits16", "vits16_300", "vits16_distilled", "vits8"]
+    names = ["cifar10", "cifar10_cpu", "resnet50", "vitb16", "vitb16_dinov3", "vitl16_dinov2"]
+    names += ["vitl16_dinov3", "vits14_dinov2", "vits16", "vits16_300", "vits16_dinov3"]
+    names += ["vits16_distilled", "vits8"]
     assert [file.stem for file in CONFIGS] == names
     published = CONFIGS[names.index("vits16")]
     assert values(load(PretrainConfig, published)) == values(PretrainConfig(output="runs/vits16"))
@@ -139,6 +140,22 @@ def test_recipes_of_dinov2_are_those_of_its_running_code(name: str) -> None:
         assert (config.model.positions, config.model.rotary_rescale) == ("rotary", None)
         assert config.model.key_bias  # `mask_k_bias: false`
         assert (config.loss.centering, config.head.shared) == ("sinkhorn", False)
+
+
+@pytest.mark.parametrize(("name", "processes"), [("vits16_dinov3", 8), ("vitb16_dinov3", 16)])
+def test_the_small_recipes_of_dinov3_are_its_vit_l_but_for_what_is_scaled(name: str, processes: int) -> None:
+    configs = {file.stem: load(PretrainConfig, file) for file in CONFIGS}
+    small, published = values(configs[name]), values(configs["vitl16_dinov3"])
+    changed = {key for key in small if small[key] != published[key]}
+    backbone = {"model.registers", "model.rotary_rescale", "model.key_bias"}  # as released
+    scaled = {"model.arch", "model.drop_path", "data.batch_size"}
+    scaled |= {"optim.warmup_epochs", "optim.freeze_last_layer_epochs", "loss.warmup_teacher_temp_epochs"}
+    assert changed - {"output", "budget.steps", "budget.epochs", "run.keep_every"} <= backbone | scaled
+    assert small["data.batch_size"] * processes == 1024, "an epoch of ImageNet is 1,250 steps, as theirs"
+    model = configs[name].model
+    assert (model.registers, model.rotary_rescale, model.key_bias) == (4, 2.0, None)
+    rate = scaled_lr(configs[name].optim.lr, 1024, configs[name].optim.lr_scaling)
+    assert rate == pytest.approx(4e-3)
 
 
 def test_a_default_that_stands_in_for_a_mistake_is_not_blamed() -> None:

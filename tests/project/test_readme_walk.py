@@ -213,12 +213,16 @@ def test_the_python_of_labels_works(place):
 
 def test_the_python_works(place):
     (block,) = blocks((DOCS / "start/python.md").read_text(), "python")
+    block += 'prepared = backbone.embed(["a.jpg", "b.jpg"])\n'
     whole = 'recipe="auto", budget={"minutes": 20}'
     assert whole in block
-    names = {"images": torch.rand(2, 3, 32, 32), "small": load(PretrainConfig, None, SMALL)}
+    names = {"small": load(PretrainConfig, None, SMALL)}
     exec(block.replace(whole, "config=small").replace("runs/photos", "runs/python"), names)
     assert names["run"].folder == Path("runs/python")
     assert names["result"].top1.images == 32
     assert names["values"].shape == (32, 32)
+    assert np.array_equal(np.stack(names["table"]["embedding"]), names["values"])
+    assert list(names["history"]["step"]) == [1, 2]
     assert names["features"].shape == (2, 32)
+    assert torch.equal(names["features"], names["prepared"])
     assert names["maps"].shape == (2, 2, 17, 17)

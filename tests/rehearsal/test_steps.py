@@ -6,12 +6,13 @@ import torch
 import dino_vit
 from benchmarks.rehearsal import HostWaits, Rehearsal, one_of_two, rehearsed_run
 from benchmarks.step import FIXED
-from dino_vit.config.loading import replace
+from dino_vit import VisionTransformer
+from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import all_gather_equal, any_process, broadcast_int
 from dino_vit.training.loop import take_step
 from tests.support.backbones import backbone
-from tests.support.runs import RESNET
+from tests.support.runs import RESNET, ROOT
 from tests.support.training import configured, trained
 
 SMALL = {
@@ -130,3 +131,30 @@ def test_hosts_agree_without_the_gpus_if_gloo_connects_them(monkeypatch, caplog,
         all_gather_equal(torch.zeros(2))
         assert bool(rehearsal.waits) is not connects
     assert ("set GLOO_SOCKET_IFNAME" in caplog.text) is not connects
+
+
+@pytest.mark.parametrize("name", ["vits16_dinov3", pytest.param("vitb16_dinov3", marks=pytest.mark.slow)])
+def test_the_small_recipes_of_dinov3_are_rehearsed(tmp_path, name):
+    """With all that their files set: from weights as DINOv3's are, and with an earlier teacher for Gram."""
+    sizes = {"vits16_dinov3": {"width": 384, "heads": 6}, "vitb16_dinov3": {"width": 768, "heads": 12}}[name]
+    layout = {"positions": "rotary", "registers": 4, "layer_scale": 1e-5, "norm_eps": 1e-5}
+    published = VisionTransformer(patch_size=16, depth=12, **sizes, **layout)
+    weights = tmp_path / "published.safetensors"
+    dino_vit.save_backbone(published, weights, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    small = {"data.source": "synthetic:16:64", "output": str(tmp_path / "run"), "views.local_count": 1}
+    small |= {"head.prototypes": 64, "head.hidden_dim": 64, "data.batch_size": 2, "run.eval_every": None}
+    small |= {"run.precision": "bf16", "data.augment_on": "device", "budget.steps": 1000}
+    small |= {"init.weights": str(weights), "gram.weights": str(weights), "gram.weight": 2.0, "gram.scale": 2}
+    config = load(PretrainConfig, ROOT / f"configs/pretrain/{name}.yaml", small)
+    with rehearsed_run(config) as (rehearsal, state):
+        kept = state.student.backbone.architecture
+        assert {key: kept[key] for key in layout} == layout
+        assert (kept["width"], kept["rotary_rescale"], kept["key_bias"]) == (sizes["width"], 2.0, None)
+        batches = state.loader.batches()
+        take_step(state, batches)
+        rehearsal.restart()
+        take_step(state, batches)
+        batches.close()
+    objective = state.objective
+    assert (objective.gram_weight, objective.koleo_weight, objective.patch_weight) == (2.0, 0.1, 1.0)
+    assert objective.gram_teacher is not None

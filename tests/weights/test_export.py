@@ -13,9 +13,10 @@ from torch import nn
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
-from dino_vit.weights import card, export
+from dino_vit.weights import export
 from dino_vit.weights.export import METADATA_KEY
-from dino_vit.weights.layouts import Layout
+from dino_vit.weights.formats.builders import model_arguments
+from dino_vit.weights.formats.layouts import Layout
 from tests.support.backbones import KEYWORDS, backbone
 from tests.support.close import assert_close_to_scale
 from tests.support.peers import HEADS, PEERS
@@ -70,7 +71,7 @@ def test_timm_gives_the_maps_of_blocks_to_detectors(changes, tmp_path):
         out_indices=(0, 2),
         pretrained=True,
         pretrained_cfg_overlay={"file": str(path)},
-        **(card.model_arguments(model, "timm") | {"dynamic_img_size": True}),
+        **(model_arguments(model, "timm") | {"dynamic_img_size": True}),
     ).eval()
     images = torch.randn(2, 3, 480, 640)
     with torch.no_grad():

@@ -34,12 +34,11 @@ _COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
-def run(config: KnnConfig) -> Classification | Any:
+def run(config: KnnConfig) -> Classification | Predicted:
     """Classify; with an output, write the JSON. The figures are those of the first k.
 
     Several labels or numbers give a `Predicted`.
     """
-    # Any, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 

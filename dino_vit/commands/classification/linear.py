@@ -42,12 +42,11 @@ from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: too good, of few images by far"
 
 
-def run(config: LinearConfig) -> Classification | Any:
+def run(config: LinearConfig) -> Classification | Predicted:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
 
     Several labels or numbers give a `Predicted`.
     """
-    # Any, as otherwise a type checker would ask which of the two has `.top1`.
     return evaluate(config, frozen_backbone(config))
 
 

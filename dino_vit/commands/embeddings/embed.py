@@ -21,8 +21,8 @@ from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.hub import is_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageEmbeddings(Result, Embeddings):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ImageEmbeddings(Embeddings, Result):
     """The embeddings of images."""
 
     path: Path | None  # of the file, if one was written

@@ -1,0 +1,1 @@
+"""The formats of other libraries: names of tensors, arguments of models, files of a folder."""

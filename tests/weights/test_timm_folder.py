@@ -1,0 +1,205 @@
+"""A folder that timm.create_model opens by its path, or by its name on the hub, without other arguments."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from timm.models import load_model_config_from_hf
+from torch import nn
+from torch.testing import assert_close
+
+import dino_vit
+from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
+from dino_vit.models.timm_backbone import TimmBackbone
+from dino_vit.weights.backbones import LoadedTimmBackbone, LoadedTransformer
+from dino_vit.weights.formats.builders import timm_config
+from tests.support.backbones import backbone
+from tests.support.close import assert_close_to_scale
+from tests.support.hub import offline, snapshot
+from tests.support.images import smooth
+
+STATISTICS = {"mean": (0.4, 0.5, 0.6), "std": (0.1, 0.2, 0.3)}
+SMALL = {"image_size": 32, "patch_size": 8, "width": 96, "depth": 4, "heads": 4}
+ROTARY = {"positions": "rotary", "layer_scale": 0.1, "registers": 2}
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+
+def written(out="vit", statistics=STATISTICS, **changes):
+    """Return a backbone whose folder for timm was written, and the printed lines."""
+    model = VisionTransformer(**SMALL | changes)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    save_backbone(model, "mine.safetensors", **statistics)
+    result = dino_vit.export("mine.safetensors", out, format="timm", verbose=False)
+    return load_backbone("mine.safetensors"), result.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"registers": 2, "layer_scale": 0.1, "mlp_ratio": 2.5, "qkv_bias": False},
+        {"width": 192, "heads": 3, "image_size": (32, 48), "patch_size": (8, 4)},
+        {**ROTARY, "mlp": "swiglu"},
+        {"positions": "rotary"},
+        {**ROTARY, "norm_eps": 1e-5},
+        {"stem": "hybrid", "patch_size": 16, "image_size": 64},
+        {"positions": "sinusoidal", "channels": 5, "statistics": {}},
+    ],
+)
+@torch.no_grad()
+def test_timm_builds_what_no_name_of_its_own_is_and_so_do_we(changes):
+    model, _ = written(**changes)
+    images = torch.randn(2, model.channels, *model.image_size)
+    ours, theirs = model(images), timm.create_model("local-dir:vit", pretrained=True).eval()
+    assert_close_to_scale(theirs(images), ours)
+    again = load_backbone("vit")
+    assert type(again) is LoadedTransformer
+    assert_close_to_scale(again(images), ours)
+    assert again.provenance.mean == model.provenance.mean
+    assert again.transform == model.transform if model.channels == 3 else True
+
+
+@pytest.mark.parametrize(
+    "changes", [{"image_size": 48}, {"channels": 1, "statistics": {"mean": (0.4,), "std": (0.1,)}}]
+)
+@torch.no_grad()
+def test_the_printed_lines_embed_a_photo_as_we_do(changes):
+    """In features of these pixels to rounding; the pixels to those two of 255 by which Pillow differs."""
+    model, lines = written(**changes)
+    turned = Image.Exif()
+    turned[274] = 6
+    for size, exif in (((128, 128), None), ((90, 60), None), ((100, 75), turned), ((64, 54), None)):
+        photo = smooth("L" if "channels" in changes else "RGB", size)
+        photo.save("photo.jpg", quality=95, exif=exif or Image.Exif())
+        names = {}
+        exec(lines, names)
+        assert_close_to_scale(names["output"], model(names["images"]))
+        std = torch.tensor(model.transform.std)[:, None, None]
+        assert_close(names["images"][0] * std, model.transform("photo.jpg") * std, rtol=0, atol=2.5 / 255)
+
+
+def test_timm_resizes_to_the_side_that_we_resize_to():
+    """It divides by a share of the crop, and rounds down: 63.99 would be another side."""
+    for crop in range(16, 1000, 4):
+        model = backbone(image_size=crop, patch_size=4, depth=1, positions="rotary")
+        prepared = timm_config(model)["pretrained_cfg"]
+        transform = timm.data.create_transform((3, crop, crop), crop_pct=prepared["crop_pct"])
+        assert transform.transforms[0].size == crop + 2 * round(crop / 14)
+
+
+@torch.no_grad()
+def test_a_preparation_that_weights_state_is_that_of_timm():
+    model, _ = written()
+    stated = {"size": (24, 24), "preparation": {"fit": "whole", "interpolation": "bilinear"}}
+    model.provenance = type(model.provenance)(**{**vars(model.provenance), **stated})
+    export_backbone(model, "whole", "timm")
+    theirs = timm.create_model("local-dir:whole", pretrained=True).eval()
+    config = timm.data.resolve_data_config(model=theirs)
+    assert (config["input_size"], config["crop_mode"], config["crop_pct"]) == ((3, 24, 24), "squash", 1.0)
+    photo = smooth("RGB", (90, 60))
+    images = timm.data.create_transform(**config)(photo)[None]
+    std = torch.tensor(model.transform.std)[:, None, None]
+    assert_close(images[0] * std, model.transform(photo) * std, rtol=0, atol=2.5 / 255)
+    assert theirs(images).shape == (1, 96), "of another size than the positions are for"
+    assert load_backbone("whole").transform == model.transform
+
+
+@torch.no_grad()
+def test_uploaded_it_is_opened_by_its_name(tmp_path, monkeypatch):
+    """From the hub's cache, as timm reads a repository that was downloaded."""
+    offline(tmp_path / "cache", monkeypatch)
+    model, _ = written(**ROTARY)
+    files = snapshot(tmp_path / "cache", "someone/photos")
+    for path in (tmp_path / "vit").iterdir():
+        path.rename(files / path.name)
+    prepared, name, arguments = load_model_config_from_hf("someone/photos")
+    assert (name, arguments["embed_dim"], prepared["input_size"]) == (
+        "eva02_small_patch14_224",
+        96,
+        (3, 32, 32),
+    )
+    theirs = timm.create_model("hf-hub:someone/photos", pretrained=True).eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert_close_to_scale(theirs(images), model(images))
+    assert_close_to_scale(load_backbone("hf:someone/photos")(images), model(images))
+
+
+@torch.no_grad()
+def test_it_is_fine_tuned_and_gives_maps_at_other_sizes_by_timms_own_arguments():
+    model, _ = written()
+    classifier = timm.create_model("local-dir:vit", pretrained=True, num_classes=7, img_size=64).eval()
+    images = torch.randn(2, 3, 64, 64)
+    assert classifier(images).shape == (2, 7)
+    assert_close_to_scale(
+        classifier.forward_features(images)[:, 0], load_backbone("vit", image_size=64)(images)
+    )
+    body = timm.create_model("local-dir:vit", pretrained=True, features_only=True, out_indices=[3]).eval()
+    images = torch.randn(2, 3, 32, 32)
+    patches = model.norm(body(images)[0].flatten(2).transpose(1, 2))
+    assert_close_to_scale(patches, model.forward_features(images)[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+@torch.no_grad()
+def test_a_student_of_timm_is_a_folder_of_timm(name):
+    model = TimmBackbone(name=name, image_size=64).eval()
+    save_backbone(model, "mine.safetensors", **STATISTICS)
+    lines = dino_vit.export("mine.safetensors", "student", format="timm", verbose=False).text
+    images = torch.randn(2, 3, 64, 64)
+    smooth("RGB", (90, 60)).save("photo.jpg")
+    names = {}
+    exec(lines, names)
+    assert_close_to_scale(names["output"], model(names["images"]))
+    assert timm.create_model("local-dir:student", pretrained=True, num_classes=5)(images).shape == (2, 5)
+    again = load_backbone("student")
+    assert type(again) is LoadedTimmBackbone
+    assert again.provenance.mean == STATISTICS["mean"]
+    assert "the pooled features of each image" in Path("student/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stem": "conv"}, "cannot build stem=conv, so no folder .* or train with model.stem=patch"),
+        ({"positions": "rotary", "norm_eps": 1e-5}, "positions=rotary, norm_eps=1e-05, layer_scale=None"),
+        (
+            {"stem": "hybrid", "patch_size": 16, "resnet_layers": (1, 1, 1)},
+            r"stem=hybrid, resnet_layers=\(1, 1, 1\), resnet_width=64",
+        ),
+    ],
+)
+def test_what_timm_has_no_name_for_is_a_file_only(changes, message):
+    model = backbone(**changes)
+    with pytest.raises(WeightsError, match=message):
+        export_backbone(model, "vit", "timm")
+    export_backbone(model, "vit.pth", "timm")
+    with pytest.raises(WeightsError, match=r"must end in \.pth, \.pt, \.safetensors, or have no suffix"):
+        export_backbone(backbone(), "vit.v2", "timm")
+
+
+def test_the_card_names_timm_and_only_our_own_folder_is_replaced(tmp_path):
+    written()
+    card = (tmp_path / "vit" / "README.md").read_text()
+    assert "library_name: timm\n" in card
+    assert "license: other\n" in card
+    assert "timm.create_model('local-dir:.', pretrained=True)" in card
+    assert "`hf-hub:OWNER/NAME` of the hub instead of `local-dir:.`" in card
+    again = {"format": "timm", "overwrite": True, "verbose": False, "license": "mit"}
+    text = dino_vit.export("mine.safetensors", "vit", **again).text
+    assert text.endswith(
+        'hf upload OWNER/NAME vit; then timm.create_model("hf-hub:OWNER/NAME", pretrained=True)'
+    )
+    assert "license: mit\n" in (tmp_path / "vit" / "README.md").read_text()
+    assert set(load_file("vit/model.safetensors")) == set(timm.create_model("local-dir:vit").state_dict())
+    (tmp_path / "vit" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"existing folder with notes\.txt"):
+        dino_vit.export("mine.safetensors", "vit", **again)
