@@ -4,7 +4,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
 from dino_vit.reports.comparison import Comparison, conclusion, draw_maps, render
-from dino_vit.reports.record import read_run
+from dino_vit.reports.record import run_of
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
 
@@ -83,9 +82,7 @@ def run(config: CompareConfig) -> ComparisonResult:
         log.info("%d of %d: %s", number, len(paths), name)
         frozen = _load(config, name, weights)
         _describe(config, frozen, comparison, name)
-        file = Path(weights)
-        with suppress(ValueError):  # not of a run
-            record = read_run(file.parents[1] if file.parent.name == "checkpoints" else file)
+        if record := run_of(weights):
             comparison.runs.setdefault(name.partition(" (step ")[0], record)
         for evaluator in evaluators:
             values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
