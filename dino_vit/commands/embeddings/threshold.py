@@ -143,14 +143,14 @@ def best_threshold(copies: Tensor, others: Tensor) -> float:
     """Return the cosine with the fewest mistakes, missed copies and false alarms, if COPIES is right.
 
     Some of the nearest other images are real copies, and so no false alarms: as many as make their share, at
-    every cosine, no less than that of the copies that were made.
+    every cosine that most copies pass, no less than that of the copies that were made.
     """
     cosines = torch.cat([copies, others]).unique()
     passing, alarms = (
         1 - torch.searchsorted(each.sort().values, cosines) / len(each) for each in (copies, others)
     )
     enough = passing >= LEAST
-    real = min((alarms / passing)[enough].min().item(), MOST_REAL)
+    real = min((alarms / passing)[passing >= TOLD].min().item(), MOST_REAL)
     mistakes = COPIES * (1 - passing) + (alarms - real * passing)
     best = cosines[enough][mistakes[enough].argmin()].item()
     return math.floor(1e4 * best) / 1e4
