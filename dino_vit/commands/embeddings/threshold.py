@@ -145,7 +145,7 @@ def best_threshold(copies: Tensor, others: Tensor) -> float:
     Some of the nearest other images are real copies, and so no false alarms: as many as make their share, at
     every cosine that most copies pass, no less than that of the copies that were made.
     """
-    cosines = torch.cat([copies, others]).unique()
+    cosines = torch.unique(torch.cat([copies, others]))
     passing, alarms = (
         1 - torch.searchsorted(each.sort().values, cosines) / len(each) for each in (copies, others)
     )
