@@ -976,7 +976,7 @@ def search(
 def duplicates(
     embeddings: str | os.PathLike[str] | object = ...,
     *,
-    threshold: float = 0.95,
+    threshold: float | None = None,
     pairs: int = 10000,
     trust: bool = False,
     output: str | os.PathLike[str] | None = None,
@@ -985,14 +985,14 @@ def duplicates(
 ) -> DuplicatesResult:
     """List images that are nearly the same, those with two labels or in two splits first.
 
-        dino_vit.duplicates("photos.parquet", threshold=0.97, output="duplicates.json")
+        dino_vit.duplicates("photos.parquet", output="duplicates.json")
 
     Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs.
 
     The settings and their defaults:
 
       embeddings=...                      file that `dino-vit embed` wrote
-      threshold=0.95                      minimum cosine of a pair
+      threshold=null                      minimum cosine of a pair; null: chosen by the features
       pairs=10000                         closest pairs to list; groups are formed by all pairs
       trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         with sheets beside it; null: duplicates.json, in Python none [FILE.json]

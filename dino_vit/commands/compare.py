@@ -4,7 +4,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import plural, public
+from dino_vit.core.text import plural, public, said_once
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
@@ -39,7 +38,7 @@ from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
 from dino_vit.reports.comparison import Comparison, conclusion, draw_maps, render
-from dino_vit.reports.record import read_run
+from dino_vit.reports.record import run_of
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
 
@@ -79,13 +78,25 @@ def run(config: CompareConfig) -> ComparisonResult:
         files = [file_of(folder, number, name) for number in numbers for name in evaluators]
         claim(*pages_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
     comparison = Comparison(source=source)
+    with said_once():  # the images are opened again for each backbone and evaluator
+        _measure(config, comparison, paths, evaluators, by_pixels)
+    return _conclude(config, comparison, paths)
+
+
+def _measure(
+    config: CompareConfig,
+    comparison: Comparison,
+    paths: Mapping[str, str],
+    evaluators: Sequence[Evaluator],
+    by_pixels: Sequence[Evaluator],
+) -> None:
+    """Run all evaluators on all backbones, and some on raw pixels, and note the figures."""
+    folder = None if config.output is None else Path(config.output)
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
         frozen = _load(config, name, weights)
         _describe(config, frozen, comparison, name)
-        file = Path(weights)
-        with suppress(ValueError):  # not of a run
-            record = read_run(file.parents[1] if file.parent.name == "checkpoints" else file)
+        if record := run_of(weights):
             comparison.runs.setdefault(name.partition(" (step ")[0], record)
         for evaluator in evaluators:
             values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
@@ -97,7 +108,6 @@ def run(config: CompareConfig) -> ComparisonResult:
         for figure in _evaluate(evaluator, config, values, raw_pixels_like(frozen), None, RAW_PIXELS):
             comparison.raw_pixels[figure.title] = figure
             log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.interval)
-    return _conclude(config, comparison, paths)
 
 
 def _load(config: CompareConfig, name: str, weights: str) -> FrozenBackbone:
@@ -117,7 +127,8 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
     }
     answer = conclusion(comparison, best)
     raw_pixels = {title: figure.interval for title, figure in comparison.raw_pixels.items()}
-    text = f"{_table(comparison, best)}\n\n{answer}"
+    names, images = ", ".join(comparison.ranks), describe_compared(config, comparison.source)
+    text = f"{names} {images}\n\n{_table(comparison, best)}\n\n{answer}"
     page = path = None
     if config.output is not None:
         page, path = pages_of(Path(config.output))
@@ -134,7 +145,7 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
         write_results(path, results)
         if is_main_process():
             with after_figures():
-                write_output(page, render(comparison, pairs, best, public(config.source)).encode())
+                write_output(page, render(comparison, pairs, best, images).encode())
         text += f"\n\n{page}: open it in any browser\n{path}"
     return ComparisonResult(
         figures=figures,
@@ -158,6 +169,12 @@ def pixel_evaluators(config: CompareConfig, source: Source, among: Sequence[Eval
         images = len(source) + (len(open_source(config.train)) if config.train else 0)
         left_out |= {"linear"} if images > PIXEL_IMAGES else set()
     return [name for name in among if name not in left_out]
+
+
+def describe_compared(config: CompareConfig, source: Source) -> str:
+    """Say on which images backbones are compared."""
+    learned = f", learned from {public(config.train)}" if config.train else ""
+    return f"on {plural(len(source), 'image')} of {public(config.source)}{learned}"
 
 
 def pages_of(folder: Path) -> tuple[Path, Path]:

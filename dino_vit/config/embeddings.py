@@ -42,10 +42,10 @@ class SearchConfig(Settings):
 class DuplicatesConfig(Settings):
     """List images that are nearly the same, those with two labels or in two splits first."""
 
-    examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
+    examples: ClassVar = ("duplicates photos.parquet output=duplicates.json",)
     positional: ClassVar = ("embeddings",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Cosine = setting(0.95, "minimum cosine of a pair")
+    threshold: Cosine | None = setting(None, "minimum cosine of a pair; null: chosen by the features")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
     trust: bool = TRUST
     output: JsonFile | None = setting(None, f"with sheets beside it; null: duplicates.json, {OF_PYTHON}")

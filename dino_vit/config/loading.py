@@ -201,6 +201,7 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     if switched and (values_alone := {"true", "false", "auto"} & {*args.settings}):
         written = " or ".join(f"{key}={min(values_alone)}" for key in switched)
         raise ValueError(f"{min(values_alone)} is of no setting; write {written}")
+    _check_split([*args.options, *args.settings])
     unset, named, listed = list(cls.positional), list[str](), list[str]()
     for text in args.settings:
         key, equals, _ = text.partition("=")
@@ -217,6 +218,21 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
         if sum(text.startswith(f"{key}=") for text in (*named, *args.options)) > 1:
             raise ValueError(f"{key} is given twice, by position and as {key}=...; give it once")
     return load(cls, args.config, [*named, *args.options])
+
+
+def _check_split(texts: Sequence[str]) -> None:
+    """Raise if a list or a section was given without quotes, so that the shell split it at its spaces."""
+    for place, text in enumerate(texts):
+        value = text.partition("=")[2]
+        closing = {"[": "]", "{": "}"}.get(value[:1])
+        if closing and value.count(value[0]) > value.count(closing):
+            parts = [part for part in texts[place + 1 :] if part.endswith((",", ":", closing))]
+            ends = (end for end, part in enumerate(parts, 1) if part.endswith(closing))
+            whole = " ".join([text, *parts[: next(ends, 0)]])
+            whole += "" if whole.endswith(closing) else f" ...{closing}"
+            raise ValueError(
+                f"{brief(text)} has no {closing}: the shell splits at spaces; quote it: '{whole}'"
+            )
 
 
 class _Loader(yaml.SafeLoader):

@@ -195,6 +195,8 @@ class Advance:
         now = time.monotonic()
         if now - self.start < PATIENCE or now - self.shown < (LINE_EVERY if self.bar.disable else 0.2):
             return
+        if self.bar.disable and self.done == self.total:  # which the last line says
+            return
         self.shown = now
         self.bar.start()
         self.bar.update(self.task, completed=self.done, description=escape(self.line()), refresh=True)
@@ -219,6 +221,23 @@ def progress(title: str, total: int | None = None) -> Iterator[Advance]:
         advance.bar.stop()
     if time.monotonic() - advance.start > PATIENCE:
         log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Within the block, log each line only the first time."""
+    said = set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text, before = record.getMessage(), len(said)
+        said.add(text)
+        return len(said) > before
+
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
 
 
 def expand_braces(pattern: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 from pydantic import TypeAdapter
@@ -18,15 +19,31 @@ from pydantic import TypeAdapter
 from dino_vit.config.objects import check_trusted, find, is_object
 from dino_vit.core import log
 from dino_vit.core.outputs import MARK, replacing_output
+from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import OWN_KEY
 from dino_vit.core.text import brief, plural, public_names
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source, open_source
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
+from dino_vit.models.backbone import Backbone, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 
 Array = NDArray[Any]
+PRECISIONS = {
+    str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.float16)
+}
 _GROUP_BYTES = 64 * 2**20  # of rows that readers may read at a time
+
+
+@dataclass
+class _Weights:
+    """What must be said of the weights."""
+
+    path: str
+    sha256: str
+    network: str | None
+    step: int | None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,6 +82,40 @@ class Embeddings:
         check_trusted([spec], "the embedding file", trust=self.trusted)
         return open_source(spec)
 
+    @property
+    def spec(self) -> FeatureSpec:
+        """The tokens that were embedded."""
+        tokens = self.metadata["tokens"]
+        return FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"])
+
+    def freeze(self, model: Backbone) -> FrozenBackbone:
+        """Return a backbone that computes features as these were; raise if it has other weights."""
+        recorded, stated = self.metadata["weights"], self.metadata["precision"]
+        precision = PRECISIONS.get(stated) if isinstance(stated, str) else None
+        if precision is None:
+            raise ValueError(f"the file states precision={brief(stated)}, which is none of embeddings")
+        frozen = FrozenBackbone(
+            model=model.to(start_processes().device),
+            transform=self.transform,
+            autocast=None if precision == torch.float32 else precision,
+        )
+        if frozen.weights_digest != recorded["sha256"]:
+            text = f"{model.provenance.source} are not the weights that computed the embeddings"
+            raise ValueError(f"{text}: those are {recorded['path']}, step {recorded['step']}; embed again")
+        return frozen
+
+    def indices_in(self, source: Source, rows: Iterable[int]) -> dict[int, int]:
+        """Return where the images of rows are in the source now, unless they are gone."""
+        found, places = dict[int, int](), dict[str, int]()
+        for row in rows:
+            name, index = self.names[row], int(self.indices[row])
+            if not (index < len(source) and source.name(index) == name):  # others came or went since
+                places = places or {source.name(place): place for place in range(len(source))}
+                index = places.get(name, -1)
+            if index >= 0:
+                found[row] = index
+        return found
+
 
 def write_embeddings(path: Path, embeddings: Embeddings) -> None:
     """Write an embedding file."""
@@ -101,6 +152,7 @@ def read_embeddings(path: Path, *, trust: bool = False) -> Embeddings:
             trusted=trust,
         )
         TypeAdapter(str).validate_python(metadata["source"]["spec"]), embeddings.transform  # must be there
+        TypeAdapter(_Weights).validate_python(metadata["weights"]), embeddings.spec
     except Exception as error:  # Arrow has errors of its own
         # "'NoneType' object is not subscriptable" means nothing to a user.
         why = "" if isinstance(error, LookupError | TypeError) else f": {brief(error, 200)}"
@@ -124,11 +176,9 @@ def embedded_panels(embeddings: Embeddings, captions: Iterable[tuple[int, str]])
     except (ValueError, OSError, SourceLost) as error:
         log.warning("the sheet does not show the embedded images: %s", error)
         return [(EMPTY, caption) for _, caption in captions]
-    pixels, panels, places = embeddings.transform.pixels, list[Panel](), dict[str, int]()
-    for row, caption in captions:
-        name, index = embeddings.names[row], int(embeddings.indices[row])
-        if not (index < len(source) and source.name(index) == name):  # others came or went since
-            places = places or {source.name(place): place for place in range(len(source))}
-            index = places.get(name, -1)
-        panels.append((EMPTY if index < 0 else thumbnail(source, index, pixels), caption))
-    return panels
+    captions, pixels = list(captions), embeddings.transform.pixels
+    places = embeddings.indices_in(source, (row for row, _ in captions))
+    return [
+        (thumbnail(source, places[row], pixels) if row in places else EMPTY, caption)
+        for row, caption in captions
+    ]

@@ -37,11 +37,17 @@ class Comparison:
     maps: dict[int, Row] = field(default_factory=dict)  # by image
 
 
-def render(comparison: Comparison, pairs: list[Pair], best: Mapping[str, tuple[str, ...]], title: str) -> str:
-    """Return the page of a comparison; `best` has, by figure, the best and those that are as good."""
+def render(
+    comparison: Comparison, pairs: list[Pair], best: Mapping[str, tuple[str, ...]], images: str
+) -> str:
+    """Return the page of a comparison; `best` has, by figure, the best and those that are as good.
+
+    `images` says what the backbones are compared on.
+    """
     return fill(
         "comparison.html",
-        title=title,
+        title=", ".join(comparison.ranks),
+        images=images,
         comparison=comparison,
         pairs=pairs,
         best=best,

@@ -32,6 +32,7 @@ ALL = (
     COLLAPSING := Diagnosis("collapsing", KEEP_RANK),
     *COLLAPSES,
 )
+NOTHING_LEARNED = NO_BETTER, WORSE, COLLAPSING, *COLLAPSES
 STATES = {diagnosis.state: diagnosis for diagnosis in ALL}
 
 

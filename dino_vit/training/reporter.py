@@ -41,6 +41,7 @@ from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.setup import ReadyRun
 
+COLUMNS_HELP = "docs/start/watch.md (The lines of the log) says what ln K, gap, wait and the others are"
 FEW_CHOICES = 3  # each gets a line at the start
 TITLES = FIGURES | {name: text for name, text in COMPARED.items() if name != "knn"}
 TITLES |= {"constant_miou": "mIoU of one class"}
@@ -228,10 +229,13 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
     """Yield lines on the devices, the images, the network and what was chosen; a few unless `run.verbose`."""
     state, config, plan = run.state, run.state.config, run.state.plan
     processes = plural(start.processes, "process", "processes")
-    verbose = config.run.verbose
+    verbose, alone = config.run.verbose, start.processes == 1
+    readers = plural(start.workers, "worker") + ("" if alone else " each")
+    if not start.workers:
+        readers = "images are read in " + ("the main process" if alone else "each process itself")
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
-        f"{plural(start.workers, 'worker')} each, global batch {start.global_batch} = "
+        f"{readers}, global batch {start.global_batch} = "
         f"{plural(config.data.batch_size, 'image')} × "
         f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
     )
@@ -249,6 +253,7 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         )
         if state.sharded:
             yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
+        yield COLUMNS_HELP
     if verbose or len(run.choices) <= FEW_CHOICES:
         for choice in run.choices:
             yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"

@@ -15,9 +15,9 @@ from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
-from dino_vit.data.sources.source import stamp_of
+from dino_vit.data.sources.source import MixedSource, Source, stamp_of
 from dino_vit.eval.online import OnlineFigures
-from dino_vit.reports.metrics import METRICS, read_records, to_json
+from dino_vit.reports.metrics import METRICS, START, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
 from dino_vit.views.sampler import sampling_fingerprint
@@ -109,6 +109,16 @@ def set_earlier_run_aside(folder: Path, settings: bytes) -> None:
     log.warning("%s has no checkpoints to resume from, but %s, now in %s", folder, names, aside)
 
 
+def _more_images(config: PretrainConfig, source: Source, step: int) -> str:
+    """Return how many images more or fewer a run has than at a step; "" if as many, or unknown."""
+    starts = read_records(Path(config.output) / "starts.jsonl", START)
+    before = [start.images for start in starts if start.step < step]
+    if not before or isinstance(source, MixedSource):  # of which a start has the images of an epoch
+        return ""
+    more = len(source) - before[-1]
+    return f"{plural(abs(more), 'image')} {'more' if more > 0 else 'fewer'}" if more else ""
+
+
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:
     """Yield what has changed: settings, what they stand for, and the batches of a forward pass."""
     metadata, before = resumed.metadata, started_config(resumed)
@@ -119,10 +129,12 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
     if metadata["precision"] != precision and wanted == before.run.precision:
         yield f"run.precision={wanted} was {metadata['precision']} and is {precision} here"
     if metadata["source"] != context.source.fingerprint:
-        same = config.data.source == before.data.source
-        yield f"the images of {config.data.images} " + (
-            "have changed" if same else f"are not those of {before.data.images}"
-        )
+        if config.data.source != before.data.source:
+            yield f"the images of {config.data.images} are not those of {before.data.images}"
+        elif more := _more_images(config, context.source, resumed.step):
+            yield f"{config.data.images} has {more} than at step {resumed.step}"
+        else:
+            yield f"the images of {config.data.images} have changed"
     if metadata.get("weights") != sampling_fingerprint(context.sampling):
         yield f"the sampling weights have changed (data.weights={config.data.weights})"
     networks = {"frozen": f"teacher.weights={config.teacher.weights}"}

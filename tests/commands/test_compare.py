@@ -87,6 +87,27 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
     assert not any(name.startswith("on") or name == "style" for _, name, _ in page.attributes)
 
 
+def test_each_line_is_said_once_and_the_title_names_what_is_compared(tmp_path, others, caplog):
+    caplog.set_level("INFO", "dino_vit")
+    found = dino_vit.compare(
+        "synthetic:40:16",
+        others,
+        train="synthetic:60:16",
+        untrained=True,
+        measures=["knn", "linear"],
+        output=tmp_path / "out",
+        cache=tmp_path,
+        precision="no",
+    )
+    assert sum("one class for each of 40 images" in message for message in caplog.messages) == 1
+    assert len(set(caplog.messages)) == len(caplog.messages)
+    images = "on 40 images of synthetic:40:16, learned from synthetic:60:16"
+    assert found.text.startswith(f"a.safetensors, b.safetensors, untrained {images}\n")
+    page = ParsedPage(found.page.read_text()).text
+    assert "a.safetensors, b.safetensors, untrained" in page
+    assert f"3 backbones {images}" in page
+
+
 def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, others):
     found = dino_vit.compare(
         "synthetic:60:16", weights=others, measures=["knn"], output=tmp_path / "out", **SETTINGS

@@ -112,7 +112,7 @@ def test_a_training_reads_the_weights_of_a_folder(tmp_path, weights, capsys):
     with pytest.raises(ValueError, match=r"has no weight for 2 of 27 images, such as 'broken.png'"):
         read_sampling_weights(FolderSource(photos), output)
     assert main(given) == 2, "one more than could not be read"
-    assert "there are more images than in" in capsys.readouterr().err
+    assert "there is 1 image more than in" in capsys.readouterr().err
 
 
 def test_rare_images_and_those_near_examples_are_drawn(tmp_path, values, capsys):

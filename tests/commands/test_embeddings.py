@@ -201,8 +201,8 @@ def test_the_duplicates_of_a_folder_are_listed(tmp_path, embedded, capsys):
     assert main([*argv, "threshold=1"]) == 0
     expected = {("a/00.png", "b/again, 00.png"), ("c/05 $x$ ünï.png", "c/05.png")}
     out = capsys.readouterr().out
-    assert "2 of 2 pairs, 2 groups" in out
     assert out.startswith(
+        "2 pairs in 2 groups, among 33 images\nthreshold=1, as given\n"
         "different labels, perhaps of one image: 1 pair\n  1.0000  a/00.png (a)  b/again, 00.png (b)\n"
     )
     assert "different splits" not in out

@@ -158,7 +158,7 @@ def test_weights_that_a_user_changed_stay(folder, capsys):
     ("command", "figure"),
     [
         ("knn synthetic:20:16 w.safetensors k=1 output=file/a.json", "top-1"),
-        ("duplicates e.parquet threshold=0.5 output=file/a.json", "6 of 6 pairs"),
+        ("duplicates e.parquet threshold=0.5 output=file/a.json", "6 pairs in 1 group"),
         ("search e.parquet q.png weights=w.safetensors output=file/a.png", "q.png:"),
         ("inspect-data photos sheet=file/a.png", "3 images"),
     ],

@@ -81,3 +81,19 @@ def test_a_positional_argument_too_many_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="'b' on the command line is not key=value"):
         config_from(parse_arguments(parser(One), ["cake", "a", "b"]), One)
+
+
+@pytest.mark.parametrize(
+    ("argv", "quoted"),
+    [
+        (["name=x", "sizes=[1,", "2,", "3]"], "'sizes=[1, 2, 3]'"),
+        (["name=x", "--sizes", "[1,", "2,", "3]"], "'sizes=[1, 2, 3]'"),
+        (["sizes=[1,", "2]", "name=x"], "'sizes=[1, 2]'"),
+        (["name=x", "oven={fan:", "off}"], "'oven={fan: off}'"),
+        (["name=x", "sizes=[1,"], "'sizes=[1, ...]'"),
+    ],
+)
+def test_a_list_that_the_shell_split_is_to_be_quoted(argv: list[str], quoted: str) -> None:
+    with pytest.raises(ValueError, match="the shell splits at spaces; quote it: ") as error:
+        config_from(parse_arguments(parser(Cake), ["cake", *argv]), Cake)
+    assert str(error.value).endswith(quoted)

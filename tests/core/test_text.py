@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dino_vit.core import text
-from dino_vit.core.text import brief, printable, printable_lines
+from dino_vit.core import log, text
+from dino_vit.core.text import brief, printable, printable_lines, said_once
 from dino_vit.data.sources.open import open_source
 from tests.support.images import write_synthetic
 from tests.support.runs import command, run
@@ -171,3 +171,14 @@ def test_names_that_only_secrets_told_apart_get_numbers():
     assert text.public_names(given) == [*shown, *given[3:]]
     assert text.public_names([*given[:1], "https://host/image"])[1] == "https://host/image"
     assert len(set(text.public_names([f"a://{n}@b" for n in range(2 * 10**4)]))) == 2 * 10**4
+
+
+def test_lines_are_said_once_within_the_block_and_again_after_it(caplog):
+    caplog.set_level("INFO", "dino_vit")
+    with said_once():
+        for name in ("a", "b", "a"):
+            log.info("images of %s", name)
+        log.warning("images of c")
+        log.warning("images of c")
+    log.info("images of a")
+    assert caplog.messages == ["images of a", "images of b", "images of c", "images of a"]

@@ -47,7 +47,8 @@ def test_a_browser_shows_the_page_without_a_complaint(browser, compared):
     for width, dark in ((1400, False), (390, True)):
         set_screen(browser, width, dark=dark)
         browser.get(compared.page.as_uri())
-        assert text_of(browser, "h1") == "3 backbones"
+        assert text_of(browser, "h1") == ", ".join(compared.ranks)
+        assert text_of(browser, ".folder").startswith("3 backbones on 72 images of ")
         assert compared.verdict in text_of(browser, ".outcome")
         assert text_of(browser, "#charts .legend").startswith("step 20\nrun ")
         points = browser.find_elements("css selector", ".interval .figure")

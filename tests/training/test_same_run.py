@@ -34,6 +34,13 @@ def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_s
     write_synthetic(photos / "07.png", 7, size=40)  # the folder is as old as before
     with pytest.raises(ValueError, match=r"the images of .*photos have changed"):
         opened(output, {"data.source": photos, **settings})
+    (photos / "63.png").unlink()
+    with pytest.raises(ValueError, match=r"photos has 1 image fewer than at step 5\."):
+        opened(output, {"data.source": photos, **settings})
+    for number in range(63, 66):
+        write_synthetic(photos / f"{number:02}.png", number, size=32)
+    with pytest.raises(ValueError, match=r"photos has 2 images more than at step 5\."):
+        opened(output, {"data.source": photos, **settings})
     changed = {**settings, "data.source": photos, "budget.steps": 10, "run.resume": "changed"}
     assert opened(output, changed).state.best is None
     write_synthetic(photos / "more.png", 64)

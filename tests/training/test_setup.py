@@ -1,6 +1,7 @@
 """How a run is set up: from weights, with labels, by recipe, in a precision."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dino_vit.training.loop import pretrain
 from dino_vit.training.reporter import describe_start, start_record
 from dino_vit.training.resolve import Fit
 from dino_vit.training.setup import set_up
+from tests.support.documents import ROOT
 from tests.support.peers import HF_VIT
 from tests.support.runs import TINY, tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
@@ -171,6 +173,11 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     short = list(describe_start(found, start_record(found)))
     assert len(short) <= 12
     assert f"{len(found.choices)} settings were chosen to fit the images" in short[-1]
+    assert ": 1 process on cpu, precision no, images are read in the main process, global batch " in short[0]
+    page, section = re.search(r"^(docs/\S+) \((.*)\) says what ln K, gap", "\n".join(short), re.M).groups()
+    text = (ROOT / page).read_text()
+    assert f"## {section}" in text
+    assert all(f"| `{column}` |" in text for column in ("ln K", "gap", "wait"))
     settings["run.verbose"] = "true"
     found = set_up(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
     said = "\n".join(describe_start(found, start_record(found)))

@@ -70,8 +70,9 @@ def run(config: CurateConfig) -> CurateResult:
         source = embeddings.open_source()
         embedded = set(names)
         names += [name for name in map(source.name, range(len(source))) if name not in embedded]
-        if len(names) > len(embedded) + unreadable:
-            raise ValueError(f"there are more images than in {config.embeddings}; embed them again")
+        if more := max(0, len(names) - len(embedded) - unreadable):
+            counted = f"{'is' if more == 1 else 'are'} {plural(more, 'image')}"
+            raise ValueError(f"there {counted} more than in {config.embeddings}; embed them again")
     weights = np.zeros(len(names))
     weights[rows] = of_rows
     table = describe(levels, of_rows)

@@ -16,15 +16,22 @@ import torch
 from numpy.typing import NDArray
 
 from dino_vit.commands import Result
+from dino_vit.commands.embeddings.threshold import FIXED, Threshold, choose_threshold
 from dino_vit.config.embeddings import DuplicatesConfig
+from dino_vit.core import log
 from dino_vit.core.outputs import after_figures, claim, remove_output, write_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import plural, progress
 from dino_vit.data.labels import below_shared, find_splits, number_labels
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
 from dino_vit.eval.maps.pictures import BLANK, draw_sheet, shorten
 from dino_vit.eval.results import write_results
+from dino_vit.reports.advice import PUBLISHED
+from dino_vit.reports.record import run_of, state
+from dino_vit.reports.states import NOTHING_LEARNED
+from dino_vit.weights import load_backbone
 
 PAIRS_PRINTED, PAIRS_SHOWN = 10, 24  # in the text, on a sheet
 PAIRS_IN_ROW = 3  # of a sheet
@@ -60,6 +67,7 @@ class DuplicatesResult(Result):
     split_leaks: PairList  # in different splits, such as train and test
     pairs: PairList  # all
     groups: list[list[str]]  # formed by all pairs, the largest first
+    threshold: Threshold  # its value, and how it was chosen
     path: Path | None  # of the JSON file, if there is an output
 
 
@@ -72,37 +80,77 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     device = start_processes().device
     splits, keep = splits_of_names(embeddings.names), config.pairs
     kinds = ClosestPairs(keep, embeddings.labels), ClosestPairs(keep, splits), ClosestPairs(keep)
-    linked = find_duplicates(embeddings.values, config.threshold, kinds, device=device)
+    warn_of_run(embeddings)
+    threshold = threshold_of(config, embeddings)
+    linked = find_duplicates(embeddings.values, threshold.value, kinds, device=device)
     conflicts, leaks, pairs = (
         list_pairs(embeddings, splits, kind, sheet) for kind, sheet in zip(kinds, sheets, strict=True)
     )
     groups = [[embeddings.names[row] for row in rows] for rows in linked]
+    images = plural(len(embeddings.names), "image")
+    listed = "" if len(pairs.closest) == pairs.total else f" ({len(pairs.closest):,} are listed)"
     lines = [
+        f"{plural(pairs.total, 'pair')}{listed} in {plural(len(groups), 'group')}, among {images}",
+        str(threshold),
         *advice_on_threshold(pairs, len(embeddings.names)),
         *describe(conflicts, "different labels, perhaps of one image"),
         *describe(leaks, "different splits, perhaps with one image in both"),
-        *describe(pairs, f"a cosine of {config.threshold:g} or more"),
-        f"{len(pairs.closest):,} of {plural(pairs.total, 'pair')}, {plural(len(groups), 'group')}",
+        *describe(pairs, f"a cosine of {threshold.value:g} or more"),
     ]
     if output:
         content = {
             "embeddings": str(Path(config.embeddings).absolute()),
-            "threshold": config.threshold,
+            "threshold": threshold.value,
+            "threshold_chosen": threshold.to_json(),
             "label_conflicts": to_json(conflicts),
             "split_leaks": to_json(leaks),
             **to_json(pairs),
             "groups": groups,
         }
         write_results(output, content)
-        lines[-1] = f"{output}: {lines[-1]}"
+        lines.append(f"{output}: all pairs and groups")
     return DuplicatesResult(
         label_conflicts=conflicts,
         split_leaks=leaks,
         pairs=pairs,
         groups=groups,
+        threshold=threshold,
         path=output,
         text="\n".join(lines),
     )
+
+
+def threshold_of(config: DuplicatesConfig, embeddings: Embeddings) -> Threshold:
+    """Return the threshold that was given, else that of the features, if they can be computed again."""
+    if config.threshold is not None:
+        return Threshold(config.threshold, "given")
+    recorded = embeddings.metadata["weights"]
+    try:
+        model = load_backbone(recorded["path"], network=recorded["network"])
+        threshold = choose_threshold(embeddings, embeddings.freeze(model))
+    except (ValueError, OSError, SourceLost) as error:
+        log.warning(
+            "threshold=%g is not chosen by these features, of which no copies can be made: %s", FIXED, error
+        )
+        return Threshold(FIXED, "fixed")
+    if threshold.is_weak:
+        log.warning(
+            "these features do not tell copies from similar images: at the best threshold %.0f %% of mild "
+            "copies are missed, and %.0f %% of the images pass by another image. Embed with better weights, "
+            "such as the published %s; or give threshold= if most images do have copies",
+            *(100 * (1 - threshold.copies), 100 * threshold.others, PUBLISHED),
+        )
+    return threshold
+
+
+def warn_of_run(embeddings: Embeddings) -> None:
+    """Warn if the weights are of a run that learned nothing, by its own record."""
+    record = run_of(embeddings.metadata["weights"]["path"])
+    if record and (diagnosis := state(record)[0]) in NOTHING_LEARNED:
+        text = (
+            "the weights are of a run that learned nothing (%s), so pairs may be of different images; see %s"
+        )
+        log.warning(text, diagnosis.state, f"`dino-vit report {record.folder}`")
 
 
 def advice_on_threshold(pairs: PairList, images: int) -> list[str]:

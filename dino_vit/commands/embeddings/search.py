@@ -6,27 +6,20 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from dino_vit.commands import Result
 from dino_vit.config.embeddings import SearchConfig
 from dino_vit.core.outputs import after_figures, claim, write_output
-from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import brief, printable, public
+from dino_vit.core.text import printable, public
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
-from dino_vit.eval.features import FrozenBackbone, check_finite
+from dino_vit.eval.features import check_finite
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import Panel, draw_sheet, shorten, thumbnail
 from dino_vit.eval.results import write_results
-from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights import load_backbone
-
-PRECISIONS = {
-    str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.float16)
-}
 
 
 @dataclass(frozen=True)
@@ -98,27 +91,13 @@ def draw_neighbours(
 
 def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings) -> Tensor:
     """Compute the features of the given images exactly as those in the file were computed."""
-    recorded, tokens = embeddings.metadata["weights"], embeddings.metadata["tokens"]
-    path = config.weights or recorded["path"]
+    recorded = embeddings.metadata["weights"]
     try:
-        model = load_backbone(path, network=recorded["network"])
+        model = load_backbone(config.weights or recorded["path"], network=recorded["network"])
     except (ValueError, OSError) as error:
         text = f"search needs the weights that computed the embeddings: {error}"
         raise ValueError(f"{text}. If they were moved, give their new path with weights=") from error
-    stated = embeddings.metadata["precision"]
-    precision = PRECISIONS.get(stated) if isinstance(stated, str) else None
-    if precision is None:
-        raise ValueError(f"{config.embeddings} states precision={brief(stated)}, which is none of embeddings")
-    frozen = FrozenBackbone(
-        model=model.to(start_processes().device),
-        transform=embeddings.transform,
-        autocast=None if precision == torch.float32 else precision,
-    )
-    if frozen.weights_digest != recorded["sha256"]:
-        text = f"{path} are not the weights that computed the embeddings: those are {recorded['path']}"
-        raise ValueError(f"{text}, step {recorded['step']}; give them with weights=, or embed again")
-    spec = FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"])
-    features = frozen.extract(queries, range(len(queries)), spec)
+    features = embeddings.freeze(model).extract(queries, range(len(queries)), embeddings.spec)
     if features.unreadable:
         image = features.unreadable[0]
         path = printable(public(config.images[int(image.name)]))

@@ -275,7 +275,7 @@ class FolderSource(PathSource):
 
 
 def _images_among(root: str, files: Sequence[str]) -> list[str]:
-    """Return the images of a folder; raise an error without any, and warn of archives beside them."""
+    """Return the images of a folder; raise an error without any, and say what beside them is not read."""
     names = [name for name in files if is_image(name)]
     others = [name for name in files if not is_image(name)] if len(names) < len(files) else []
     others = [name for name in others if not os.path.basename(name).startswith(".")]
@@ -285,6 +285,10 @@ def _images_among(root: str, files: Sequence[str]) -> list[str]:
     if containers:
         text = "%s is read as a folder of images, without the %s in it, such as %s"
         log.warning(text, public(root), plural(len(containers), "archive"), printable(containers[0]))
+    if unnamed := [name for name in others if not suffix_of(name)]:
+        text = "%s: %s without a suffix %s not read, such as %s"
+        were = "was" if len(unnamed) == 1 else "were"
+        log.info(text, public(root), plural(len(unnamed), "file"), were, printable(min(unnamed)))
     return names
 
 

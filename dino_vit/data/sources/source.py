@@ -271,11 +271,14 @@ def is_image(name: str | bytes) -> bool:
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return up to `count` different indices from all over a source of some length.
+    """Return `count` different indices from all over a source of some length; all if it is shorter.
 
     Steps of the golden ratio share no rhythm with a sorted source, as every n-th index might.
     """
     if count >= length:
         return list(range(length))
-    golden = (5**0.5 - 1) / 2
-    return sorted({int(length * (number * golden % 1)) for number in range(count)})
+    golden, indices, number = (5**0.5 - 1) / 2, set[int](), 0
+    while len(indices) < count:  # several steps may fall on one index
+        indices.add(int(length * (number * golden % 1)))
+        number += 1
+    return sorted(indices)

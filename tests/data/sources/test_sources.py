@@ -82,12 +82,23 @@ def test_synthetic_labels_are_balanced_and_named():
         SyntheticSource(size=8)
 
 
-@pytest.mark.parametrize(("length", "count"), [(1, 5), (7, 7), (1000, 6), (20_000, 12)])
+@pytest.mark.parametrize(
+    ("length", "count"), [(1, 5), (7, 7), (1000, 6), (20_000, 12), (3000, 2000), (50, 49)]
+)
 def test_spread_indices_are_different_and_from_all_over(length, count):
     indices = spread(length, count)
-    assert len(set(indices)) == len(indices) <= min(length, count)
-    assert len(indices) == length or count < length
+    assert len(set(indices)) == len(indices) == min(length, count)
     assert all(0 <= index < length for index in indices)
     if length >= 1000:
-        assert max(np.diff([0, *indices, length])) < 2.7 * length / count
-        assert len({index % 10 for index in indices}) > count // 2
+        assert max(np.diff([0, *indices, length])) < max(2.7 * length / count, 4)
+        assert len({index % 10 for index in indices}) > min(count // 2, 9)
+
+
+def test_files_without_a_suffix_are_counted(folder, caplog):
+    caplog.set_level("INFO", "dino_vit")
+    FolderSource(folder)
+    assert "without a suffix" not in caplog.text
+    for name in ("IMG_1", "b/IMG_2", "IMG_3", ".hidden", "notes.txt"):
+        (folder / name).write_bytes(b"an image, perhaps")
+    assert len(FolderSource(folder)) == 5
+    assert f"{folder}: 3 files without a suffix were not read, such as " in caplog.text
