@@ -95,8 +95,21 @@ def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
         if (value := record.latest(field)) is not None:
             before = record.baseline_levels(*levels)
             beside = ", ".join(f"{name} {text.format(level)}" for name, level in before.items())
+            title += " among the training images" if field == "knn" and record.baseline.leave_one_out else ""
             found[title] = text.format(value), beside or zero
+        if field == "knn":
+            found |= newest_evaluation(record)
     return found
+
+
+def newest_evaluation(record: RunRecord) -> dict[str, tuple[str, str]]:
+    """Return the figure of the newest file of results, which may be of images that were held out."""
+    for evaluation in record.evaluations:
+        if evaluation.percent:
+            percent, _, interval = evaluation.percent.partition(" ")
+            title = f"{evaluation.figure}: {evaluation.data}" if evaluation.data else evaluation.figure
+            return {title: (f"{float(percent):.1f} %", f"{evaluation.command} {interval}")}
+    return {}
 
 
 def charts(record: RunRecord) -> list[dict[str, Any]]:

@@ -204,10 +204,12 @@ def test_the_map_fills_its_box_whatever_its_shape(page):
         page.execute_script("report.map.resize()")
         places = page.execute_script("return report.map.data.names.map((_, n) => report.map.onScreen(n))")
         sides = page.execute_script("return [report.map.width, report.map.height]")
+        margin = page.execute_script("return report.map.size() / 2") + 8  # half a thumbnail, and a gap
+        assert margin < 50
         for axis, side in enumerate(sides):
             along = [place[axis] for place in places]
-            assert 0 < min(along) < 40
-            assert side - 40 < max(along) < side
+            assert min(along) == pytest.approx(margin, abs=0.5)
+            assert max(along) == pytest.approx(side - margin, abs=0.5)
 
 
 def legend(page):

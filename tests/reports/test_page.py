@@ -35,11 +35,12 @@ def test_the_page_lists_the_results_of_a_run(folder):
     for command in ("knn", "linear"):
         details = {"settings": {"source": HOSTILE, "k": [3]}}
         evaluation(command, folder / "eval" / f"{command}.json", "top-1", accuracy(1, 4), details)
+    assert figures(read_run(folder))[f"top-1: {HOSTILE}"][0] == "25.0 %", "among the large figures"
     page = render(read_run(folder), Pictures())
+    assert HOSTILE not in page
     rows = page[page.index('id="evaluations"') : page.index('id="run"')]
     assert rows.count("25.00 (4.56 to 69.94)") == 2
     assert rows.count("k=[3]") == 1, "a setting of knn only"
-    assert HOSTILE not in rows
 
 
 def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
@@ -200,6 +201,8 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     assert drawn["Effective rank"]["series"] == {"effective rank": [(0, 12.0), (100, 55.0)]}
     assert drawn["Loss"]["levels"] == {f"ln({last.prototypes})": pytest.approx(math.log(last.prototypes))}
     assert figures(record)["k-NN"] == ("40.0 %", "untrained 20.0 %, raw pixels 10.0 %")
+    among = replace(record, baseline=replace(record.baseline, leave_one_out=True))
+    assert "k-NN among the training images" in figures(among)
     diagnosis, spans = state(record)
     assert diagnosis.state == "learning"
     assert spans == "since step 100; earlier: too early to say from step 50."

@@ -124,7 +124,7 @@ class Chart {
 const PALETTE = ["#3078f3", "#f7c20a", "#d62d00", "#7d18ae", "#16aa5d", "#66ecda", "#cc81cb", "#943f31", "#a0b640",
   "#445b8e"];
 const OTHERS = "#94a4a2";
-const EDGE = 26; // pixels from the sides of the map to the middle of the outermost image
+const LARGEST = 72, EDGE = 8; // pixels: of a thumbnail, and around the outermost ones
 const FAINT = 0.12; // opacity of the images that are not of the class that is emphasised
 
 class Explorer {
@@ -214,12 +214,12 @@ class Explorer {
 
   // The sides of the whole map, and that of a thumbnail, in pixels.
   sides() {
-    return [(this.width - 2 * EDGE) * this.scale, (this.height - 2 * EDGE) * this.scale];
+    const edges = this.size(1) + 2 * EDGE;
+    return [(this.width - edges) * this.scale, (this.height - edges) * this.scale];
   }
 
-  size() {
-    const [width, height] = this.sides();
-    return Math.min(72, 0.8 * Math.sqrt((width * height) / this.data.names.length));
+  size(scale = this.scale) {
+    return Math.min(LARGEST, 0.8 * scale * Math.sqrt((this.width * this.height) / this.data.names.length));
   }
 
   onScreen(n) {
