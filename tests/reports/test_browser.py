@@ -160,7 +160,8 @@ def test_hovering_and_selecting_show_an_image_its_attention_and_its_neighbours(p
     photo, below, attention, *_ = pictures
     assert photo.get_property("src") == below.get_property("src") == data["photos"][hovered]
     assert attention.get_property("src") == data["attention"][hovered]
-    assert photo.rect["width"] >= 300
+    assert photo.rect["width"] >= 200
+    assert attention.rect["y"] == photo.rect["y"], "side by side"
     assert below.rect == attention.rect
     page.find_element(By.CSS_SELECTOR, ".selection button").click()
     assert page.execute_script("return report.map.selected") == near[0]
