@@ -190,7 +190,8 @@ def tsne(features: Tensor) -> Tensor:
 
 
 def _on_unit_square(positions: Tensor) -> list[list[float]]:
-    """Return positions (n, 2) from 0 to 1 along both axes, which mean nothing by themselves."""
+    """Turn positions (n, 2), whose axes mean nothing, to lie along their principal axes, each from 0 to 1."""
+    positions = principal_components(positions, 2)
     low, high = positions.amin(0), positions.amax(0)
     scaled = (positions - (low + high) / 2) / (high - low).clamp_min(TINY) + 0.5
     return [[round(x, 4), round(y, 4)] for x, y in scaled.tolist()]
