@@ -30,9 +30,9 @@ from dino_vit.eval.maps.attention import (
     MASS,
     cls_attention,
     mass_mask,
-    pad,
     patch_tokens,
     principal_colours,
+    whole_image,
     with_attention,
 )
 from dino_vit.eval.maps.video import is_video, reading_video, writing_video
@@ -138,9 +138,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor]:
     """Return a resized image as a picture, and normalised and padded to whole patches."""
     side = config.size or min(*image.shape[-2:], FAR * min(transform.size))
-    image = pictures.resize_sides(image, side, config.longest)
-    normalised = transform.normaliser(model.device)(image[None])
-    return pictures.as_picture(image), pad(normalised, model.patch_size)
+    image, padded = whole_image(model, image, transform, shorter=side, longest=config.longest)
+    return pictures.as_picture(image), padded
 
 
 def draw_sheet(

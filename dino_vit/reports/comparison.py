@@ -54,7 +54,7 @@ def render(
         verdict=conclusion(comparison, best),
         maps=list(comparison.maps.values()),
         differing=_differing(comparison),
-        data={"charts": joint_charts(comparison.runs), "map": None},
+        data={"charts": (joint := joint_charts(comparison.runs)), "shown": len(joint), "map": None},
     )
 
 
@@ -92,13 +92,13 @@ def draw_maps(comparison: Comparison, frozen: FrozenBackbone, name: str) -> None
             images[index] = read_image(source, index, frozen.transform.pixels)
     if not (model.has_patches and images):
         return
-    batches = [whole_patches(frozen, image) for image in images.values()]
+    batches = [whole_patches(frozen, image)[1] for image in images.values()]
     colours = principal_colours([patch_tokens(model, batch)[0].float().cpu() for batch in batches])
-    for (index, image), patches in zip(images.items(), colours, strict=True):
+    for (index, image), batch, patches in zip(images.items(), batches, colours, strict=True):
         row = Row(shorten(source.name(index), MAX_NAME), [draw_tile(image, "image")])
         tiles = comparison.maps.setdefault(index, row).tiles
         if isinstance(model, VisionTransformer):
-            tiles.append(draw_patches(heat(attention_of(frozen, image).mean(0)), f"{name}, attention"))
+            tiles.append(draw_patches(heat(attention_of(frozen, batch).mean(0)), f"{name}, attention"))
         picture = (255 * patches).byte().permute(2, 0, 1)
         tiles.append(draw_patches(picture, f"{name}, patches"))
 

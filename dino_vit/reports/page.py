@@ -17,6 +17,7 @@ from dino_vit.reports.states import LEARNING
 from dino_vit.reports.verdict import WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
+SHOWN = 4  # charts; the page has the others behind a line to open
 BUCKETS = 300  # the lowest and the highest point of each are kept
 # The few numbers to look at first: title, field of a record, format, and what to compare it with, figures
 # from before training or what zero means.
@@ -68,7 +69,8 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         settings=changed_settings(record),
         evaluations=record.evaluations,
         pictures=pictures,
-        data={"charts": charts(record), "map": pictures.map},
+        shown=SHOWN,
+        data={"charts": charts(record), "shown": SHOWN, "map": pictures.map},
     )
 
 
@@ -93,12 +95,25 @@ def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
         if (value := record.latest(field)) is not None:
             before = record.baseline_levels(*levels)
             beside = ", ".join(f"{name} {text.format(level)}" for name, level in before.items())
+            title += " among the training images" if field == "knn" and record.baseline.leave_one_out else ""
             found[title] = text.format(value), beside or zero
+        if field == "knn":
+            found |= newest_evaluation(record)
     return found
 
 
+def newest_evaluation(record: RunRecord) -> dict[str, tuple[str, str]]:
+    """Return the figure of the newest file of results, which may be of images that were held out."""
+    for evaluation in record.evaluations:
+        if evaluation.percent:
+            percent, _, interval = evaluation.percent.partition(" ")
+            title = f"{evaluation.figure}: {evaluation.data}" if evaluation.data else evaluation.figure
+            return {title: (f"{float(percent):.1f} %", f"{evaluation.command} {interval}")}
+    return {}
+
+
 def charts(record: RunRecord) -> list[dict[str, Any]]:
-    """Return the charts that the records of a run allow, as `page.js` draws them."""
+    """Return the charts that the records of a run allow, as `page.js` draws them; the first matter most."""
     prototypes = record.history[-1].prototypes if record.history else None
     uniform = {f"ln({prototypes})": math.log(prototypes)} if prototypes else {}
     share = MASKED_VIEWS  # of the global views, by which the loss of patches is divided
@@ -114,13 +129,13 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         # title, caption, fields of records by the name of their curve, values to compare with by name, unit
         ("Loss", loss, {"loss": "loss"}, uniform, ""),
         ("Teacher entropies", ENTROPIES, entropies, uniform, ""),
+        (f"k-NN {metric}", KNN, {"k-NN": "knn", "best tokens": "best_knn"}, knn, "%"),
+        ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
+        ("mIoU", MIOU, {"mIoU": "miou"}, miou, "%"),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
         ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
-        (f"k-NN {metric}", KNN, {"k-NN": "knn", "best tokens": "best_knn"}, knn, "%"),
-        ("mIoU", MIOU, {"mIoU": "miou"}, miou, "%"),
-        ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
     ]
     drawn = []

@@ -24,21 +24,26 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import nearest
-from dino_vit.eval.maps.attention import cls_attention, principal_components, with_attention
-from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
+from dino_vit.eval.maps.attention import (
+    cls_attention,
+    principal_components,
+    whole_image,
+    with_attention,
+)
+from dino_vit.eval.maps.pictures import as_picture, heat, overlay, resize_sides, shorten
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
-from dino_vit.views.eval_transform import resize
+from dino_vit.views.eval_transform import FAR, resize
 from dino_vit.views.sampler import Sampler, read_sampling_weights
 
 NEIGHBOURS = 8
 MAX_NAME = 120  # characters
 ROWS, HEADS = 6, 12  # at most, of views and attention
-TILE_SIDE = 144  # pixels of a picture in a row
+TILE_SIDE = 192  # pixels of a picture in a row
 THUMBNAIL_SIDE, PHOTO_SIDE = 64, 320  # longer side in pixels: on the map, and of a selected image
 # Of all images: the page stays below 8 MB with 500 of them, which are as large as their sides allow.
 THUMBNAIL_PIXELS, PHOTO_PIXELS = 5_000_000, 500 * PHOTO_SIDE**2
-MIN_ATTENTION_SIDE = 64  # pixels of the shorter side of an image whose attention is drawn
+PATCHES = 24  # along the shorter side of an image whose attention is drawn: fewer show little
 PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
 TINY = 1e-30
 
@@ -92,11 +97,12 @@ def attention_rows(teacher: FrozenBackbone, source: Source, indices: list[int]) 
     rows = []
     for index in indices[:ROWS]:
         image, name = read_image(source, index, teacher.transform.pixels), source.name(index)
-        heads = attention_of(teacher, image)
-        maps = {"mean of heads": heads.mean(dim=0)}
-        maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
-        tiles = [draw_patches(heat(values), caption) for caption, values in maps.items()]
-        rows.append(Row(shorten(name, MAX_NAME), [draw_tile(image, "image"), *tiles]))
+        picture, batch = whole_patches(teacher, image)
+        heads = attention_of(teacher, batch)
+        mean = overlay(as_picture(picture), heads.mean(dim=0), teacher.model.patch_size)
+        tiles = [draw_tile(image, "image"), draw_tile(mean, "mean of heads")]
+        tiles += [draw_patches(heat(head), f"head {n}") for n, head in enumerate(heads[:HEADS])]
+        rows.append(Row(shorten(name, MAX_NAME), tiles))
     return rows
 
 
@@ -147,28 +153,28 @@ def _draw_images(teacher: FrozenBackbone, source: Source, indices: list[int]) ->
             thumbnails.append(square.resize(as_picture(image)))
             photos.append(data_uri(resize_sides(as_picture(image), None, photo_side), quality=60))
             if isinstance(teacher.model, VisionTransformer):
-                mean = attention_of(teacher, image).mean(dim=0)
+                mean = attention_of(teacher, whole_patches(teacher, image)[1]).mean(dim=0)
                 attention.append(data_uri(heat(mean), quality=None))  # a pixel for each patch
             advance(1)
     return {"thumbnails": build_atlas(torch.stack(thumbnails)), "photos": photos, "attention": attention}
 
 
-def whole_patches(frozen: FrozenBackbone, image: Tensor) -> Tensor:
-    """Return a whole image (C, H, W) for a network, (1, C, y · patch, x · patch).
+def whole_patches(frozen: FrozenBackbone, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a whole image (C, H, W) in whole patches, and as a batch for a network.
 
-    Its shorter side is as long as in training, or a multiple of that: maps of few patches show little.
+    It is larger than those of training, at most twice as large, if they have few patches.
     """
-    side = min(frozen.transform.size)
-    shorter = side * math.ceil(MIN_ATTENTION_SIDE / side)
-    image = resize_sides(image, shorter, 2 * shorter)
-    sides = zip(image.shape[-2:], frozen.model.patch_size, strict=True)
-    height, width = (max(1, round(side / patch)) * patch for side, patch in sides)
-    return frozen.transform.normaliser(frozen.device)(resize(image, (height, width))[None])
+    patch, side = frozen.model.patch_size, min(frozen.transform.size)
+    shorter = round(side * min(max(1.0, PATCHES * max(patch) / side), FAR))
+    sides = resize_sides(image, shorter, 2 * shorter).shape[-2:]
+    height, width = (max(1, round(side / step)) * step for side, step in zip(sides, patch, strict=True))
+    image = resize(image, (height, width))
+    return whole_image(frozen.model, image, frozen.transform, shorter=min(height, width))
 
 
-def attention_of(frozen: FrozenBackbone, image: Tensor) -> Tensor:
-    """Return the attention of the CLS token to a whole image in the last block, by head: (heads, y, x)."""
-    return cls_attention(with_attention(frozen.model), whole_patches(frozen, image))[0].float().cpu()
+def attention_of(frozen: FrozenBackbone, batch: Tensor) -> Tensor:
+    """Return the attention of the CLS token to one image in the last block, by head: (heads, y, x)."""
+    return cls_attention(with_attention(frozen.model), batch)[0].float().cpu()
 
 
 def tsne(features: Tensor) -> Tensor:
@@ -184,9 +190,10 @@ def tsne(features: Tensor) -> Tensor:
 
 
 def _on_unit_square(positions: Tensor) -> list[list[float]]:
-    """Return positions (n, 2) from 0 to 1, the wider side filled and the aspect kept."""
+    """Turn positions (n, 2), whose axes mean nothing, to lie along their principal axes, each from 0 to 1."""
+    positions = principal_components(positions, 2)
     low, high = positions.amin(0), positions.amax(0)
-    scaled = (positions - (low + high) / 2) / (high - low).max().clamp_min(TINY) + 0.5
+    scaled = (positions - (low + high) / 2) / (high - low).clamp_min(TINY) + 0.5
     return [[round(x, 4), round(y, 4)] for x, y in scaled.tolist()]
 
 

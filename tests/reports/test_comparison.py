@@ -57,7 +57,7 @@ def test_a_browser_shows_the_page_without_a_complaint(browser, compared):
         assert sorted(range(3), key=lefts.__getitem__) == sorted(range(3), key=percents.__getitem__)
         pictures = browser.find_elements("css selector", "#features img")
         assert len(pictures) == 4 * (1 + 2 * 3)  # four images, attention and patches
-        assert {picture.get_property("naturalWidth") for picture in pictures} == {32, 144}, "whole"
+        assert {picture.get_property("naturalWidth") for picture in pictures} == {32, 192}, "whole"
         wide = "[document.documentElement, ...document.querySelectorAll('.wide')]"
         beyond = f"return {wide}.map((it) => it.scrollWidth - it.clientWidth)"
         assert max(browser.execute_script(beyond)) == 0, "nothing scrolls sideways"

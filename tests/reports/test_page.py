@@ -15,12 +15,12 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.results import evaluation
 from dino_vit.reports.metrics import append_record
-from dino_vit.reports.page import charts, figures, render, thin
+from dino_vit.reports.page import SHOWN, charts, figures, render, thin
 from dino_vit.reports.pictures import Pictures, Row, Tile
 from dino_vit.reports.readings import UNIFORM
 from dino_vit.reports.record import read_run, state
 from tests.support.history import HEALTHY
-from tests.support.reports import HOSTILE, IMAGES, write_report
+from tests.support.reports import HOSTILE, IMAGES, ParsedPage, write_report
 
 
 def change_config(folder, old, new):
@@ -35,11 +35,12 @@ def test_the_page_lists_the_results_of_a_run(folder):
     for command in ("knn", "linear"):
         details = {"settings": {"source": HOSTILE, "k": [3]}}
         evaluation(command, folder / "eval" / f"{command}.json", "top-1", accuracy(1, 4), details)
+    assert figures(read_run(folder))[f"top-1: {HOSTILE}"][0] == "25.0 %", "among the large figures"
     page = render(read_run(folder), Pictures())
-    rows = page[page.index('id="evaluations"') : page.index('id="map"')]
+    assert HOSTILE not in page
+    rows = page[page.index('id="evaluations"') : page.index('id="run"')]
     assert rows.count("25.00 (4.56 to 69.94)") == 2
     assert rows.count("k=[3]") == 1, "a setting of knn only"
-    assert HOSTILE not in rows
 
 
 def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
@@ -63,6 +64,8 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
     assert "<script>alert" not in render(read_run(made), hostile)
     titles = {chart["title"] for chart in page.data["charts"]}
     assert titles >= {"Loss", "Teacher entropies", "k-NN accuracy", "Effective rank", "Learning rate"}
+    sections = [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")]
+    assert sections == ["map", "attention", "curves", "views", "run"]
 
     (policy,) = (value for _, name, value in page.attributes if name == "content" and "default-src" in value)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
@@ -84,6 +87,8 @@ def test_images_that_moved_are_reported_and_can_be_given(folder, made):
     assert "say where with source=..." in page.text
     assert page.data["map"] is None
     assert page.data["charts"]
+    sections = [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")]
+    assert sections == ["curves", "run"], "none without content"
     assert len(write_report(folder, f"source={images}", "images=20").data["map"]["names"]) == 20
 
 
@@ -196,9 +201,28 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     assert drawn["Effective rank"]["series"] == {"effective rank": [(0, 12.0), (100, 55.0)]}
     assert drawn["Loss"]["levels"] == {f"ln({last.prototypes})": pytest.approx(math.log(last.prototypes))}
     assert figures(record)["k-NN"] == ("40.0 %", "untrained 20.0 %, raw pixels 10.0 %")
+    among = replace(record, baseline=replace(record.baseline, leave_one_out=True))
+    assert "k-NN among the training images" in figures(among)
     diagnosis, spans = state(record)
     assert diagnosis.state == "learning"
     assert spans == "since step 100; earlier: too early to say from step 50."
+
+
+def test_the_charts_that_matter_come_first_and_the_others_are_behind_a_line(tmp_path):
+    measured = {"knn": 40.0, "rankme": 55.0, "miou": 30.0, "probe": 50.0}
+    for name, history, first in (
+        ("new", [], []),
+        ("unlabelled", [replace(HEALTHY, rankme=55.0)], ["Effective rank", "Entropy gap"]),
+        ("masks", [replace(HEALTHY, rankme=55.0, miou=30.0)], ["Effective rank", "mIoU"]),
+        ("labelled", [replace(HEALTHY, **measured)], ["k-NN accuracy", "Effective rank"]),
+    ):
+        (tmp_path / name).mkdir()
+        record = record_of(tmp_path / name, [(metrics, "learning") for metrics in history], {})
+        first = ["Loss", "Teacher entropies", *first] if history else []
+        assert [chart["title"] for chart in charts(record)][:SHOWN] == first
+        page = ParsedPage(render(record, Pictures()))
+        assert page.tags.count("details") == (1 if history else 0)
+        assert ("Learning rate" in page.text) == bool(history), "named on the line"
 
 
 def test_a_collapse_is_named_and_a_loss_that_is_not_finite_is_left_out(tmp_path):

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core import Size
+from dino_vit.eval.maps.pictures import resize_sides
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.eval_transform import EvalTransform
 
 MASS = 0.6  # of the attention, in the mask of a head
 
@@ -21,6 +23,17 @@ def pad(images: Tensor, patch: Size) -> Tensor:
     """Repeat the last row and column of images (b, c, H, W) up to a whole number of patches."""
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
+
+
+def whole_image(
+    model: Backbone, image: Tensor, transform: EvalTransform, *, shorter: int, longest: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a whole image (C, H, W) at some size, and the same normalised and padded to whole patches.
+
+    Positions are interpolated where that size is not the one of training.
+    """
+    image = resize_sides(image, shorter, longest)
+    return image, pad(transform.normaliser(model.device)(image[None]), model.patch_size)
 
 
 def with_attention(model: Backbone) -> VisionTransformer:

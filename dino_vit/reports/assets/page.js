@@ -60,6 +60,7 @@ class Chart {
 
   draw() {
     const width = this.figure.clientWidth, height = 190;
+    if (!width) return; // behind a line that is closed
     const levels = Object.entries(this.data.levels).sort((a, b) => b[1] - a[1]);
     this.svg.replaceChildren();
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -118,14 +119,18 @@ class Chart {
 // A map of images on one canvas: points when zoomed out, thumbnails when zoomed in. Selecting an image shows its
 // attention and its nearest neighbours in a panel.
 
-// Distinguishable with any colour vision (Petroff, 2021); all further classes share one colour.
-const PALETTE = ["#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#92dadd", "#2f9e6e",
-  "#d66fb4"];
+// Any two are at least 40 apart in CIELAB, and 18 for eyes that lack red or green cones. All further classes share
+// one colour.
+const PALETTE = ["#3078f3", "#f7c20a", "#d62d00", "#7d18ae", "#16aa5d", "#66ecda", "#cc81cb", "#943f31", "#a0b640",
+  "#445b8e"];
 const OTHERS = "#94a4a2";
+const LARGEST = 72, EDGE = 8; // pixels: of a thumbnail, and around the outermost ones
+const FAINT = 0.12; // opacity of the images that are not of the class that is emphasised
 
 class Explorer {
   constructor(parent, data) {
     this.data = data;
+    [this.emphasised, this.pinned] = [null, null]; // a class
     this.reset();
     this.atlas = new Image();
     this.atlas.onload = () => this.redraw();
@@ -139,7 +144,7 @@ class Explorer {
     this.canvas = element(plane, "canvas", { role: "img", "aria-label": `Map of ${data.names.length} images` });
     this.hint = element(plane, "p", { class: "caption" });
     this.panel = element(columns, "div", { class: "selection", role: "status" });
-    this.select(null);
+    this.select(0); // to show what there is
     new ResizeObserver(() => this.resize()).observe(this.canvas);
     this.canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
@@ -153,7 +158,7 @@ class Explorer {
       if (!event.isPrimary) return; // another finger
       if (!event.buttons) return this.hover(this.at(event.offsetX, event.offsetY));
       const [dx, dy] = [event.offsetX - this.from[0], event.offsetY - this.from[1]];
-      this.pan(-dx / this.side(), -dy / this.side());
+      this.pan(-dx / this.sides()[0], -dy / this.sides()[1]);
       [this.from, this.travelled] = [[event.offsetX, event.offsetY], this.travelled + Math.hypot(dx, dy)];
     });
     this.canvas.addEventListener("pointerup", (event) => {
@@ -162,14 +167,40 @@ class Explorer {
     this.canvas.addEventListener("pointerleave", () => this.hover(null));
   }
 
+  // The class of an image as the legend has it: -1 without a label, and one for all that share a colour.
+  group(n) {
+    return Math.min(this.data.labels[n], PALETTE.length);
+  }
+
+  // The legend: its classes in the order in which people count, and each of them to be emphasised.
   drawLegend(parent) {
-    this.data.classes.slice(0, PALETTE.length).forEach(([name, count], n) => {
-      const item = element(parent, "span");
-      element(item, "i").style.background = PALETTE[n];
-      item.append(`${name} (${count})`);
-    });
-    const others = this.data.classes.length - PALETTE.length;
-    if (others > 0) element(parent, "span", {}, `and ${others} more in grey`);
+    const entries = this.data.classes.map(([name, count], n) => ({ name, count, n })), others = entries.splice(PALETTE.length);
+    if (!entries.length) return;
+    const { compare } = new Intl.Collator("en", { numeric: true });
+    entries.sort((one, other) => compare(one.name, other.name));
+    const sum = others.reduce((total, { count }) => total + count, 0);
+    if (others.length) entries.push({ name: `${others.length} other ${others.length > 1 ? "classes" : "class"}`, count: sum, n: PALETTE.length });
+    const unlabelled = this.data.labels.filter((label) => label < 0).length;
+    if (unlabelled) entries.push({ name: "without a label", count: unlabelled, n: -1 });
+    const legend = element(parent, "span", { class: "classes", role: "group", "aria-label": "Classes, to emphasise one" });
+    for (const { name, count, n } of entries) {
+      const button = element(legend, "button", { type: "button", "aria-pressed": "false" });
+      element(button, "i").style.background = PALETTE[n] ?? OTHERS;
+      element(button, "b", {}, name);
+      button.append(` ${count} image${count > 1 ? "s" : ""}`);
+      button.addEventListener("pointerenter", () => this.emphasise(n));
+      button.addEventListener("pointerleave", () => this.emphasise(this.pinned));
+      button.addEventListener("click", () => {
+        this.pinned = this.pinned === n ? null : n;
+        for (const other of legend.children) other.setAttribute("aria-pressed", other === button && this.pinned === n);
+        this.emphasise(this.pinned);
+      });
+    }
+  }
+
+  emphasise(group) {
+    this.emphasised = group;
+    this.redraw();
   }
 
   resize() {
@@ -181,18 +212,19 @@ class Explorer {
     this.draw(); // at once, as a canvas of another size is blank
   }
 
-  // The side of the whole map, and that of a thumbnail, in pixels.
-  side() {
-    return 0.88 * Math.min(this.width, this.height) * this.scale;
+  // The sides of the whole map, and that of a thumbnail, in pixels.
+  sides() {
+    const edges = this.size(1) + 2 * EDGE;
+    return [(this.width - edges) * this.scale, (this.height - edges) * this.scale];
   }
 
-  size() {
-    return Math.min(72, (0.8 * this.side()) / Math.sqrt(this.data.names.length));
+  size(scale = this.scale) {
+    return Math.min(LARGEST, 0.8 * scale * Math.sqrt((this.width * this.height) / this.data.names.length));
   }
 
   onScreen(n) {
-    const [x, y] = this.data.positions[n], side = this.side();
-    return [(x - this.middle[0]) * side + this.width / 2, (y - this.middle[1]) * side + this.height / 2];
+    const [x, y] = this.data.positions[n], [width, height] = this.sides();
+    return [(x - this.middle[0]) * width + this.width / 2, (y - this.middle[1]) * height + this.height / 2];
   }
 
   // The image drawn at (x, y), or null. Checking all of them takes microseconds.
@@ -211,10 +243,10 @@ class Explorer {
   }
 
   zoom(factor, x = this.width / 2, y = this.height / 2) {
-    const before = this.side();
+    const before = this.sides();
     this.scale = Math.min(200, Math.max(0.6, this.scale * factor));
-    const shift = 1 / before - 1 / this.side();
-    this.pan((x - this.width / 2) * shift, (y - this.height / 2) * shift);
+    const [right, down] = this.sides().map((side, axis) => 1 / before[axis] - 1 / side);
+    this.pan((x - this.width / 2) * right, (y - this.height / 2) * down);
   }
 
   // Zoom about the selected image, or the middle if there is none.
@@ -245,12 +277,18 @@ class Explorer {
     if (!this.pen) return;
     const size = this.size(), near = this.selected === null ? [] : this.data.neighbours[this.selected];
     this.pen.clearRect(0, 0, this.width, this.height);
-    this.data.names.forEach((_, n) => {
+    const paint = (bright) => this.data.names.forEach((_, n) => {
+      if ((this.emphasised === null || this.group(n) === this.emphasised) !== bright) return;
       const [x, y] = this.onScreen(n);
       if (x < -size || y < -size || x > this.width + size || y > this.height + size) return;
       if (size >= 15) this.picture(n, size);
       else this.square(n, Math.max(3.4, size / 2)); // without a GPU, discs take ten times as long as squares
     });
+    this.pen.globalAlpha = FAINT;
+    paint(false);
+    this.pen.globalAlpha = 1;
+    paint(true); // above the others
+    if (this.emphasised !== null) return;
     for (const n of near) this.picture(n, Math.max(26, size));
     for (const n of [this.selected, this.hovered]) if (n !== null) this.picture(n, Math.max(52, 1.4 * size));
   }
@@ -262,7 +300,7 @@ class Explorer {
   }
 
   picture(n, side) {
-    this.square(n, side + 3);
+    this.square(n, side + 5);
     const { columns, size: [h, w] } = this.data.thumbnails, [x, y] = this.onScreen(n);
     this.pen.drawImage(this.atlas, (n % columns) * w, Math.floor(n / columns) * h, w, h, x - side / 2, y - side / 2, side, side);
   }
@@ -288,6 +326,7 @@ class Explorer {
       const attended = this.show(this.panel, n, "attention (mean of heads)");
       element(attended, "img", { src: this.data.attention[n], alt: "attention" });
     }
+    element(this.panel, "p", { class: "caption" }, `Nearest neighbours, by cosine similarity${this.data.classes.length ? ", and their classes" : ""}`);
     this.data.neighbours[n].forEach((other, rank) => {
       const button = element(this.panel, "button", { type: "button", title: this.data.names[other] });
       this.show(button, other, `${this.data.cosines[n][rank].toFixed(4)} ${this.label(other)}`);
@@ -308,5 +347,5 @@ class Explorer {
 
 const report = { data: JSON.parse(document.getElementById("data").textContent) }; // also for the browser's console
 
-report.charts = report.data.charts.map((data) => new Chart(document.getElementById("charts"), data));
+report.charts = report.data.charts.map((data, n) => new Chart(document.getElementById(n < report.data.shown ? "charts" : "more"), data));
 if (report.data.map) report.map = new Explorer(document.getElementById("explorer"), report.data.map);
