@@ -12,20 +12,25 @@ SMALL = {"k-NN ±": "untrained, raw pixels, trained, ±", **OTHERS}
 HOURS = {"k-NN": "untrained, raw pixels, trained", **OTHERS}
 TERMS = "DINO of 2021, Sinkhorn-Knopp, KoLeo, patches, all"
 CLS = ("k-NN", "linear")
+GREY = ("groceries-grey", "flowers-grey")
 # By page and heading of the table: benchmark, table, row, and the columns in the order of the page.
 FIGURES = {
     ("README.md", "| measured |"): [
         "small | Small | flowers: k-NN ± | raw pixels, untrained, trained",
         "small | Small | groceries: k-NN ± | raw pixels, untrained, trained",
+        "small | Small | hands: k-NN ± | raw pixels, untrained, trained",
         "hours | Small | groceries: k-NN | raw pixels, untrained, trained",
         "hours | Small | cifar10: k-NN | raw pixels, untrained, trained",
         "end_to_end | The whole | ViT-S/16 | reference, dino_vit",
     ],
     ("docs/start/demo.md", "| untrained |"): ["demo | The | 2,000 | untrained, trained, raw pixels, chance"],
     ("docs/small-sets.md", "| set | seeds |"): [
-        f"small | Small | {name}: {row} | {SMALL[row]}"
-        for name in ("groceries", "flowers", "cifar10", "textures", "groceries-grey", "flowers-grey")
-        for row in SMALL
+        *(
+            f"small | Small | {name}: {row} | {SMALL[row]}"
+            for name in (*("groceries", "flowers", "cifar10", "textures", "hands"), *GREY)
+            for row in SMALL
+        ),
+        *(f"small | Small | hands-grey: {row} | {HOURS[row]}" for row in HOURS),
     ],
     ("docs/small-sets.md", "| set, steps and epochs in an hour |"): [
         f"hours | Small | {name}: {row} | {HOURS[row]}"
