@@ -85,6 +85,15 @@ def test_without_the_weights_or_the_images_the_threshold_is_fixed_and_that_is_sa
     assert "a.safetensors does not exist" in caplog.text
 
 
+def test_images_that_cannot_be_read_any_more_choose_no_threshold(tmp_path, weights, photos, caplog):
+    path = embedded(tmp_path, weights, photos)
+    for image in photos.iterdir():
+        image.write_bytes(b"damaged")
+    found = dino_vit.duplicates(path, verbose=False)
+    assert (found.threshold.value, found.threshold.origin) == (0.95, "fixed")
+    assert "none of the embedded images can be read any more" in caplog.text
+
+
 def test_features_that_do_not_tell_copies_apart_are_said(tmp_path, photos, caplog):
     """A network to which all images are alike."""
     model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=1, heads=2)

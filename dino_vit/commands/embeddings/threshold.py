@@ -127,7 +127,9 @@ def cosines_of_copies(embeddings: Embeddings, frozen: FrozenBackbone, rows: Sequ
                 originals = unit(torch.as_tensor(embeddings.values[kept], device=frozen.device))
                 parts.append((unit(batch.values) * originals).sum(1).cpu())
                 advance(len(kept))
-    return torch.cat(parts)
+    if not (cosines := torch.cat(parts)).numel():
+        raise ValueError("none of the embedded images can be read any more")
+    return cosines
 
 
 def cosines_of_others(values: Array, device: torch.device) -> Tensor:
