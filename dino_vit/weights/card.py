@@ -197,7 +197,7 @@ def usage(model: Backbone, path: PurePath, format: str) -> str:
     if format == "huggingface" and processor_config(model):
         images = _PHOTO.format(mode=MODES[model.channels], path=str(path))
     kind = format
-    if format == "timm" and is_folder(Path(path), format):
+    if format == "timm" and is_folder(path, format):
         kind = "timm folder"
         if transform and transform.code():  # which timm can prepare too
             images = _TIMM_PHOTO.format(mode=MODES[model.channels])

@@ -106,10 +106,10 @@ def _check_target(path: Path, format: str, overwrite: bool) -> None:
         more = ", or have no suffix, as the name of a folder" if format in FOLDERS else ""
         raise WeightsError(f"{path} must end in {', '.join(suffixes)}{more}")
     if path.is_dir():
-        others = {entry.name for entry in path.iterdir()} - FOLDER_FILES
-        others |= {
-            entry.name for entry in path.glob("README.md") if CARD_MARK.encode() not in entry.read_bytes()
-        }
+        others, card = {entry.name for entry in path.iterdir()}, path / "README.md"
+        if card.is_file():  # without it, files of these names are of another library
+            others -= FOLDER_FILES
+            others |= {card.name} if CARD_MARK.encode() not in card.read_bytes() else set()
         if others or not is_folder(path, format):
             held = f" with {', '.join(sorted(others)[:5])}" if others else ""
             raise WeightsError(f"{path} is an existing folder{held}; choose another name")

@@ -56,7 +56,7 @@ def test_copies_on_the_disk_are_found_without_a_threshold(tmp_path, weights, pho
     assert (chosen.origin, chosen.value < 1, chosen.copies > 0.6) == ("features", True, True)
     lines = found.text.splitlines()
     assert lines[0].startswith(f"{len(pairs)} pairs in ")
-    assert lines[1].startswith(f"threshold={chosen.value:g}, chosen by these features: ")
+    assert lines[1].startswith(f"threshold={chosen.value:g}, chosen for these features: ")
     written = json.loads(output.read_text())
     assert written["threshold"] == chosen.value
     assert written["threshold_chosen"]["by"] == "features"
@@ -76,13 +76,22 @@ def test_without_the_weights_or_the_images_the_threshold_is_fixed_and_that_is_sa
     path = embedded(tmp_path, weights, photos)
     photos.rename(tmp_path / "moved")
     assert dino_vit.duplicates(path, verbose=False).threshold.origin == "fixed"
-    assert "threshold=0.95 is not chosen by these features, of which no copies can be made: " in caplog.text
+    assert "threshold=0.95 is not chosen for these features, as no copies of images can be" in caplog.text
     (tmp_path / "moved").rename(photos)
     weights.unlink()
     caplog.clear()
     found = dino_vit.duplicates(path, verbose=False)
     assert (found.threshold.value, found.threshold.origin) == (0.95, "fixed")
     assert "a.safetensors does not exist" in caplog.text
+
+
+def test_images_that_cannot_be_read_any_more_choose_no_threshold(tmp_path, weights, photos, caplog):
+    path = embedded(tmp_path, weights, photos)
+    for image in photos.iterdir():
+        image.write_bytes(b"damaged")
+    found = dino_vit.duplicates(path, verbose=False)
+    assert (found.threshold.value, found.threshold.origin) == (0.95, "fixed")
+    assert "none of the embedded images can be read any more" in caplog.text
 
 
 def test_features_that_do_not_tell_copies_apart_are_said(tmp_path, photos, caplog):

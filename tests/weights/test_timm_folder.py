@@ -203,3 +203,16 @@ def test_the_card_names_timm_and_only_our_own_folder_is_replaced(tmp_path):
     (tmp_path / "vit" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"existing folder with notes\.txt"):
         dino_vit.export("mine.safetensors", "vit", **again)
+
+
+@pytest.mark.parametrize("name", ["vit.hf", "empty.pth"])
+def test_a_folder_whose_name_is_that_of_a_file_stays(name, tmp_path):
+    written()
+    if name == "vit.hf":
+        dino_vit.export("mine.safetensors", name, format="huggingface", verbose=False)
+    else:
+        (tmp_path / name).mkdir()
+    held = sorted((tmp_path / name).iterdir())
+    with pytest.raises(ValueError, match=f"{name} (must end in|is an existing folder)"):
+        dino_vit.export("mine.safetensors", name, format="timm", overwrite=True, verbose=False)
+    assert sorted((tmp_path / name).iterdir()) == held

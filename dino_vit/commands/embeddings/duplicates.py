@@ -130,13 +130,14 @@ def threshold_of(config: DuplicatesConfig, embeddings: Embeddings) -> Threshold:
         threshold = choose_threshold(embeddings, embeddings.freeze(model))
     except (ValueError, OSError, SourceLost) as error:
         log.warning(
-            "threshold=%g is not chosen by these features, of which no copies can be made: %s", FIXED, error
+            "threshold=%g is not chosen for these features, as no copies of images can be embedded: %s",
+            *(FIXED, error),
         )
         return Threshold(FIXED, "fixed")
     if threshold.is_weak:
         log.warning(
             "these features do not tell copies from similar images: at the best threshold %.0f %% of mild "
-            "copies are missed, and %.0f %% of the images pass by another image. Embed with better weights, "
+            "copies are missed, and %.0f %% of the images have another image above it. Use better weights, "
             "such as the published %s; or give threshold= if most images do have copies",
             *(100 * (1 - threshold.copies), 100 * threshold.others, PUBLISHED),
         )

@@ -58,10 +58,10 @@ class Threshold:
         if self.origin == "given":
             return f"threshold={self.value:g}, as given"
         if self.origin == "fixed":
-            return f"threshold={self.value:g}, which is not chosen by these features"
+            return f"threshold={self.value:g}, which is not chosen for these features"
         return (
-            f"threshold={self.value:g}, chosen by these features: {self.copies:.0%} of mild copies of "
-            f"images pass it, and {self.others:.1%} of the images as they are, by another image"
+            f"threshold={self.value:g}, chosen for these features: {100 * self.copies:.0f} % of mild "
+            f"copies pass it, and {100 * self.others:.1f} % of the images have another image above it"
         )
 
 
@@ -127,7 +127,9 @@ def cosines_of_copies(embeddings: Embeddings, frozen: FrozenBackbone, rows: Sequ
                 originals = unit(torch.as_tensor(embeddings.values[kept], device=frozen.device))
                 parts.append((unit(batch.values) * originals).sum(1).cpu())
                 advance(len(kept))
-    return torch.cat(parts)
+    if not (cosines := torch.cat(parts)).numel():
+        raise ValueError("none of the embedded images can be read any more")
+    return cosines
 
 
 def cosines_of_others(values: Array, device: torch.device) -> Tensor:

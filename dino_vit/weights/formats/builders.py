@@ -1,7 +1,7 @@
 """How other libraries build the model of an export: their arguments, and the config.json of a folder."""
 
 import math
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from dino_vit.models.backbone import Backbone
@@ -23,9 +23,9 @@ ROTARY_NAMES = {1e-6: "eva02_small_patch14_224", 1e-5: "vit_small_patch16_dinov3
 RESAMPLE = {name: number for number, name in INTERPOLATIONS.items()}
 
 
-def is_folder(path: Path, format: str) -> bool:
+def is_folder(path: PurePath, format: str) -> bool:
     """Tell whether an export of this name is a folder; of timm it is one without a suffix."""
-    return format == "huggingface" or (format == "timm" and (not path.suffix or path.is_dir()))
+    return format == "huggingface" or (format == "timm" and not path.suffix)
 
 
 def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
