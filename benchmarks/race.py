@@ -71,7 +71,7 @@ def main() -> None:
             add(PIXELS, {})[minutes] = found[PIXELS]["k-NN"]
             add(UNTRAINED, {})[minutes] = found[UNTRAINED]["k-NN"]
             if PEER in found:
-                add(PEER, {0: found[UNTRAINED]["k-NN"]})[minutes] = found[PEER]["k-NN"]
+                add(PEER, {})[minutes] = found[PEER]["k-NN"]
     rows = [row_of(name, minutes, curves[name]) for name, minutes in product(options.sets, options.minutes)]
     title = "The race: k-NN on small sets after minutes of one core, recipe=auto, seed 0"
     note = "Untrained and raw pixels are of today's code; of lightly-train's tokens the better one."
@@ -92,7 +92,8 @@ def row_of(name: str, minutes: float, curves: Curves) -> Row:
     """Return the figures of a set after some minutes."""
     values = {title: points[minutes] for title, points in curves.items() if minutes in points}
     best = max(value for title, value in values.items() if title != NOW)
-    return Row(f"{name}, {minutes:g} minutes", values, values[NOW] / best)
+    time = f"{minutes:g} minute" + "s" * (minutes != 1)
+    return Row(f"{name}, {time}", values, values[NOW] / best)
 
 
 def draw(curves: Mapping[str, Curves], path: Path) -> None:

@@ -101,7 +101,8 @@ class Embeddings:
         )
         if frozen.weights_digest != recorded["sha256"]:
             text = f"{model.provenance.source} are not the weights that computed the embeddings"
-            raise ValueError(f"{text}: those are {recorded['path']}, step {recorded['step']}; embed again")
+            text = f"{text}: those are {recorded['path']}, step {recorded['step']}"
+            raise ValueError(f"{text}. Embed again, or give them to search with weights=")
         return frozen
 
     def indices_in(self, source: Source, rows: Iterable[int]) -> dict[int, int]:

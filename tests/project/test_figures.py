@@ -41,6 +41,11 @@ FIGURES = {
         f"small_peer | Small | {name}: k-NN | untrained, raw pixels, trained, lightly-train"
         for name in ("textures", "cifar10", "flowers")
     ],
+    ("docs/race.md", "| set and minutes |"): [
+        f"race | The race | {name}, {minutes} | untrained, raw pixels, lightly-train, 0.3.0, now"
+        for name in ("flowers", "groceries", "hands")
+        for minutes in ("1 minute", "5 minutes")
+    ],
     ("docs/recipe.md", "| images | figure |"): [
         *(
             f"terms | scenes | {row} | {TERMS}"
