@@ -16,7 +16,10 @@ PACKAGES = {
     for extra, requirements in PROJECT["optional-dependencies"].items()
 }
 OWN = {"dev", "docs", "peers"}  # of those who work on the library
-NAMED = [{"pillow-heif"}, {"lightly"}, *(names for extra, names in PACKAGES.items() if extra not in OWN)]
+TRACKERS = ("trackio", "wandb", "mlflow", "comet_ml", "clearml", "swanlab", "aim", "dvclive")
+PEERS = ("lightly", "lightly-train")
+NAMED = [{name} for name in ("pillow-heif", *TRACKERS, *PEERS)]
+NAMED += [names for extra, names in PACKAGES.items() if extra not in OWN]
 CLONE = {".", "'.[hub,tiff]'"}
 TEXTS = [
     ROOT / "README.md",

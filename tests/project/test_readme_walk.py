@@ -28,7 +28,7 @@ from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
 from tests.support.documents import README, ROOT, blocks, commands
 from tests.support.hub import offline, snapshot
-from tests.support.image_sets import write_parquet, write_tar
+from tests.support.image_sets import image_file, write_parquet, write_tar
 from tests.support.images import write_synthetic
 from tests.support.runs import CPU, TINY
 
@@ -98,6 +98,8 @@ def inputs(tmp_path_factory):
     for number in range(11):
         write_tar(folder / f"shards/{number:03}.tar", dict([*files.items()][number::11]))
     write_parquet(folder / "flowers/train.parquet")
+    held_out = {f"cat/{seed}.png": image_file(seed, f"{seed}.png") for seed in range(10, 14)}
+    write_parquet(folder / "flowers/test.parquet", held_out)
     for kind, shape in (("scans", (40, 40)), ("bands", (40, 40, 13))):
         (folder / kind).mkdir()
         for number in range(8):
