@@ -157,3 +157,13 @@ def test_copies_are_mild():
         again = recompress(each, 0)
         assert again.shape == each.shape
         assert 0 < (again.float() - each.float()).abs().mean() < 10
+
+
+def test_a_chosen_threshold_is_not_followed_by_advice_to_raise_it(tmp_path, weights):
+    for number in range(8):
+        write_synthetic(tmp_path / f"same/{number}.png", 3, size=64)
+    path = embedded(tmp_path, weights, tmp_path / "same")
+    chosen = dino_vit.duplicates(path, verbose=False)
+    assert chosen.pairs.total == 28
+    assert "more pairs than images" not in chosen.text
+    assert "more pairs than images" in dino_vit.duplicates(path, threshold=0.5, verbose=False).text

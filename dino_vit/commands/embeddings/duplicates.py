@@ -89,10 +89,11 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     groups = [[embeddings.names[row] for row in rows] for rows in linked]
     images = plural(len(embeddings.names), "image")
     listed = "" if len(pairs.closest) == pairs.total else f" ({len(pairs.closest):,} are listed)"
+    advice = [] if threshold.origin == "features" else advice_on_threshold(pairs, len(embeddings.names))
     lines = [
         f"{plural(pairs.total, 'pair')}{listed} in {plural(len(groups), 'group')}, among {images}",
         str(threshold),
-        *advice_on_threshold(pairs, len(embeddings.names)),
+        *advice,
         *describe(conflicts, "different labels, perhaps of one image"),
         *describe(leaks, "different splits, perhaps with one image in both"),
         *describe(pairs, f"a cosine of {threshold.value:g} or more"),
