@@ -143,7 +143,7 @@ def test_the_small_recipes_of_dinov3_are_rehearsed(tmp_path, name):
     dino_vit.save_backbone(published, weights, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     small = {"data.source": "synthetic:16:64", "output": str(tmp_path / "run"), "views.local_count": 1}
     small |= {"head.prototypes": 64, "head.hidden_dim": 64, "data.batch_size": 2, "run.eval_every": None}
-    small |= {"run.precision": "bf16", "data.augment_on": "device", "budget.steps": 1000}
+    small |= {"run.precision": "bf16", "data.augment_on": "device", "data.workers": 0, "budget.steps": 1000}
     small |= {"init.weights": str(weights), "gram.weights": str(weights), "gram.weight": 2.0, "gram.scale": 2}
     config = load(PretrainConfig, ROOT / f"configs/pretrain/{name}.yaml", small)
     with rehearsed_run(config) as (rehearsal, state):
