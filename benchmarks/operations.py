@@ -5,8 +5,9 @@
 The step of `benchmarks/step.py` in bf16 under PyTorch's profiler: kernels on CUDA, operations of the
 processor elsewhere, each without what it calls. A share is one of all of them; what is small is one row.
 
-Where there is no GPU, its steps are rehearsed (`benchmarks/rehearsal.py`): kernels of each part, and the most
-memory that tensors take meanwhile. The batch is of uint8 views, whose augmentation is part of the step.
+Where there is no GPU, its steps are rehearsed (`benchmarks/rehearsal.py`): kernels of each part, the most
+memory that tensors take meanwhile, the bytes that kernels move, by part and by kind, and the time that these
+or their multiplications take at least. The batch is of uint8 views, whose augmentation is part of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.kernels import Kernels
+from benchmarks.kernels import BANDWIDTH, PEAK, Kernels
 from benchmarks.measure import Row, Table, arguments, here, report, where
 from benchmarks.rehearsal import rehearsed_run
 from benchmarks.step import FIXED, Ours, usual_cases
@@ -140,6 +141,26 @@ def kernel_table(found: Mapping[str, Kernels]) -> Table:
     return Table(title, "kernels", rows, note, ratio="share of the first")
 
 
+def traffic_table(found: Mapping[str, Kernels]) -> Table:
+    """Set the GB that each part of a step, and each kind of operator, moves one below the other."""
+    first, rows = next(iter(found.values())), []
+    for place in (0, 1):
+        moved = {name: one.traffic_by(place) for name, one in found.items()}
+        parts = dict.fromkeys(part for one in moved.values() for part, _ in one.most_common())
+        for part in parts:
+            speed = {name: one[part] / 1e9 for name, one in moved.items()}
+            rows.append(Row(part, speed, first.traffic_by(place)[part] / first.traffic.total()))
+    rows.append(Row("the whole step", {name: one.traffic.total() / 1e9 for name, one in found.items()}, 1.0))
+    least = ", ".join(f"{name} {sum(one.seconds.values()) * 1e3:.1f} ms" for name, one in found.items())
+    note = (
+        "Bytes that kernels read and write at least, by part and then by kind. At "
+        f"{BANDWIDTH / 1e12:g} TB/s, or {PEAK / 1e12:g} TFLOP/s where a kernel's multiplications take longer "
+        f"(an H100's data sheet), a step takes at least: {least}. Compiled code would move less."
+    )
+    title = f"A GPU rehearsed: traffic of a step, bf16, {IMAGES} images"
+    return Table(title, "GB", rows, note, ratio="share of the first")
+
+
 def run(*, threads: int) -> list[Table]:
     """Profile every case."""
     torch.set_num_threads(threads)
@@ -148,7 +169,8 @@ def run(*, threads: int) -> list[Table]:
         print(f"{case.name} ...", file=sys.stderr, flush=True)
         tables.append(table(f"{case.name}, {where(threads)}", *operations(Ours(case))))
     if here().type == "cpu":
-        tables.append(kernel_table({name: rehearse(changes) for name, changes in REHEARSED.items()}))
+        rehearsed = {name: rehearse(changes) for name, changes in REHEARSED.items()}
+        tables += [kernel_table(rehearsed), traffic_table(rehearsed)]
     return tables
 
 
