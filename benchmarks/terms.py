@@ -27,7 +27,7 @@ from benchmarks.small import SIDES, Job, measured_steps, of_set, train
 from benchmarks.small import judge as judge_run
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.maps.segmentation import choose_steps, judge, patch_bank, pixel_accuracy, train_head
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.reports.record import read_run

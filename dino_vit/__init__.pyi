@@ -6,16 +6,7 @@ import pathlib
 from typing import Literal, TypedDict, overload
 
 from dino_vit.commands import Facts, Written
-from dino_vit.commands.attention import AttentionMaps
-from dino_vit.commands.classification import Classification
-from dino_vit.commands.classification.predict import LabelPredictions
-from dino_vit.commands.classification.predicted import Predicted
-from dino_vit.commands.compare import ComparisonResult
 from dino_vit.commands.demo import DemoResult
-from dino_vit.commands.dense import DenseResult
-from dino_vit.commands.embeddings.duplicates import DuplicatesResult
-from dino_vit.commands.embeddings.embed import ImageEmbeddings
-from dino_vit.commands.embeddings.search import SearchResult
 from dino_vit.commands.pack import PackResult
 from dino_vit.config.commands import (
     AttentionConfig,
@@ -33,6 +24,15 @@ from dino_vit.config.commands import (
 )
 from dino_vit.config.embeddings import DuplicatesConfig, EmbedConfig, SearchConfig
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.eval.classification.predict import LabelPredictions
+from dino_vit.eval.classification.predicted import Predicted
+from dino_vit.eval.comparison.compare import ComparisonResult
+from dino_vit.eval.embeddings.duplicates import DuplicatesResult
+from dino_vit.eval.embeddings.embed import ImageEmbeddings
+from dino_vit.eval.embeddings.search import SearchResult
+from dino_vit.eval.maps.attention import AttentionMaps
+from dino_vit.eval.maps.dense import DenseResult
+from dino_vit.eval.results import Classification
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
 from dino_vit.models.vit import vit_base as vit_base
 from dino_vit.models.vit import vit_huge as vit_huge

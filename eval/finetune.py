@@ -21,9 +21,6 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands.classification import Classification, classification
-from dino_vit.commands.classification.knn import classify
-from dino_vit.commands.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.config.commands import KnnConfig, Network, SupervisedConfig
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import in_steps
@@ -46,10 +43,12 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.accuracy import TOP_K, Accuracy, Predictions
-from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import frozen_backbone
-from dino_vit.eval.labelled import labelled_features, open_sets
+from dino_vit.eval.classification.knn import classify
+from dino_vit.eval.classification.supervised import EpochTraining, SupervisedLoader
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.figures import TOP_K, Accuracy, Predictions
+from dino_vit.eval.results import Classification, classification
+from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.method import optim
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone

@@ -7,13 +7,15 @@ from shlex import quote
 
 import torch
 
-from dino_vit.commands import Result, attention, report
+from dino_vit.commands import report
 from dino_vit.config.commands import AttentionConfig, DemoConfig, ReportConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import choose_precision
+from dino_vit.core.text import Result
+from dino_vit.eval.maps import attention
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
 

@@ -1,28 +1,21 @@
-"""Files of results: one for each command and data, and the list of those of a run, read from the files."""
+"""Results of evaluations: files, one for each command and data."""
 
 import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dino_vit.config.commands import DenseConfig, KnnConfig, LinearConfig
-from dino_vit.config.loading import write_yaml
-from dino_vit.config.settings import Settings, flat, get, settings_of, values
-from dino_vit.core import log
+from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
-from dino_vit.core.text import public, public_values
-from dino_vit.data.limits import read_regular
-from dino_vit.eval.accuracy import Interval
-
-CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
-FOLDER = "eval"  # in that of a run
-_OWN_COLUMNS = ("source", "train", "weights")  # in the list
+from dino_vit.core.text import Result, public, public_values
+from dino_vit.eval.figures import Accuracy, Interval, Predictions
+from dino_vit.reports.record import FOLDER
 
 
 def output_of(config: Settings, loaded: str) -> Path:
@@ -93,48 +86,34 @@ def evaluation(
     return plain(results) if path is None else write_results(path, results)
 
 
-class Evaluation(NamedTuple):
-    """What a file of results says first, as text."""
+@dataclass(frozen=True, kw_only=True)
+class Classification(Result):
+    """Accuracies on labelled images."""
 
-    command: str  # and the step of a checkpoint
-    figure: str
-    percent: str  # with its confidence interval
-    data: str
-    settings: str  # that differ from the defaults
-    written: str  # UTC
-    file: str
-
-
-def read_evaluations(run: Path) -> list[Evaluation]:
-    """Return the results in the folder of a run, the newest first."""
-    evaluations = []
-    for path in sorted((run / FOLDER).glob("*.json")):
-        try:
-            evaluations.append(_read(path))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            log.warning("%s is not listed, as it is damaged or holds no results: %s", path, error)
-    return sorted(evaluations, key=lambda evaluation: evaluation.written, reverse=True)
+    top1: Accuracy
+    top5: Accuracy | None  # of five classes or fewer
+    per_class: dict[str, Accuracy] = field(repr=False)  # top-1
+    predictions: Predictions = field(repr=False)
+    path: Path | None  # of the JSON file, if one was written
+    details: dict[str, Any] = field(repr=False)  # all that the file holds
 
 
-def _read(path: Path) -> Evaluation:
-    content = json.loads(read_regular(path))
-    command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure
-    figure = content.get("figure") or {"title": ""}
-    settings = flat(content.get("settings") or {})
-    step = content.get("weights", {}).get("step")
-    changed = [
-        f"{key}={write_yaml(settings[key])}"
-        for key, info in settings_of(CONFIGS.get(command, Settings)).items()
-        if key in settings.keys() - {*_OWN_COLUMNS}
-        and not info.resumable
-        and settings[key] != plain({key: info.default})[key]
-    ]
-    return Evaluation(
-        command=f"{command}, step {step:,}" if step else command,
-        figure=figure["title"],
-        percent=str(Interval(figure["percent"], figure["low"], figure["high"])) if figure["title"] else "",
-        data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
-        settings=", ".join(changed),
-        written=content.get("written", "")[:19].replace("T", " "),
-        file=path.name,
+def classification(
+    command: str,
+    path: str | Path | None,
+    title: str,
+    predictions: Predictions,
+    details: Mapping[str, Any],
+    text: str,
+) -> Classification:
+    """Return a result with the figures of predictions; with a path, write the JSON file."""
+    figures, path = predictions.figures(), None if path is None else Path(path)
+    return Classification(
+        top1=figures["top1"],
+        top5=figures["top5"],
+        per_class=figures["per_class"],
+        predictions=predictions,
+        path=path,
+        details=evaluation(command, path, title, figures["top1"], details),
+        text=text if path is None else f"{text}\n{path}",
     )

@@ -3,7 +3,8 @@
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -11,7 +12,6 @@ from markupsafe import Markup
 
 from dino_vit.core.outputs import MARK
 from dino_vit.core.text import printable, public
-from dino_vit.reports.pictures import Pictures
 from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
 from dino_vit.reports.states import LEARNING
 from dino_vit.reports.verdict import WAITING, WAITING_HELP
@@ -53,6 +53,33 @@ SINGLE = [  # field of a record, title, caption
 ]
 
 
+MAX_NAME = 120  # characters
+
+
+class Tile(NamedTuple):
+    """A picture and its caption."""
+
+    uri: str
+    caption: str
+
+
+class Row(NamedTuple):
+    """An image and the pictures that belong to it."""
+
+    name: str
+    tiles: list[Tile]
+
+
+@dataclass(kw_only=True)
+class Pictures:
+    """The sections of a page that need the images or a checkpoint, empty where these are missing."""
+
+    views: list[Row] = field(default_factory=list)
+    attention: list[Row] = field(default_factory=list)
+    map: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
 def render(record: RunRecord, pictures: Pictures) -> str:
     """Return the page of a run."""
     diagnosis, history = state(record)
@@ -91,13 +118,13 @@ def fill(template: str, **values: Any) -> str:
 def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
     """Return the few numbers to look at first, and beside each what it compares with."""
     found = {}
-    for title, field, text, levels, zero in FIGURES:
-        if (value := record.latest(field)) is not None:
+    for title, name, text, levels, zero in FIGURES:
+        if (value := record.latest(name)) is not None:
             before = record.baseline_levels(*levels)
-            beside = ", ".join(f"{name} {text.format(level)}" for name, level in before.items())
-            title += " among the training images" if field == "knn" and record.baseline.leave_one_out else ""
+            beside = ", ".join(f"{what} {text.format(level)}" for what, level in before.items())
+            title += " among the training images" if name == "knn" and record.baseline.leave_one_out else ""
             found[title] = text.format(value), beside or zero
-        if field == "knn":
+        if name == "knn":
             found |= newest_evaluation(record)
     return found
 

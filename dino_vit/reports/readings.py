@@ -7,7 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dino_vit.eval.accuracy import mcnemar
+import torch
+from torch import Tensor
+from torch.distributions import Binomial
+
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
@@ -61,6 +64,17 @@ class Reading(NamedTuple):
         shares = (min(max(percent / 100, 0.0), 1.0) for percent in (self.percent, self.before))
         variance = sum(share * (1 - share) for share in shares) / self.images
         return math.erfc(abs(self.rise) / (100 * math.sqrt(2 * variance))) if variance else 1.0
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Return the probability of so uneven a split of the images that only one of two gets right.
+
+    McNemar's test in its exact form: if both were as good, each such image would fall to either with 1/2.
+    """
+    splits = Binomial(only_first + only_second, torch.tensor(0.5, dtype=torch.double), validate_args=False)
+    fewer = torch.arange(min(only_first, only_second) + 1, dtype=torch.double)
+    logs: Tensor = splits.log_prob(fewer)  # type: ignore[no-untyped-call]
+    return min(1.0, 2 * float(logs.exp().sum()))
 
 
 def readings_of(

@@ -124,7 +124,7 @@ def test_devices_and_pipes_are_not_opened(folder):
 
 
 def test_only_sheets_of_earlier_calls_are_removed(folder, monkeypatch):
-    monkeypatch.setattr("dino_vit.commands.attention.SHEET_ROWS", 1)
+    monkeypatch.setattr("dino_vit.eval.maps.attention.SHEET_ROWS", 1)
     Path("maps").mkdir()
     Path("maps/sheet-7.png").write_bytes(b"of a user")
     two = ["attention", "synthetic:2:16", "w.safetensors", "output=maps"]

@@ -8,19 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval.accuracy import (
-    RESAMPLES,
-    Measured,
-    Predictions,
-    accuracy,
-    compare_pairs,
-    difference,
-    mcnemar,
-    measured_share,
-    of_sums,
-    standings,
-    verdict,
-)
+from dino_vit.eval.comparison.pairs import compare_pairs, difference, standings, verdict
+from dino_vit.eval.figures import RESAMPLES, Measured, Predictions, accuracy, measured_share, of_sums
+from dino_vit.reports.readings import mcnemar
 
 RANDOM = np.random.default_rng(0)
 

@@ -12,7 +12,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from dino_vit.eval.metrics import auroc, average_precision, correlation, estimates, f1, mae, measure, r2
+from dino_vit.eval.figures import auroc, average_precision, correlation, estimates, f1, mae, measure, r2
 
 GENERATOR = np.random.default_rng(0)
 N = 200

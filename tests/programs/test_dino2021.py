@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from dino_vit import load_backbone
+from dino_vit.config.commands import SupervisedConfig
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.eval.sets import open_sets
 from dino_vit.models.backbone import FeatureSpec
 from eval.dino2021 import Dino2021Config, run
 from tests.support.backbones import extracted

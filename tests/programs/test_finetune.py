@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 from dino_vit import load_backbone
+from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.loading import load
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.eval.sets import open_sets
 from eval.finetune import FinetuneConfig, run
 from tests.support.backbones import extracted
 from tests.support.naive import ranked_classes

@@ -6,7 +6,7 @@ import pytest
 from selenium.webdriver.support.ui import WebDriverWait
 
 import dino_vit
-from dino_vit.reports.comparison import joint_charts
+from dino_vit.eval.comparison.page import joint_charts
 from dino_vit.reports.page import charts
 from dino_vit.reports.record import read_run
 from tests.support.browser import set_screen, text_of

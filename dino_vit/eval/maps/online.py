@@ -27,11 +27,12 @@ from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.masks import MaskedSource, open_watched
 from dino_vit.data.sources.source import describe_images, spread
-from dino_vit.eval.accuracy import Measured, of_sums
-from dino_vit.eval.features import FrozenBackbone, in_batches
-from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.figures import Measured, of_sums
 from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import NEIGHBOURS, OnlineEvaluation
+from dino_vit.eval.reading import in_batches
 from dino_vit.models.backbone import Backbone, FeatureSpec
 
 IMAGES, PATCHES, BATCH = 400, 50, 16  # in all, of an image, images in memory at a time

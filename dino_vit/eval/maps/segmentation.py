@@ -32,11 +32,11 @@ from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.sources.masks import MaskedSource
-from dino_vit.eval.accuracy import Measured, of_sums
+from dino_vit.eval.classification.probes import initial_weight
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.linear import initial_weight
+from dino_vit.eval.figures import Measured, of_sums
 from dino_vit.eval.maps.windows import BLOCK, Windows, patch_maps, random_crops, window_maps
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import resize_mask
 from dino_vit.views.sampler import Sampler

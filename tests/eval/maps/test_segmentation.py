@@ -13,8 +13,8 @@ from dino_vit import VisionTransformer
 from dino_vit.config.commands import IGNORED
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.accuracy import Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.figures import Measured, of_sums
 from dino_vit.eval.maps import segmentation
 from dino_vit.eval.maps.segmentation import (
     Bank,
