@@ -40,7 +40,7 @@ from dino_vit.eval.classification.probes import (
 )
 from dino_vit.eval.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.results import Classification, classification, output_of
+from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
@@ -66,7 +66,7 @@ class Dino2021Config(SupervisedConfig, CachedConfig):
             yield f"mean=true needs blocks=1, not {self.blocks}"
 
 
-def run(config: Dino2021Config) -> Classification:
+def run(config: Dino2021Config) -> EvaluationResult:
     """Train the head, evaluate it after every epoch, and write the head and the JSON."""
     frozen = frozen_backbone(config)
     output = output_of(config, frozen.model.provenance.source)
@@ -97,7 +97,7 @@ def run(config: Dino2021Config) -> Classification:
         f"trained on {plural(len(train), 'image')} for {plural(config.epochs, 'epoch')}; best after "
         f"epoch {percents.index(best) + 1}: {best:.2f} %, the figure that the 2021 code reports\n{head}"
     )
-    return classification("dino2021", output, "linear top-1", predictions, details, text)
+    return conclude_classes("dino2021", output, "linear top-1", predictions, details, [text])
 
 
 class HeadTraining(EpochTraining):

@@ -209,7 +209,7 @@ class Advance:
         total = f" of {self.total:,}" if self.total and self.done != self.total else ""
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
         note = f", {self.note}" if self.note else ""
-        return f"{self.title}: {self.done:,}{total}, {rate:,.0f}/s{note}"
+        return f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
 
 
 @contextmanager

@@ -138,8 +138,8 @@ def check_finite(values: Tensor, model: Backbone) -> None:
 
 
 _VERSION = 6  # of the files, and of how images are prepared
-NOT_KEPT = (
-    "the features are not kept for another time, as nothing tells when these images change: URLs in a list, "
+NOT_CACHED = (
+    "the features could not be cached, as changes of these images cannot be detected: URLs in a list, "
     "files of a server without ETag and time of change, or an object of Python code without a fingerprint"
 )
 _SAID = set[str]()  # by the fingerprint of the images
@@ -182,8 +182,8 @@ def cached_features(
     They are read from the cache file whose name is a hash of all that they depend on (weights, images,
     transform, tokens, precision), or computed and written there first. All processes must call it; they
     share the work. Unreadable images are left out with a warning. Another device or batch
-    size may round the last bits differently. What is interrupted starts again. Features are not kept where
-    nothing tells whether the images are still the same (`stamp_of`).
+    size may round the last bits differently. What is interrupted starts again. Features are not cached where
+    changes of the images cannot be detected (`stamp_of`).
     """
     chosen = range(len(source)) if indices is None else indices
     if not len(chosen):
@@ -197,7 +197,7 @@ def cached_features(
     keeps = not any_process(stamp is None)
     if not keeps and source.fingerprint not in _SAID and is_main_process():
         _SAID.add(source.fingerprint)
-        log.info(NOT_KEPT)
+        log.info(NOT_CACHED)
     inputs = {
         "version": _VERSION,
         "weights": frozen.weights_digest,
@@ -317,6 +317,6 @@ def _compute(
     except StorageError as error:
         if processes > 1:
             raise
-        log.warning("the features are not kept for another time: %s; see cache=FOLDER", error)
+        log.warning("the features could not be cached: %s; see cache=FOLDER", error)
     wait_for_all()
     return tensors if processes == 1 else None

@@ -28,26 +28,28 @@ _Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A figure in per cent with its 95 % confidence interval over images."""
+class Figure:
+    """A number with its 95 % confidence interval over images."""
 
-    percent: float
+    value: float
     low: float
     high: float
+    images: int
+    unit: str = "%"  # empty for numbers in a unit of their own, and for columns, which are from 0 to 1
+    correct: int | None = None  # images that are right, of a share of images
 
     def __str__(self) -> str:
-        return f"{self.percent:.2f} ({self.low:.2f} to {self.high:.2f})"
+        numbers = self.value, self.low, self.high
+        value, low, high = (f"{x:.2f}" if self.unit == "%" else number_text(x) for x in numbers)
+        return f"{value} ({low} to {high})"
 
 
-@dataclass(frozen=True)
-class Accuracy(Interval):
-    """A share of correct predictions."""
-
-    correct: int
-    images: int
+def number_text(value: float) -> str:
+    """Return a number with three digits, or all of a large one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}"
 
 
-def accuracy(correct: int, images: int) -> Accuracy:
+def accuracy(correct: int, images: int) -> Figure:
     """Return the accuracy of `correct` predictions out of `images`.
 
     The interval is Wilson's (1927), which is valid for few or all correct too.
@@ -60,7 +62,7 @@ def accuracy(correct: int, images: int) -> Accuracy:
     # At the ends the bound is the share itself up to rounding.
     low = 0.0 if correct == 0 else middle - reach
     high = 1.0 if correct == images else middle + reach
-    return Accuracy(100 * correct / images, 100 * low, 100 * high, correct, images)
+    return Figure(100 * correct / images, 100 * low, 100 * high, images, correct=correct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class Predictions:
         """Which images were classified rightly."""
         return self.ranked[:, 0] == self.targets
 
-    def top(self, k: int) -> Accuracy:
+    def top(self, k: int) -> Figure:
         """Return how often the class is among the first k."""
         correct = (self.ranked[:, :k] == self.targets[:, None]).any(axis=1)
         return accuracy(int(correct.sum()), len(correct))
@@ -94,7 +96,7 @@ class Predictions:
             "top1": self.top(1),
             "top5": self.top(TOP_K) if len(self.classes) > TOP_K else None,
             **trivial_baselines(self.targets, self.classes),
-            "per_class": {self.classes[target]: accuracy(*of_class) for target, *of_class in rows},
+            "per_class": {self.classes[target]: accuracy(right, images) for target, right, images in rows},
         }
 
     def summary(self) -> str:
@@ -123,35 +125,41 @@ def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dic
 class Measured:
     """A figure of a backbone on images, with what each image contributes.
 
-    `figure` takes weights of the images (r, n), such as those of a bootstrap, and the parts. It returns
+    `metric` takes weights of the images (r, n), such as those of a bootstrap, and the parts. It returns
     (r, c), NaN where a column has nothing to judge by; what counts is the mean of the others, from 0 to 1.
     """
 
     title: str
     images: NDArray[np.int64]  # (n,), in the source
     parts: Sequence[Tensor]  # (n, ...) each, on the CPU
-    figure: Callable[..., Tensor]
+    metric: Callable[..., Tensor]
 
-    def of(self, images: NDArray[np.int64]) -> "Measured":
-        """Return the figure of some of the images, which must be among them, in the order given."""
+    def subset(self, images: NDArray[np.int64]) -> "Measured":
+        """Return the same of some of the images, which must be among them, in the order given."""
         order = np.argsort(self.images)
         rows = torch.from_numpy(order[np.searchsorted(self.images[order], images)])
         return replace(self, images=images, parts=[part[rows] for part in self.parts])
 
     @property
-    def value(self) -> float:
+    def mean(self) -> float:
         return float(self.columns.nanmean())
 
     @property
     def columns(self) -> Tensor:
-        return self.figure(torch.ones(1, len(self.images), dtype=torch.double), *self.parts)[0]
+        return self.metric(torch.ones(1, len(self.images), dtype=torch.double), *self.parts)[0]
 
     @cached_property
-    def interval(self) -> Interval:
+    def figure(self) -> Figure:
         if self.parts[0].dtype == torch.bool:  # as of any accuracy, not that of a bootstrap
-            exact = accuracy(int(self.parts[0].sum()), len(self.images))
-            return Interval(exact.percent, exact.low, exact.high)
-        return Interval(100 * self.value, *percent_interval(self.resampled()))
+            return accuracy(int(self.parts[0].sum()), len(self.images))
+        return Figure(100 * self.mean, *percent_interval(self.resampled()), len(self.images))
+
+    @property
+    def column_figures(self) -> list[Figure | None]:
+        """The figure of each column, None without anything to judge by."""
+        limits = self.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
+        rows = torch.stack([self.columns, *limits], dim=1).tolist()
+        return [None if math.isnan(row[0]) else Figure(*row, len(self.images), "") for row in rows]
 
     def resampled(self) -> Tensor:
         return self.draws.nanmean(1)
@@ -163,7 +171,7 @@ class Measured:
     def draw(self, resamples: int) -> Tensor:
         """Return all columns for images drawn with replacement; the draws are the same for as many images."""
         weights = _resample_weights(len(self.images), resamples)
-        return torch.cat([self.figure(block, *self.parts) for block in weights])
+        return torch.cat([self.metric(block, *self.parts) for block in weights])
 
 
 def _resample_weights(images: int, resamples: int) -> Iterator[Tensor]:
@@ -175,19 +183,19 @@ def _resample_weights(images: int, resamples: int) -> Iterator[Tensor]:
         yield torch.zeros(rows.shape, dtype=torch.double).scatter_add_(1, rows, once)
 
 
-def of_sums(figure: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a figure of the sums of parts over images as one of weights and parts."""
+def summed(figure: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Turn a figure of the sums of parts over images into a metric of weights and parts."""
 
-    def of_weights(weights: Tensor, *parts: Tensor) -> Tensor:
+    def metric(weights: Tensor, *parts: Tensor) -> Tensor:
         return figure(*(weights @ part.double() for part in parts)).view(len(weights), -1)
 
-    return of_weights
+    return metric
 
 
 def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> Measured:
     """Return the mean of what each image has (n,): from 0 to 1, or whether it was judged rightly."""
-    figure = of_sums(lambda total, count: total / count)
-    return Measured(title=title, images=images, parts=[shares, torch.ones(len(shares))], figure=figure)
+    metric = summed(lambda total, count: total / count)
+    return Measured(title=title, images=images, parts=[shares, torch.ones(len(shares))], metric=metric)
 
 
 def percent_interval(resampled: Tensor) -> tuple[float, float]:
@@ -207,9 +215,9 @@ def _at_least(weights: Tensor, scores: Tensor) -> Tensor:
 def average_precision(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
     """Average, over the images with a label, the precision among all that score as high or higher."""
     columns = []
-    for of_label, target in zip(scores.T, targets.T, strict=True):
+    for column, target in zip(scores.T, targets.T, strict=True):
         positive = weights * target
-        precision = _at_least(positive, of_label) / _at_least(weights, of_label).clamp(min=1)
+        precision = _at_least(positive, column) / _at_least(weights, column).clamp(min=1)
         columns.append((positive * precision).sum(1) / positive.sum(1))
     return torch.stack(columns, dim=1)
 
@@ -265,35 +273,10 @@ TITLES: dict[Task, Title] = {
 }
 
 
-def number_text(value: float) -> str:
-    """Return a number with three digits, or all of a large one."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure of one column with its 95 % confidence interval over images."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        value, low, high = map(number_text, (self.value, self.low, self.high))
-        return f"{value} ({low} to {high})"
-
-
 def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[Measured]:
     """Return all figures of outputs (n, c) of images; the first decides."""
     parts = [outputs.cpu().double(), targets.cpu().double()]
     return [
-        Measured(title=title, images=images, parts=parts, figure=metric)
+        Measured(title=title, images=images, parts=parts, metric=metric)
         for title, metric in METRICS[task].items()
     ]
-
-
-def estimates(figure: Measured) -> list[Estimate | None]:
-    """Return the figure of each column, None without anything to judge by."""
-    limits = figure.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
-    rows = torch.stack([figure.columns, *limits], dim=1).tolist()
-    return [None if math.isnan(row[0]) else Estimate(*row) for row in rows]

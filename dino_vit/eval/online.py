@@ -273,7 +273,7 @@ class OnlineEvaluation:
     def _judge(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> _Judged:
         """Judge outputs for several labels, or numbers."""
         measured = measure(self.task, indices.numpy(), outputs, targets)[0]
-        return _Judged(100 * measured.value, error=100 * float(measured.draw(100).nanmean(1).std()))
+        return _Judged(100 * measured.mean, error=100 * float(measured.draw(100).nanmean(1).std()))
 
     def _count(self, right: Tensor, indices: Tensor) -> _Judged:
         """Count right answers; the bit of an image is its place in the evaluation."""

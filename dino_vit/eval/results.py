@@ -4,18 +4,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
 from dino_vit.core.text import Result, public, public_values
-from dino_vit.eval.figures import Accuracy, Interval, Predictions
+from dino_vit.eval.figures import Figure, Measured, Predictions, measured_share
 from dino_vit.reports.record import FOLDER
+
+VERSION = 2  # of the files; 1, without a number, had `percent` for the value of a figure
 
 
 def output_of(config: Settings, loaded: str) -> Path:
@@ -64,7 +70,7 @@ def _beside(weights: str, loaded: str, name: str) -> Path:
 
 def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
     """Write results as JSON on rank 0, and return what the file holds."""
-    content = {"file": MARK, **plain(results)}
+    content = {"file": MARK, "version": VERSION, **plain(results)}
     if is_main_process():
         with after_figures():
             write_output(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
@@ -78,7 +84,7 @@ def plain(results: Mapping[str, object]) -> dict[str, Any]:
 
 
 def evaluation(
-    command: str, path: Path | None, title: str, figure: Interval, details: Mapping[str, object]
+    command: str, path: Path | None, title: str, figure: Figure, details: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the results of a command, its main figure first, as JSON holds them; with a path, write them."""
     head = {"command": command, "written": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -87,33 +93,49 @@ def evaluation(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification(Result):
-    """Accuracies on labelled images."""
+class EvaluationResult(Result):
+    """How well classes, labels or numbers are predicted."""
 
-    top1: Accuracy
-    top5: Accuracy | None  # of five classes or fewer
-    per_class: dict[str, Accuracy] = field(repr=False)  # top-1
-    predictions: Predictions = field(repr=False)
+    figure: Figure  # top-1 accuracy; mAP of several labels an image, R² of numbers
+    top5: Figure | None = None  # of more than five classes
+    per_class: dict[str, Figure | None] = field(repr=False)  # accuracy; AP of each label, R² of each number
+    measured: Measured = field(repr=False)  # the figure, with what each image contributes
+    predictions: Predictions | None = field(default=None, repr=False)  # of classes
+    outputs: NDArray[np.float32] | None = field(default=None, repr=False)  # of labels or numbers, by image
     path: Path | None  # of the JSON file, if one was written
     details: dict[str, Any] = field(repr=False)  # all that the file holds
 
 
-def classification(
+def conclude(
     command: str,
-    path: str | Path | None,
+    path: Path | None,
+    title: str,
+    measured: Measured,
+    details: Mapping[str, Any],
+    lines: Sequence[str],
+    **parts: Any,
+) -> EvaluationResult:
+    """Return the result of an evaluation; with a path, write the JSON file."""
+    return EvaluationResult(
+        figure=measured.figure,
+        measured=replace(measured, title=title.partition(",")[0]),
+        path=path,
+        details=evaluation(command, path, title, measured.figure, details),
+        text="\n".join([*lines, *([str(path)] if path else [])]),
+        **parts,
+    )
+
+
+def conclude_classes(
+    command: str,
+    path: Path | None,
     title: str,
     predictions: Predictions,
     details: Mapping[str, Any],
-    text: str,
-) -> Classification:
-    """Return a result with the figures of predictions; with a path, write the JSON file."""
-    figures, path = predictions.figures(), None if path is None else Path(path)
-    return Classification(
-        top1=figures["top1"],
-        top5=figures["top5"],
-        per_class=figures["per_class"],
-        predictions=predictions,
-        path=path,
-        details=evaluation(command, path, title, figures["top1"], details),
-        text=text if path is None else f"{text}\n{path}",
-    )
+    lines: Sequence[str],
+) -> EvaluationResult:
+    """Return the result of a classification; with a path, write the JSON file."""
+    figures = predictions.figures()
+    parts = {"predictions": predictions, "top5": figures["top5"], "per_class": figures["per_class"]}
+    measured = measured_share(title, predictions.images, torch.from_numpy(predictions.right))
+    return conclude(command, path, title, measured, details, lines, **parts)

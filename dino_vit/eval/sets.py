@@ -158,7 +158,7 @@ def refuse_same_images(name: str, source: Source, of_train: str, train: Source) 
         text = f"all {plural(shared, 'image')} of {name} are in train={of_train} too"
         raise ValueError(f"{text}; give other images, or leave out train")
     if shared:
-        text = "%d of the %d images of %s are in train=%s too: the result is too good to be true"
+        text = "%d of the %d images of %s are in train=%s too: the accuracy will be inflated"
         log.warning(text, shared, len(source), name, of_train)
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from dino_vit.core.outputs import MARK
 from dino_vit.core.text import printable, public
-from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
+from dino_vit.reports.record import RunRecord, changed_settings, facts, state, verdict
 from dino_vit.reports.states import LEARNING
 from dino_vit.reports.verdict import WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
@@ -32,7 +32,7 @@ FIGURES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
 IMITATED = "1 minus the cosine with the features of the frozen teacher."
 ENTROPIES = "Both at the dashed line: a collapse to uniform outputs. Both 0: one to a single prototype."
-GAP = "Of the two entropies: how much the teacher's output depends on the image. 0 is a collapse."
+GAP = "Difference between the two entropies: how much an output depends on its image. 0 is a collapse."
 KNN = "In per cent: the share of images whose class is predicted, the mAP of labels, or the R² of numbers."
 MIOU = "Of patches, in per cent: each gets the class that its neighbours in other images vote for."
 RANK = "How many dimensions the features of the teacher span."
@@ -90,7 +90,7 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         state=diagnosis.state,
         tone="bad" if diagnosis.remedies else "good" if diagnosis == LEARNING else "plain",
         history=history,
-        outcome=outcome(record),
+        outcome=verdict(record).paragraphs,
         figures=figures(record),
         facts=facts(record),
         settings=changed_settings(record),
@@ -111,8 +111,17 @@ def fill(template: str, **values: Any) -> str:
         finalize=lambda value: value if isinstance(value, Markup) else printable(public(str(value))),
         loader=PackageLoader("dino_vit.reports", "assets"),
     )
+    environment.filters["code"] = _with_code
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
     return environment.get_template(template).render(nonce=secrets.token_urlsafe(), mark=MARK, **values)
+
+
+def _with_code(text: str) -> Markup:
+    """Return text whose parts in backticks are code."""
+    parts = printable(public(text)).split("`")
+    return Markup().join(
+        Markup("<code>{}</code>" if n % 2 else "{}").format(part) for n, part in enumerate(parts)
+    )
 
 
 def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
@@ -146,7 +155,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     share = MASKED_VIEWS  # of the global views, by which the loss of patches is divided
     uniform_patches = {f"{share:g} · {name}": share * value for name, value in uniform.items()}
     entropies = {"mean output": "mean_output_entropy", "each output": "output_entropy"}
-    of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
+    patch_entropies = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
     metric = record.baseline.metric.replace("top-1", "accuracy")
     miou = record.baseline_levels("miou", "constant_miou")
@@ -161,7 +170,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         ("mIoU", MIOU, {"mIoU": "miou"}, miou, "%"),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
         ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
-        ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
+        ("Teacher entropies of masked patches", ENTROPIES, patch_entropies, uniform, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
     ]

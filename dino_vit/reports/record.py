@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,7 @@ from dino_vit.data.limits import read_regular
 from dino_vit.reports.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
 from dino_vit.reports.readings import Diagnosis
 from dino_vit.reports.states import STATES, TOO_EARLY
-from dino_vit.reports.verdict import judge
+from dino_vit.reports.verdict import Verdict, judge
 
 CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
 FOLDER = "eval"  # in that of a run
@@ -64,12 +65,17 @@ def _read(path: Path) -> Evaluation:
     return Evaluation(
         command=f"{command}, step {step:,}" if step else command,
         figure=figure["title"],
-        percent="{percent:.2f} ({low:.2f} to {high:.2f})".format(**figure) if figure["title"] else "",
+        percent=_with_interval(figure) if figure["title"] else "",
         data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
         settings=", ".join(changed),
         written=content.get("written", "")[:19].replace("T", " "),
         file=path.name,
     )
+
+
+def _with_interval(figure: Mapping[str, float]) -> str:
+    value = figure["percent"] if "percent" in figure else figure["value"]  # as version 0.3 wrote
+    return f"{value:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +180,6 @@ def state(record: RunRecord) -> tuple[Diagnosis, str]:
     return STATES.get(name, Diagnosis(name)), f"since step {since:,}{earlier and f'; earlier: {earlier}'}."
 
 
-def outcome(record: RunRecord) -> str:
+def verdict(record: RunRecord) -> Verdict:
     """Return the figures of a run so far and what to try, in the words of its last line."""
-    return judge(record.history, record.config, record.baseline).outcome
+    return judge(record.history, record.config, record.baseline)

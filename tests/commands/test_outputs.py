@@ -169,7 +169,7 @@ def test_a_result_that_cannot_be_written_comes_with_the_error(folder):
     Path("file").write_text("of a user")
     with pytest.raises(StorageError, match="could not be written") as raised:
         knn("synthetic:20:16", "w.safetensors", k=1, output="file/a.json", verbose=False)
-    assert raised.value.result.top1.images == 20
+    assert raised.value.result.figure.images == 20
     Path("a.json").mkdir()
     with pytest.raises(ValueError, match=r"a\.json is a folder; give the name of a file"):
         knn("synthetic:20:16", "w.safetensors", output="a.json", verbose=False)

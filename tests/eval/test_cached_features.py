@@ -148,7 +148,7 @@ def test_features_of_images_behind_a_list_of_urls_are_those_of_the_images_now(tm
         features.append(store_in(tmp_path / "cache", open_source(str(tmp_path / "list.txt")))[0])
     assert sum(computed) == 10
     assert not np.array_equal(*features)
-    assert caplog.text.count("the features are not kept for another time") == 1
+    assert caplog.text.count("the features could not be cached") == 1
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -219,7 +219,7 @@ def test_features_that_cannot_be_kept_are_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("dino_vit.eval.features.write_tensors", full)
     values = store_in(tmp_path / "full")
     assert all(np.array_equal(a, b) for a, b in zip(values, expected, strict=True))
-    assert "the features are not kept for another time: no space left" in caplog.text
+    assert "the features could not be cached: no space left" in caplog.text
 
 
 def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):

@@ -42,7 +42,7 @@ def drawn(tmp_path) -> list[dict[str, Path]]:
 @pytest.mark.parametrize("evaluate", [dino_vit.knn, dino_vit.linear], ids=["knn", "linear"])
 def test_random_classes_are_told_by_chance(drawn, weights, evaluate):
     results = [evaluate(weights=weights, seed=seed, **draw, **SETTINGS) for seed, draw in enumerate(drawn)]
-    interval = accuracy(sum(result.top1.correct for result in results), JUDGED * DRAWS)
+    interval = accuracy(sum(result.figure.correct for result in results), JUDGED * DRAWS)
     assert interval.low < 50 < interval.high
 
 
@@ -55,7 +55,7 @@ def test_no_backbone_is_called_better_by_random_classes(drawn, weights):
             ("untrained", found.figures["k-NN top-1"]["untrained"]),
             ("raw pixels", found.raw_pixels["k-NN top-1"]),
         ):
-            right[name] += round(interval.percent * JUDGED / 100)
+            right[name] += round(interval.value * JUDGED / 100)
         seen += any(pair.difference.p < 0.01 for pair in found.pairs)
     for correct in right.values():
         interval = accuracy(correct, JUDGED * DRAWS)
@@ -76,4 +76,4 @@ def test_random_masks_are_told_by_chance(tmp_path, weights):
     result = dino_vit.dense(tmp_path / "photos", weights, **settings)
     for figures in (result.knn, result.linear):
         assert figures.pixel_accuracy.low < 50 < figures.pixel_accuracy.high
-        assert figures.mean_iou.percent < 40, "a third of the union is what a guess gets"
+        assert figures.mean_iou.value < 40, "a third of the union is what a guess gets"

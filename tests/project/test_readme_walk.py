@@ -218,7 +218,7 @@ def test_the_python_works(place):
     names = {"small": load(PretrainConfig, None, SMALL)}
     exec(block.replace(whole, "config=small").replace("runs/photos", "runs/python"), names)
     assert names["run"].folder == Path("runs/python")
-    assert names["result"].top1.images == 32
+    assert names["result"].figure.images == 32
     assert names["values"].shape == (32, 32)
     assert np.array_equal(np.stack(names["table"]["embedding"]), names["values"])
     assert list(names["history"]["step"]) == [1, 2]

@@ -16,7 +16,7 @@ from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.eval.classification.predicted import score
 from dino_vit.eval.classification.probes import PENALTIES, LinearHeads, on_standardised, ridge, train_logistic
-from dino_vit.eval.figures import TITLES, Interval, accuracy, trivial_baselines
+from dino_vit.eval.figures import TITLES, Figure, accuracy, trivial_baselines
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.weights.classifier import LinearScores, NeighbourScores, Scores, activate, score_in_blocks
 
@@ -45,7 +45,7 @@ class Tested:
     """How well a candidate does on images that it has not learned from."""
 
     candidate: Candidate
-    figure: Interval  # accuracy, mAP or R²
+    figure: Figure  # accuracy, mAP or R²
     loss: float
     scores: Tensor  # (n, c) of all images, each from the fold that left it out
     rows: Tensor  # of images whose class was learned from in their fold
@@ -136,11 +136,11 @@ def cross_validate(train: LabelledFeatures, tried: Sequence[Candidate], title: s
 
 
 def _test(train: LabelledFeatures, candidate: Candidate, scores: Tensor, rows: Tensor) -> Tested:
-    figure: Interval
+    figure: Figure
     if train.task == "multiclass":
         figure = accuracy(int((scores.argmax(dim=1) == train.targets).sum()), len(train))
     else:
-        figure = score(train, activate(scores, train.task, 1.0))[0].interval
+        figure = score(train, activate(scores, train.task, 1.0))[0].figure
     return Tested(candidate, figure, loss_of(scores[rows], train.targets[rows], train.task), scores, rows)
 
 
@@ -156,7 +156,7 @@ def loss_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.
 
 def best_of(tested: Sequence[Tested]) -> Tested:
     """Return the candidate with the best figure; of some alike by it, the one with the lowest loss."""
-    return max(tested, key=lambda each: (each.figure.percent, -each.loss))
+    return max(tested, key=lambda each: (each.figure.value, -each.loss))
 
 
 def calibrate(tested: Tested, targets: Tensor, task: Task) -> float:
@@ -179,7 +179,7 @@ def calibration_error(scores: Tensor, targets: Tensor, task: Task, temperature: 
         right = (guess == targets).double()
     order, count = confidence.argsort(), max(1, min(BINS, len(confidence) // IN_BIN))
     bins = zip(confidence[order].tensor_split(count), right[order].tensor_split(count), strict=True)
-    gaps = [len(of_bin) * abs(float(of_bin.mean() - hits.mean())) for of_bin, hits in bins if len(of_bin)]
+    gaps = [len(sure) * abs(float(sure.mean() - hits.mean())) for sure, hits in bins if len(sure)]
     return 100 * sum(gaps) / len(confidence)
 
 
@@ -200,14 +200,14 @@ def describe(
     beside = []
     if others:
         other = best_of(others)
-        beside.append(f"{other.candidate} {other.figure.percent:.1f}")
+        beside.append(f"{other.candidate} {other.figure.value:.1f}")
     if pixels:
-        beside.append(f"raw pixels {pixels.figure.percent:.1f}")
+        beside.append(f"raw pixels {pixels.figure.value:.1f}")
     if task == "multiclass":
         trivial = trivial_baselines(learned.targets.cpu().numpy(), learned.classes)["largest_class"]
         beside.append(f"always guessing {brief(trivial['name'])} {trivial['percent']:.1f}")
     lines.append(f"cross-validated {title} {best.figure} % by {best.candidate}; {', '.join(beside)}")
-    if pixels and best.figure.percent <= pixels.figure.percent:
+    if pixels and best.figure.value <= pixels.figure.value:
         lines.append(
             "These features are no better than raw pixels: see `dino-vit compare`, or try other weights"
         )
@@ -217,7 +217,7 @@ def describe(
         "classifier": str(best.candidate),
         "cross_validated": best.figure,
         "raw_pixels": pixels and pixels.figure,
-        "tried": {str(each.candidate): each.figure.percent for each in tested},
+        "tried": {str(each.candidate): each.figure.value for each in tested},
     }
     if task == "regression":
         errors = (best.scores - learned.targets).abs().mean(dim=0).tolist()

@@ -17,11 +17,11 @@ from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.classification.predicted import Predicted, few_images, few_text, judge, predict, score
+from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, predict, score
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import TITLES, Accuracy, Predictions, accuracy, measure, measured_share
+from dino_vit.eval.figures import TITLES, Figure, Predictions, accuracy, measure, measured_share
 from dino_vit.eval.neighbours import unit, weighted_knn
-from dino_vit.eval.results import Classification, asked_output, classification
+from dino_vit.eval.results import EvaluationResult, asked_output, conclude_classes
 from dino_vit.eval.sets import LabelledFeatures, given_sets, labelled_features
 from dino_vit.models.backbone import FeatureSpec
 
@@ -30,15 +30,12 @@ _COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
-def run(config: KnnConfig) -> Classification | Predicted:
-    """Classify; with an output, write the JSON. The figures are those of the first k.
-
-    Several labels or numbers give a `Predicted`.
-    """
+def run(config: KnnConfig) -> EvaluationResult:
+    """Classify; with an output, write the JSON. The figures are those of the first k."""
     return evaluate(config, frozen_backbone(config))
 
 
-def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Predicted:
+def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> EvaluationResult:
     """Do the same with a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     path = asked_output(config, frozen.model.provenance.source)
@@ -49,7 +46,8 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
     if config.shots:
         learned.require_one_class(f"shots={config.shots}")
         bank, queries = few_shots(bank, queries, config.shots, config.seed)
-    among = "the others" if queries is bank else f"{len(bank):,} of {learned.name}"
+    how = "leave-one-out" if queries is bank else f"by {plural(len(bank), 'image')} of {learned.name}"
+    heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(queries), 'image')} of {val.name}\n"
     details = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -57,34 +55,33 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification | Pred
         "bank": len(bank) - (queries is bank),  # no image is its own neighbour
         "classes": len(val.classes),
     }
-    on = f"on {plural(len(queries), 'image')} of {val.name}, by their neighbours among {among}\n"
     if val.task != "multiclass":
-        return _predict(config, path, bank, queries, frozen.device, details, on)
+        return _predict(config, path, bank, queries, frozen.device, details, heading)
     predictions = classify(bank, queries, config.k, frozen.device)
-    figures = {k: of_k.figures() for k, of_k in predictions.items()}
+    figures = {k: ranked.figures() for k, ranked in predictions.items()}
     if len(val.classes) == len(set(queries.targets.tolist())) == 2:
-        for k, of_k in predict(bank, queries, config.k, frozen.device).items():
-            auroc = measure("multiclass", queries.indices, of_k, queries.targets[:, None])[0]
-            figures[k]["auroc"] = auroc.interval
+        for k, outputs in predict(bank, queries, config.k, frozen.device).items():
+            auroc = measure("multiclass", queries.indices, outputs, queries.targets[:, None])[0]
+            figures[k]["auroc"] = auroc.figure
     ranking = _rank(bank, queries, frozen.device)
     few = few_images(bank, queries)
     details |= {
-        "results": [{"k": k, **of_k} for k, of_k in figures.items()],
+        "results": [{"k": k, **row} for k, row in figures.items()],
         "ranking": ranking,
         "few_images": few,
     }
     first, columns = config.k[0], {"top1": "top-1", "top5": "top-5", "auroc": "AUROC"}
     columns = {name: title for name, title in columns.items() if figures[first].get(name)}
-    rows = [[str(k), *(str(of_k[name]) for name in columns)] for k, of_k in figures.items()]
-    lines = [f"per cent, {on}", format_table(["k", *columns.values()], rows), predictions[first].guesses()]
+    rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
+    lines = [heading, format_table(["k", *columns.values()], rows), predictions[first].guesses()]
     lines += few_text(few)
     if ranking:
         asked = plural(ranking["queries"], "query", "queries")
         line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
         lines.append(f"ranking by cosine for {asked}: {line}")
     lines.append(_class_table(first, figures[first]["per_class"]))
-    title, text = f"k-NN top-1, k={first}", "\n".join(lines)
-    return classification("knn", path, title, predictions[first], details, text)
+    title = f"k-NN top-1, k={first}"
+    return conclude_classes("knn", path, title, predictions[first], details, lines)
 
 
 def _predict(
@@ -94,14 +91,14 @@ def _predict(
     queries: LabelledFeatures,
     device: torch.device,
     details: dict[str, Any],
-    on: str,
-) -> Predicted:
-    """Predict several labels or numbers for each k, and judge the first in full."""
+    heading: str,
+) -> EvaluationResult:
+    """Predict several labels or numbers for each k, and report the first in detail."""
     by_k = predict(bank, queries, config.k, device)
     figures = {k: score(queries, outputs) for k, outputs in by_k.items()}
-    results = [{"k": k, "score": of_k[0].interval} for k, of_k in figures.items()]
+    results = [{"k": k, "score": measured[0].figure} for k, measured in figures.items()]
     metric, first = TITLES[queries.task], config.k[0]
-    lines = [f"per cent, {on}", format_table(["k", metric], [[*map(str, row.values())] for row in results])]
+    lines = [heading, format_table(["k", metric], [[*map(str, row.values())] for row in results])]
     title, details = f"k-NN {metric}, k={first}", details | {"results": results}
     return judge("knn", path, title, figures[first], bank, queries, details, lines)
 
@@ -135,7 +132,7 @@ def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.devic
     images = np.flatnonzero(ranks)
     return {
         "queries": len(images),
-        "map": measured_share("mAP", images, precision[ranks]).interval,
+        "map": measured_share("mAP", images, precision[ranks]).figure,
         "recall_at_1": accuracy(int(first[ranks].sum()), len(images)),
     }
 
@@ -198,9 +195,9 @@ def few_shots(
     return bank[chosen], queries
 
 
-def _class_table(k: int, per_class: dict[str, Accuracy]) -> str:
+def _class_table(k: int, per_class: dict[str, Figure]) -> str:
     """Return the classes with the lowest accuracy."""
-    lowest = sorted(per_class.items(), key=lambda item: item[1].percent)[:_CLASSES_SHOWN]
-    rows = [[name, str(of_class), f"{of_class.images:,}"] for name, of_class in lowest]
+    lowest = sorted(per_class.items(), key=lambda item: item[1].value)[:_CLASSES_SHOWN]
+    rows = [[name, str(share), f"{share.images:,}"] for name, share in lowest]
     title = f"class, k={k}" + (", the lowest" if len(per_class) > len(rows) else "")
     return f"\n{format_table([title, 'top-1 %', 'images'], rows)}\n"

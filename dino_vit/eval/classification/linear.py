@@ -16,7 +16,7 @@ from torch import Tensor
 from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearConfig
 from dino_vit.config.settings import given_keys
 from dino_vit.core.text import format_table, plural
-from dino_vit.eval.classification.predicted import Predicted, few_images, few_text, judge, score
+from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, score
 from dino_vit.eval.classification.probes import (
     PENALTIES,
     LinearHeads,
@@ -30,23 +30,20 @@ from dino_vit.eval.classification.probes import (
     train_logistic,
 )
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import TITLES, Accuracy, Interval, accuracy, measure
-from dino_vit.eval.results import Classification, asked_output, classification
+from dino_vit.eval.figures import TITLES, Figure, accuracy, measure
+from dino_vit.eval.results import EvaluationResult, asked_output, conclude_classes
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 
-AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: too good, of few images by far"
+AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
 
 
-def run(config: LinearConfig) -> Classification | Predicted:
-    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
-
-    Several labels or numbers give a `Predicted`.
-    """
+def run(config: LinearConfig) -> EvaluationResult:
+    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     return evaluate(config, frozen_backbone(config))
 
 
-def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | Predicted:
+def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> EvaluationResult:
     """Do the same with a backbone that is loaded already."""
     path = asked_output(config, frozen.model.provenance.source)
     train_set, val_set = open_sets(config)
@@ -63,11 +60,11 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
     setting, values, heads = _fit(config, protocol, train, columns, frozen.device)
     judged = _judge_heads(heads, val)
-    chosen_by: Sequence[Accuracy | float] = judged if chosen_on is val else _judge_heads(heads, chosen_on)
+    chosen_by: Sequence[Figure | float] = judged if chosen_on is val else _judge_heads(heads, chosen_on)
     name = "top1" if val.task == "multiclass" else "score"
     cells: list[dict[str, Any]] = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: of_head}
-        for (value, spec), of_head in zip(product(values, inputs), judged, strict=True)
+        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: figure}
+        for (value, spec), figure in zip(product(values, inputs), judged, strict=True)
     ]
     best = _best_head(heads, chosen_by, chosen_on)
     if config.select == "train":
@@ -84,14 +81,14 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
     how_chosen = _how_chosen(config, setting, values, values[row], _percent(chosen_by[best]), chosen_on)
     text = [
-        f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
+        f"{METRIC[val.task]} (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
     ]
     chosen = heads[column]
     best_head = LinearHeads(chosen.weight[row : row + 1], chosen.bias[row : row + 1], chosen.columns)
     if val.task != "multiclass":
         figures, metric = score(val, _outputs(best_head, val)[:, 0]), TITLES[val.task]
-        text += [f"{title}: {metric} {figures[0].interval} %", how_chosen]
+        text += [f"{title}: {metric} {figures[0].figure} %", how_chosen]
         return judge("linear", path, f"linear {metric}", figures, train, val, details, text)
     predictions = val.predictions(top_classes(best_head, val.features))
     few = few_images(train, val)
@@ -100,7 +97,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification | P
     if len(val.classes) == len(set(val.targets.tolist())) == 2:
         details["best"]["auroc"] = auroc = _auroc(best_head, val)
         text.append(f"AUROC {auroc} %")
-    return classification("linear", path, "linear top-1", predictions, details, "\n".join(text))
+    return conclude_classes("linear", path, "linear top-1", predictions, details, text)
 
 
 def _how_chosen(
@@ -122,11 +119,11 @@ def _how_chosen(
     return text
 
 
-def _auroc(head: LinearHeads, images: LabelledFeatures) -> Interval:
+def _auroc(head: LinearHeads, images: LabelledFeatures) -> Figure:
     """Return the area under the ROC curve of the second of two classes."""
     outputs = _outputs(head, images)[:, 0]
     margins = outputs[:, 1:] - outputs[:, :1]
-    return measure("multiclass", images.indices, margins, images.targets[:, None])[0].interval
+    return measure("multiclass", images.indices, margins, images.targets[:, None])[0].figure
 
 
 class Protocol(NamedTuple):
@@ -198,31 +195,31 @@ def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
     return scores.sigmoid() if images.task == "multilabel" else scores
 
 
-def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accuracy] | list[float]:
+def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Figure] | list[float]:
     """Return the accuracy, or mAP or R² in per cent, of every head: for each rate or C that of each input."""
     if images.task == "multiclass":
         correct = [count_correct(each, images.features, images.targets) for each in heads]
         return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]
     outputs = [_outputs(each, images).unbind(1) for each in heads]
     return [
-        100 * measure(images.task, images.indices, of_head, images.targets)[0].value
-        for of_row in zip(*outputs, strict=True)
-        for of_head in of_row
+        100 * measure(images.task, images.indices, head_outputs, images.targets)[0].mean
+        for row in zip(*outputs, strict=True)
+        for head_outputs in row
     ]
 
 
 def _best_head(
-    heads: Sequence[LinearHeads], figures: Sequence[Accuracy | float], images: LabelledFeatures
+    heads: Sequence[LinearHeads], figures: Sequence[Figure | float], images: LabelledFeatures
 ) -> int:
     """Return the head with the best figure; of heads alike by it, the one with the lowest loss."""
     losses = [head_losses(each, images.features, images.targets, images.task) for each in heads]
-    of_all = torch.stack(losses, dim=1).flatten().tolist()
+    all_losses = torch.stack(losses, dim=1).flatten().tolist()
     percents = [-math.inf if math.isnan(_percent(figure)) else _percent(figure) for figure in figures]
-    return max(range(len(figures)), key=lambda index: (percents[index], -of_all[index]))
+    return max(range(len(figures)), key=lambda index: (percents[index], -all_losses[index]))
 
 
-def _percent(figure: Accuracy | float) -> float:
-    return figure if isinstance(figure, float) else figure.percent
+def _percent(figure: Figure | float) -> float:
+    return figure if isinstance(figure, float) else figure.value
 
 
 def _table(

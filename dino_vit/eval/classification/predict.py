@@ -105,7 +105,7 @@ def run(config: PredictConfig) -> LabelPredictions:
             tables = [table]
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
             if config.unsure:
-                tables.append(_to_label(columns, next_rows, fitted if config.train is None else None))
+                tables.append(_to_label(columns, next_rows, fitted))
                 write_output(files[2], tables[-1])
                 lines.append(f"{files[2]}: fill in the column label, then give it as labels=")
             digests = [hashlib.sha256(table).hexdigest() for table in tables]
@@ -289,15 +289,16 @@ def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
     return file.getvalue()
 
 
-def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], fitted: Fitted | None) -> bytes:
+def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], fitted: Fitted) -> bytes:
     """Return a CSV of images to label, and below them those that have labels, as one file of labels."""
     names, guesses = ([columns[key][row] for row in rows] for key in ("name", "label"))
     labels = [""] * len(names)
-    if fitted and fitted.learned is not None:
-        known = fitted.learned
-        of_known = known.targets if known.targets.ndim == 2 else torch.nn.functional.one_hot(known.targets)
-        names += fitted.names
-        labels += label_texts(of_known.float(), known.classes, known.task)
+    if known := fitted.learned:
+        targets = known.targets if known.targets.ndim == 2 else torch.nn.functional.one_hot(known.targets)
+        texts = label_texts(targets.float(), known.classes, known.task)
+        by_name = dict(zip(fitted.names, texts, strict=True))
+        others = {name: label for name, label in by_name.items() if name not in names}
+        names, labels = [*names, *others], [*labels, *others.values()]
     guesses += [""] * (len(names) - len(guesses))
     return _written({"name": names, "label": labels, "guess": guesses}, ".csv")
 

@@ -2,41 +2,27 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.outputs import PNG_MARK, after_figures, write_output
-from dino_vit.core.text import Result, brief, format_table, plural
+from dino_vit.core.text import brief, format_table, plural
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.figures import Interval, Measured, estimates, measure, number_text
+from dino_vit.eval.figures import TITLES, Measured, measure, number_text
 from dino_vit.eval.neighbours import neighbour_means
-from dino_vit.eval.results import evaluation
+from dino_vit.eval.results import EvaluationResult, conclude
 from dino_vit.eval.sets import LabelledFeatures
 
-RARE = 10  # the figures of a class with fewer images are far from sure
+RARE = 10  # of fewer images the figures of a class say little
 _SHOWN = 10
+METRIC = TITLES | {"multiclass": "Accuracy"}  # at the head of a table
 _POINTS, _COLUMNS = 5000, 12  # of a plot, and plots of a picture
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predicted(Result):
-    """How well several labels of an image, or numbers, are predicted."""
-
-    score: Interval  # mAP or R², in per cent
-    per_target: dict[str, dict[str, Any]] = field(repr=False)  # figures of each label or number
-    outputs: NDArray[np.float32] = field(repr=False)  # (images, targets): from 0 to 1 for a label, or numbers
-    measured: Measured = field(repr=False)  # the score, with each image's part
-    path: Path | None  # of the JSON file, if one was written
-    details: dict[str, Any] = field(repr=False)  # all that the file holds
 
 
 def predict(
@@ -47,7 +33,7 @@ def predict(
     asked, targets = queries.features[mine.start : mine.stop].to(device), bank.targets.view(len(bank), -1)
     offset = mine.start if queries is bank else None
     means = neighbour_means(bank.features, targets, asked, k=k, self_offset=offset)
-    return {k: all_gather(of_k) for k, of_k in means.items()}
+    return {count: all_gather(outputs) for count, outputs in means.items()}
 
 
 def score(val: LabelledFeatures, outputs: Tensor) -> list[Measured]:
@@ -68,11 +54,11 @@ def judge(
     val: LabelledFeatures,
     details: Mapping[str, Any],
     lines: Sequence[str],
-) -> Predicted:
+) -> EvaluationResult:
     """Return what the figures say; with a path write JSON and, of numbers, a plot beside it."""
     measured, (outputs, targets) = figures[0], figures[0].parts
-    columns: dict[str, Sequence[object]] = {figure.title: estimates(figure) for figure in figures}
-    means = {figure.title: figure.interval for figure in figures if val.task == "multilabel"}
+    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
+    means = {each.title: each.figure for each in figures if val.task == "multilabel"}
     if means:
         columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
     else:
@@ -81,20 +67,12 @@ def judge(
     per_target, few = dict(zip(val.classes, rows, strict=True)), few_images(train, val)
     text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
     text += [*few_text(few), f"\n{_table(per_target)}\n"]
-    if path:
-        text.append(str(path))
-        if val.task == "regression":
-            text.append(str(draw_numbers(path.with_suffix(".png"), outputs, targets, val.classes)))
+    if path and val.task == "regression":
+        text.append(str(draw_numbers(path.with_suffix(".png"), outputs, targets, val.classes)))
     results = {**details, "task": val.task, "mean": means, "per_target": per_target, "few_images": few}
-    return Predicted(
-        score=measured.interval,
-        per_target=per_target,
-        outputs=outputs.float().numpy(),
-        measured=replace(measured, title=title.split(",")[0]),
-        path=path,
-        details=evaluation(command, path, title, measured.interval, results),
-        text="\n".join(text),
-    )
+    per_class = dict(zip(val.classes, measured.column_figures, strict=True))
+    parts = {"per_class": per_class, "outputs": outputs.float().numpy()}
+    return conclude(command, path, title, measured, results, text, **parts)
 
 
 def _table(per_target: Mapping[str, Mapping[str, object]]) -> str:
@@ -121,7 +99,7 @@ def few_images(train: LabelledFeatures, val: LabelledFeatures) -> dict[str, list
         # An image is no neighbour of its own.
         "without an image to learn from, so only guessed": learned <= (train is val),
         "without an image to judge by, so in no figure": judged == 0,
-        f"with fewer than {RARE} images to judge by, so far from sure": (judged > 0) & (judged < RARE),
+        f"with fewer than {RARE} images to judge by, too few to be reliable": (judged > 0) & (judged < RARE),
     }
     return {kind: [*compress(val.classes, rows.tolist())] for kind, rows in few.items() if rows.any()}
 

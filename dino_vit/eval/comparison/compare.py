@@ -30,12 +30,11 @@ from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.published import recognise
 from dino_vit.data.sources.source import describe_images
 from dino_vit.eval.classification import knn, linear
-from dino_vit.eval.classification.predicted import Predicted
 from dino_vit.eval.comparison.page import Comparison, conclusion, draw_maps, render
 from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings
 from dino_vit.eval.comparison.pixels import RAW_PIXELS, raw_pixels_like
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
-from dino_vit.eval.figures import Interval, Measured, measured_share
+from dino_vit.eval.figures import Figure, Measured
 from dino_vit.eval.maps import dense
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
@@ -54,8 +53,8 @@ UNTRAINED = "untrained"
 class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
-    figures: dict[str, dict[str, Interval]]  # by title, then by the short name of the weights
-    raw_pixels: dict[str, Interval]  # the same figures of neighbours and classifiers by raw pixels, by title
+    figures: dict[str, dict[str, Figure]]  # by title, then by the short name of the weights
+    raw_pixels: dict[str, Figure]  # the same figures of neighbours and classifiers by raw pixels, by title
     ranks: dict[str, float]  # effective, by name
     pairs: list[Pair]
     verdict: str
@@ -103,12 +102,12 @@ def _measure(
             values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
             for figure in _evaluate(evaluator, config, values, frozen, comparison, name):
                 comparison.measured.setdefault(figure.title, {})[name] = figure
-                log.info("%s: %s %s %%", name, figure.title, figure.interval)
+                log.info("%s: %s %s %%", name, figure.title, figure.figure)
     for evaluator in by_pixels:
         values = {"weights": RAW_PIXELS, "output": folder and file_of(folder, 0, evaluator)}
         for figure in _evaluate(evaluator, config, values, raw_pixels_like(frozen), None, RAW_PIXELS):
             comparison.raw_pixels[figure.title] = figure
-            log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.interval)
+            log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.figure)
 
 
 def _load(config: CompareConfig, name: str, weights: str) -> FrozenBackbone:
@@ -123,11 +122,11 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
     pairs = compare_pairs(comparison.measured)
     best = standings(comparison.measured, pairs)
     figures = {
-        title: {name: figure.interval for name, figure in by_name.items()}
+        title: {name: figure.figure for name, figure in by_name.items()}
         for title, by_name in comparison.measured.items()
     }
     answer = conclusion(comparison, best)
-    raw_pixels = {title: figure.interval for title, figure in comparison.raw_pixels.items()}
+    raw_pixels = {title: figure.figure for title, figure in comparison.raw_pixels.items()}
     names, images = ", ".join(comparison.ranks), describe_compared(config, comparison.source)
     text = f"{names} {images}\n\n{_table(comparison, best)}\n\n{answer}"
     page = path = None
@@ -271,17 +270,14 @@ def _evaluate(
         if evaluator == "dense":
             return dense.evaluate(DenseConfig(**values), frozen).measured
         if evaluator == "knn":
-            result, title = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen), "k-NN top-1"
+            result = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen)
         else:
-            result, title = linear.evaluate(LinearConfig(**values), frozen), "linear top-1"
+            result = linear.evaluate(LinearConfig(**values), frozen)
     except ValueError as error:
         raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
-    if isinstance(result, Predicted):
-        return [result.measured]
-    if comparison:
+    if comparison and result.predictions:
         comparison.predictions.setdefault(name, result.predictions)
-    right = torch.from_numpy(result.predictions.right)
-    return [measured_share(title, result.predictions.images, right)]
+    return [result.measured]
 
 
 def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
@@ -290,18 +286,18 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
 
 
 def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the figures as a table, the best and those that cannot be told from it marked."""
+    """Return the figures as a table, with marks at the best and those not significantly worse."""
     rows = []
     for name, rank in comparison.ranks.items():
         row = [name]
         for title, by_name in comparison.measured.items():
             mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
-            row.append(f"{by_name[name].interval}{mark}")
+            row.append(f"{by_name[name].figure}{mark}")
         rows.append([*row, f"{rank:.1f}"])
     if comparison.raw_pixels:
         figures = (comparison.raw_pixels.get(title) for title in comparison.measured)
-        rows.append([RAW_PIXELS, *(f"{figure.interval} " if figure else "- " for figure in figures), "-"])
-    table = format_table(["per cent", *(f"{title} " for title in best), "effective rank"], rows)
+        rows.append([RAW_PIXELS, *(f"{figure.figure} " if figure else "- " for figure in figures), "-"])
+    table = format_table(["%", *(f"{title} " for title in best), "effective rank"], rows)
     pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
     legend = f"* best; = not significantly worse on these images (by image, p corrected for {pairs})"
     return f"{table}\n{legend}" if best else table

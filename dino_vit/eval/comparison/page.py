@@ -63,7 +63,7 @@ def conclusion(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> s
     texts = [verdict(best)]
     for title, baseline in comparison.raw_pixels.items():
         name = best[title][0]
-        points = 100 * (comparison.measured[title][name].value - baseline.value)
+        points = 100 * (comparison.measured[title][name].mean - baseline.mean)
         if points <= 0:
             texts.append(f"By {title} none is better than raw pixels: {name} is {-points:.1f} points below.")
     return " ".join(texts)
@@ -108,8 +108,8 @@ def _differing(comparison: Comparison) -> list[Row]:
     predictions = comparison.predictions
     if len(predictions) < 2:
         return []
-    common = set.intersection(*(set(of.images.tolist()) for of in predictions.values()))
-    right = {name: common & set(of.images[of.right].tolist()) for name, of in predictions.items()}
+    common = set.intersection(*(set(each.images.tolist()) for each in predictions.values()))
+    right = {name: common & set(each.images[each.right].tolist()) for name, each in predictions.items()}
     best = max(right, key=lambda name: len(right[name]))
     others = set[int]().union(*(images for name, images in right.items() if name != best))
     only, missed = sorted(right[best] - others), sorted(others - right[best])
@@ -118,8 +118,8 @@ def _differing(comparison: Comparison) -> list[Row]:
         tiles = []
         for image in (images[place] for place in spread(len(images), DIFFERING)):
             lines = []
-            for name, of in predictions.items():
-                said = of.classes[of.ranked[of.images == image][0, 0]]
+            for name, each in predictions.items():
+                said = each.classes[each.ranked[each.images == image][0, 0]]
                 lines.append(f"{'✓' if image in right[name] else '✗'} {name}: {said}")
             picture = thumbnail(comparison.source, image, comparison.pixels)
             tiles.append(draw_tile(picture, "\n".join(lines)))

@@ -32,7 +32,7 @@ def difference(first: Measured, second: Measured) -> Difference:
     distribution as wide as theirs, as so many cannot show how small it is. The interval is the bootstrap's.
     """
     images = np.intersect1d(first.images, second.images)
-    first, second = first.of(images), second.of(images)
+    first, second = first.subset(images), second.subset(images)
     resampled = first.resampled() - second.resampled()
     right, other = first.parts[0], second.parts[0]
     if right.dtype == torch.bool:
@@ -43,7 +43,7 @@ def difference(first: Measured, second: Measured) -> Difference:
         if not beyond:
             tail = math.erfc(float(resampled.mean().abs() / resampled.std()) / math.sqrt(2))
             p = min(p, max(tail, 0.5 ** (len(images) - 1)))  # of few images no test can be surer
-    return Difference(100 * (first.value - second.value), *percent_interval(resampled), p)
+    return Difference(100 * (first.mean - second.mean), *percent_interval(resampled), p)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def compare_pairs(figures: Figures) -> list[Pair]:
     """Compare all pairs by every figure, image by image."""
     pairs = []
     for title, backbones in figures.items():
-        best_first = sorted(backbones, key=lambda name: backbones[name].value, reverse=True)
+        best_first = sorted(backbones, key=lambda name: backbones[name].mean, reverse=True)
         by_figure = list(combinations(best_first, 2))
         for better, other in by_figure:
             found = difference(backbones[better], backbones[other])
@@ -76,7 +76,7 @@ def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, .
     """Return who is best by each figure, followed by those not significantly worse on these images."""
     by_title = {}
     for title, backbones in figures.items():
-        best = max(backbones, key=lambda name: backbones[name].value)
+        best = max(backbones, key=lambda name: backbones[name].mean)
         others = [pair for pair in pairs if (pair.figure, pair.better) == (title, best)]
         by_title[title] = (best, *(pair.other for pair in others if pair.corrected_p >= CHANCE))
     return by_title
@@ -93,6 +93,6 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
         titles = " and ".join(by_title)
         if all(names == (everywhere[0],) for names in top):
             return f"Take {everywhere[0]}: on these images it is the best by {titles}."
-        return f"Take {' or '.join(everywhere)}: on these images none is surely better by {titles}."
+        return f"Take {' or '.join(everywhere)}: no significant difference on these images by {titles}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
     return f"It depends on the figure. The best is {wins}."

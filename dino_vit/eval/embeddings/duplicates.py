@@ -161,8 +161,8 @@ def advice_on_threshold(pairs: PairList, images: int) -> list[str]:
         return []
     higher = math.floor(1e4 * pairs.closest[few].cosine) / 1e4
     return [
-        f"more pairs than images: to these features other images are as alike; threshold={higher:g} would be "
-        f"about {plural(few, 'pair')}"
+        "more pairs than images: this threshold also matches images that are not copies; "
+        f"threshold={higher:g} would be about {plural(few, 'pair')}"
     ]
 
 

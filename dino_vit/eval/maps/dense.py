@@ -15,7 +15,7 @@ from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.published import recognise
 from dino_vit.data.sources.source import describe_images
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone, warn_of_unreadable
-from dino_vit.eval.figures import Interval, Measured, of_sums
+from dino_vit.eval.figures import Figure, Measured, summed
 from dino_vit.eval.maps.segmentation import (
     JUDGES,
     choose_steps,
@@ -32,8 +32,8 @@ from dino_vit.models.backbone import FeatureSpec
 class PixelFigures(NamedTuple):
     """How well pixels are classified, in per cent."""
 
-    mean_iou: Interval
-    pixel_accuracy: Interval
+    mean_iou: Figure
+    pixel_accuracy: Figure
     iou: dict[str, float]  # by class
 
 
@@ -70,7 +70,7 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
     images, classes, true = len(measured[0].images), queries.classes, measured[0].parts[2].sum(0)
     if not true.sum():
         raise ValueError(f"{public(config.source)}: no pixel of a mask that could be read has a class")
-    figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=True)}
+    figures = {name: pixel_figures(each, classes) for name, each in zip(JUDGES, measured, strict=True)}
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
     results = {
         "weights": frozen.describe_weights(),
@@ -80,7 +80,7 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
         "bank_images": len(bank.images),
         "steps": steps,
         "largest_class": {"name": largest, "percent": percent},
-        **{name: of._asdict() for name, of in figures.items()},
+        **{name: pixels._asdict() for name, pixels in figures.items()},
     }
     evaluation("dense", output, "linear mIoU", figures["linear"].mean_iou, results)
     rows = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
@@ -126,7 +126,7 @@ def pixel_figures(measured: Measured, classes: Sequence[str]) -> PixelFigures:
     union = predicted + true - right
     iou = 100 * right / union.clamp(min=1)
     return PixelFigures(
-        mean_iou=measured.interval,
-        pixel_accuracy=replace(measured, figure=of_sums(pixel_accuracy)).interval,
+        mean_iou=measured.figure,
+        pixel_accuracy=replace(measured, metric=summed(pixel_accuracy)).figure,
         iou={name: float(iou[i]) for i, name in enumerate(classes) if union[i] > 0},
     )

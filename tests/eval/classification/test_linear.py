@@ -48,11 +48,11 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
     assert cells == [
         (rate, blocks, mean) for rate in (0.001, 0.01, 0.1) for blocks in (1, 3) for mean in (False, True)
     ]
-    percents = [cell["top1"]["percent"] for cell in found["table"]]
+    percents = [cell["top1"]["value"] for cell in found["table"]]
     best = found["best"]
-    assert best["top1"]["percent"] == max(percents)
+    assert best["top1"]["value"] == max(percents)
     assert best["top1"] == found["table"][percents.index(max(percents))]["top1"]
-    assert best["top1"]["low"] < best["top1"]["percent"] < best["top1"]["high"]
+    assert best["top1"]["low"] < best["top1"]["value"] < best["top1"]["high"]
     assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
     assert best["top5"]["correct"] >= best["top1"]["correct"]
     assert "chosen on the images that it is evaluated on" in said
@@ -94,13 +94,13 @@ def test_random_labels_are_told_by_chance_unless_heads_are_chosen_by_the_answers
         for select in right:
             given = {"labels": tmp_path / "labels.csv", "seed": seed, "select": select}
             result = dino_vit.linear("synthetic:120:16", weights, **given, **settings)
-            right[select] += result.top1.correct
+            right[select] += result.figure.correct
             assert result.details["chosen_on"] == select
             assert result.top5 is None
             assert "top-5" not in str(result)
     by_train, by_source = (accuracy(correct, 192) for correct in right.values())
     assert by_train.low < 50 < by_train.high
-    assert by_source.percent > 54, "this test would see it"
+    assert by_source.value > 54, "this test would see it"
 
 
 def test_of_heads_that_are_alike_on_few_images_the_loss_decides():

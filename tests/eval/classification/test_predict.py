@@ -93,7 +93,7 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
         assert -1 <= float(row["similarity"]) <= 1
     found = json.loads((photos / "rest.json").read_text())
     assert (found["labelled"], found["images"], found["classes"]) == (IMAGES // 2, IMAGES // 2, 4)
-    percent = found["cross_validated"]["percent"]
+    percent = found["cross_validated"]["value"]
     assert percent == max(found["tried"].values())
     assert f"cross-validated accuracy {percent:.2f}" in said
     assert "raw pixels" in said
@@ -160,6 +160,17 @@ def test_the_images_to_label_next_are_read_back_as_labels(photos, weights):
     said = predict(photos, weights, f"output={photos / 'next.csv'}", labels="rest-to-label.csv")
     assert f"{IMAGES // 2 + 6} labelled images" in said
     assert not {*asked} & {row["name"] for row in rows_of(photos / "next.csv")}
+
+
+def test_the_images_to_label_next_come_with_the_labels_of_train(photos, weights):
+    (photos / "new").mkdir()
+    for row in range(1, IMAGES, 2):
+        (photos / "photos" / f"{row:03}.png").rename(photos / "new" / f"{row:03}.png")
+    settings = {"train": photos / "photos", "labels": photos / "labels.csv", "output": photos / "rest.csv"}
+    dino_vit.predict(photos / "new", weights, **settings, unsure=3, verbose=False)
+    rows = rows_of(photos / "rest-to-label.csv")
+    assert [bool(row["label"]) for row in rows] == [False] * 3 + [True] * (IMAGES // 2)
+    assert all(row["label"] == colour_of(row["name"]) for row in rows[3:])
 
 
 @pytest.mark.parametrize(
@@ -285,7 +296,7 @@ def test_two_labels_are_enough(photos, weights):
     (photos / "two.csv").write_text("000.png,blue\n002.png,green")
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "two.csv", verbose=False)
     assert {*found.labels} <= {"blue", "green"}
-    assert found.details["cross_validated"]["percent"] == 0, "each is left out once, with its class"
+    assert found.details["cross_validated"]["value"] == 0, "each is left out once, with its class"
 
 
 def test_cross_validation_is_that_of_scikit_learn():
@@ -303,7 +314,7 @@ def test_cross_validation_is_that_of_scikit_learn():
         bank, rows = torch.from_numpy(~held), torch.from_numpy(held)
         voted = weighted_knn(train.features[bank], train.targets[bank], train.features[rows], k=[5])[5][:, 0]
         assert torch.equal(neighbours.scores[rows].argmax(1), voted)
-    assert found.figure.percent == pytest.approx(
+    assert found.figure.value == pytest.approx(
         100 * float((found.scores.argmax(1) == train.targets).float().mean())
     )
 

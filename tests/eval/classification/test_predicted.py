@@ -66,7 +66,7 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
         scores = neighbours_mean(bank, targets, queries, k)
         judged = [c for c in range(len(classes)) if true[:, c].any()]
         aps = {classes[c]: average_precision_score(true[:, c], scores[:, c]) for c in judged}
-        assert result["score"]["percent"] == pytest.approx(100 * np.mean(list(aps.values())), abs=1e-3)
+        assert result["score"]["value"] == pytest.approx(100 * np.mean(list(aps.values())), abs=1e-3)
         if k == 5:
             of_labels = {
                 name: figures["AP"] and figures["AP"]["value"]
@@ -74,9 +74,9 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
             }
             assert of_labels == pytest.approx({**aps, "early": None}, abs=1e-5)
             f1s = [f1_score(true[:, c], scores[:, c] > 0.5) for c in judged]
-            assert found["mean"]["F1"]["percent"] == pytest.approx(100 * np.mean(f1s))
+            assert found["mean"]["F1"]["value"] == pytest.approx(100 * np.mean(f1s))
     assert found["figure"]["title"] == "k-NN mAP, k=5"
-    assert found["figure"]["low"] < found["figure"]["percent"] < found["figure"]["high"]
+    assert found["figure"]["low"] < found["figure"]["value"] < found["figure"]["high"]
     assert list(found["few_images"].values()) == [["late"], ["early"], ["late"]]
     assert "1 class without an image to learn from, so only guessed: late" in said
     assert "1 class without an image to judge by, so in no figure: early" in said
@@ -91,15 +91,15 @@ def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
     knn = dino_vit.knn(photos, weights, labels=labels, k=7, output=output, **SETTINGS)
     predicted = neighbours_mean(bank, targets, queries, 7)
     assert knn.outputs == pytest.approx(predicted, rel=1e-4)
-    assert knn.score.percent == pytest.approx(100 * r2_score(true, predicted), abs=1e-3)
-    assert knn.per_target["red"]["MAE"].value == pytest.approx(
+    assert knn.figure.value == pytest.approx(100 * r2_score(true, predicted), abs=1e-3)
+    assert knn.details["per_target"]["red"]["MAE"]["value"] == pytest.approx(
         mean_absolute_error(true[:, 0], predicted[:, 0])
     )
-    assert knn.per_target["green"]["correlation"].value == pytest.approx(
+    assert knn.details["per_target"]["green"]["correlation"]["value"] == pytest.approx(
         np.corrcoef(true[:, 1], predicted[:, 1])[0, 1], rel=1e-5
     )
     of_mean = np.abs(true[:, 0] - targets[:, 0].mean()).mean()
-    assert knn.per_target["red"]["MAE of a guess"] == pytest.approx(of_mean, rel=1e-5)
+    assert knn.details["per_target"]["red"]["MAE of a guess"] == pytest.approx(of_mean, rel=1e-5)
     with Image.open(output.with_suffix(".png")) as plot:
         assert plot.width > plot.height > 100
     linear = dino_vit.linear(photos, weights, labels=labels, select="source", **SETTINGS)
@@ -110,7 +110,7 @@ def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
     for penalty, percent in zip(PENALTIES, plain, strict=True):
         peer = Ridge(alpha=penalty * 60 * x.var(axis=0).mean()).fit(x, targets)
         assert percent == pytest.approx(100 * r2_score(true, peer.predict(y)), abs=0.1)
-    assert linear.score.percent == pytest.approx(max(cell["score"] for cell in cells))
+    assert linear.figure.value == pytest.approx(max(cell["score"] for cell in cells))
     assert linear.outputs.shape == (30, 2)
 
 
@@ -119,8 +119,9 @@ def test_linear_classifiers_learn_several_labels(photos, weights, method):
     settings = {"labels": photos / "tags.csv", "method": method, **SETTINGS}
     settings |= {"steps": 300, "rates": [0.01, 1]} if method == "grid" else {"cs": [10]}
     result = dino_vit.linear(photos, weights, **settings)
-    assert result.per_target["red"]["AP"].value > result.per_target["red"]["AP of a guess"] + 0.3
-    assert result.per_target["early"]["AP"] is None
+    red = result.details["per_target"]["red"]
+    assert red["AP"]["value"] == result.per_class["red"].value > red["AP of a guess"] + 0.3
+    assert result.details["per_target"]["early"]["AP"] is result.per_class["early"] is None
     assert ((result.outputs >= 0) & (result.outputs <= 1)).all()
     assert "held_out" in result.details["best"]
 
@@ -135,10 +136,10 @@ def test_two_classes_have_an_auroc(tmp_path, weights):
         nearest = np.argsort(-similar, axis=1)[:, :k]
         votes = np.exp(np.take_along_axis(similar, nearest, 1) / 0.07)
         scores = (votes * true[nearest]).sum(1) / votes.sum(1)
-        assert figures["auroc"]["percent"] == pytest.approx(100 * roc_auc_score(true, scores), abs=0.2)
+        assert figures["auroc"]["value"] == pytest.approx(100 * roc_auc_score(true, scores), abs=0.2)
     assert "AUROC" in str(result)
     linear = dino_vit.linear(images, weights, steps=20, rates=[0.1], **SETTINGS)
-    assert 0 <= linear.details["best"]["auroc"]["low"] <= linear.details["best"]["auroc"]["percent"]
+    assert 0 <= linear.details["best"]["auroc"]["low"] <= linear.details["best"]["auroc"]["value"]
     assert "AUROC" in str(linear)
 
 
@@ -148,7 +149,7 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
     write_classes(val, "b", 2, first=20)
     text = str(dino_vit.knn(val, weights, train=train, k=3, **SETTINGS))
     assert "1 class without an image to judge by, so in no figure: c" in text
-    assert "1 class with fewer than 10 images to judge by, so far from sure: b" in text
+    assert "1 class with fewer than 10 images to judge by, too few to be reliable: b" in text
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,11 @@ def test_raw_pixels_have_a_row_and_are_named_where_nothing_is_better(tmp_path, o
     labels = torch.tensor([source.label(index) for index in range(60)])
     said = weighted_knn(pixels, labels, pixels, k=[20], self_offset=0)[20][:, 0]
     percent = 100 * float((said == labels).float().mean())
-    assert found.raw_pixels["k-NN top-1"].percent == pytest.approx(percent)
+    assert found.raw_pixels["k-NN top-1"].value == pytest.approx(percent)
     assert found.raw_pixels.keys() == found.figures.keys()
     written = json.loads((tmp_path / "out" / "0-knn.json").read_text())
     assert written["weights"]["source"] == "raw pixels"
-    best = max(figure.percent for figure in found.figures["k-NN top-1"].values())
+    best = max(figure.value for figure in found.figures["k-NN top-1"].values())
     assert ("By k-NN top-1 none is better than raw pixels" in found.verdict) == (best <= percent)
     row = next(line for line in str(found).splitlines() if line.startswith("raw pixels"))
     assert f"{percent:.2f} (" in row
@@ -67,12 +67,12 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
         of_knn = found.figures["k-NN top-1"][name]
         for part in ("percent", "low", "high"):
-            assert getattr(of_knn, part) == pytest.approx(getattr(knn.top1, part))
+            assert getattr(of_knn, part) == pytest.approx(getattr(knn.figure, part))
         frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=path, precision="no"))
         (batch,) = frozen.features(open_source("synthetic:60:16"), [range(60)])
         assert found.ranks[name] == pytest.approx(rankme(batch.values), rel=1e-3)
     linear = dino_vit.linear("synthetic:60:16", **shared)  # of the last
-    assert found.figures["linear top-1"][name].percent == pytest.approx(linear.top1.percent)
+    assert found.figures["linear top-1"][name].value == pytest.approx(linear.figure.value)
     written = json.loads(found.path.read_text())
     assert written["figures"]["k-NN top-1"][name] == vars(found.figures["k-NN top-1"][name])
     assert written["effective_rank"] == found.ranks
@@ -224,8 +224,9 @@ def test_two_images_are_compared_by_k_nn_and_are_too_few_for_a_linear_classifier
         write_synthetic(tmp_path / "two" / name / "0.png", number)
     settings = {"weights": others, "output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
     found = dino_vit.compare(tmp_path / "two", measures=["knn"], **settings)
-    assert [of.percent for of in found.figures["k-NN top-1"].values()] == [0, 0]  # each by the other alone
-    assert "none is surely better by" in found.verdict
+    figures = found.figures["k-NN top-1"].values()  # each image by the other alone
+    assert [figure.value for figure in figures] == [0, 0]
+    assert "no significant difference on these images by" in found.verdict
     message = r"linear: all labelled images .* of one class, a; two or more .* measures= chooses"
     with pytest.raises(ValueError, match=message):
         dino_vit.compare(tmp_path / "two", **settings)
