@@ -21,8 +21,9 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
-from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.neighbours import weighted_knn
+from dino_vit.eval.reading import Features, pixel_features
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
-from dino_vit.eval.knn import NO_CLASS, nearest, unit, weighted_knn
+from dino_vit.eval.neighbours import NO_CLASS, nearest, unit, weighted_knn
 
 ON_CUDA = "a bank of 1,281,167 and 50,000 queries, beside FAISS where its GPU wheel is installed"
 SMALLER, IMAGENET = (100_000, 5_000), (1_281_167, 50_000)  # bank and queries

@@ -41,12 +41,13 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
-from dino_vit.eval.features import FrozenBackbone, pixel_features
-from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.linear import count_correct, train_logistic
+from dino_vit.eval.classification.probes import count_correct, train_logistic
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import rankme
+from dino_vit.eval.reading import pixel_features
 from dino_vit.models.backbone import Backbone, FeatureSpec
-from dino_vit.reports.record import outcome, read_run
+from dino_vit.reports.record import read_run, verdict
 from dino_vit.training.loop import measured_seconds
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_eval_transform
@@ -228,7 +229,7 @@ def peer_of(output: Path) -> Path:
 
 def said(output: Path) -> str:
     """Return what a run said of itself in its last lines."""
-    return outcome(read_run(output))
+    return verdict(read_run(output)).outcome
 
 
 def parts(name: str, folders: dict[str, Path], judged: Judged) -> Iterator[tuple[Source, list[int]]]:

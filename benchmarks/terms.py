@@ -27,7 +27,8 @@ from benchmarks.small import SIDES, Job, measured_steps, of_set, train
 from benchmarks.small import judge as judge_run
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.features import frozen_backbone
+from dino_vit.eval.figures import summed
 from dino_vit.eval.maps.segmentation import choose_steps, judge, patch_bank, pixel_accuracy, train_head
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.reports.record import read_run
@@ -128,9 +129,9 @@ def of_patches(weights: Path) -> dict[str, float]:
     head = train_head(frozen, scenes, bank, spec, choose_steps(DENSE))
     by_knn, by_head = judge(frozen, scenes, range(DENSE, 2 * DENSE), bank, head, spec, k=20)
     return {
-        "patch k-NN": 100 * replace(by_knn, figure=pixel_accuracy).value,
-        "mIoU by k-NN": 100 * by_knn.value,
-        "mIoU by a linear layer": 100 * by_head.value,
+        "patch k-NN": 100 * replace(by_knn, metric=summed(pixel_accuracy)).mean,
+        "mIoU by k-NN": 100 * by_knn.mean,
+        "mIoU by a linear layer": 100 * by_head.mean,
     }
 
 

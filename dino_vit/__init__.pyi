@@ -3,20 +3,10 @@
 import collections.abc
 import os
 import pathlib
-from typing import Literal, TypedDict, overload
+from typing import Literal, TypedDict
 
 from dino_vit.commands import Facts, Written
-from dino_vit.commands.attention import AttentionMaps
-from dino_vit.commands.classification import Classification
-from dino_vit.commands.classification.predict import LabelPredictions
-from dino_vit.commands.classification.predicted import Predicted
-from dino_vit.commands.compare import ComparisonResult
 from dino_vit.commands.demo import DemoResult
-from dino_vit.commands.dense import DenseResult
-from dino_vit.commands.embeddings.curate import CurateResult
-from dino_vit.commands.embeddings.duplicates import DuplicatesResult
-from dino_vit.commands.embeddings.embed import ImageEmbeddings
-from dino_vit.commands.embeddings.search import SearchResult
 from dino_vit.commands.pack import PackResult
 from dino_vit.config.commands import (
     AttentionConfig,
@@ -32,8 +22,16 @@ from dino_vit.config.commands import (
     PredictConfig,
     ReportConfig,
 )
-from dino_vit.config.embeddings import CurateConfig, DuplicatesConfig, EmbedConfig, SearchConfig
+from dino_vit.config.embeddings import DuplicatesConfig, EmbedConfig, SearchConfig
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.eval.classification.predict import LabelPredictions
+from dino_vit.eval.comparison.compare import ComparisonResult
+from dino_vit.eval.embeddings.duplicates import DuplicatesResult
+from dino_vit.eval.embeddings.embed import ImageEmbeddings
+from dino_vit.eval.embeddings.search import SearchResult
+from dino_vit.eval.maps.attention import AttentionMaps
+from dino_vit.eval.maps.dense import DenseResult
+from dino_vit.eval.results import EvaluationResult
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
 from dino_vit.models.vit import vit_base as vit_base
 from dino_vit.models.vit import vit_huge as vit_huge
@@ -478,7 +476,6 @@ def report(
       images=500                          images on the map; with more, their pictures are smaller
     """
 
-@overload
 def knn(
     source: str | os.PathLike[str] | object = ...,
     weights: str | os.PathLike[str] = ...,
@@ -494,7 +491,7 @@ def knn(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multilabel", "regression"],
+    task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
     k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
     tokens: Literal["cls", "mean", "cls+mean"] = "cls",
@@ -503,14 +500,12 @@ def knn(
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
-) -> Predicted:
+) -> EvaluationResult:
     """Classify images by their nearest neighbours on frozen features, or predict labels and numbers.
 
         dino_vit.knn("photos", "runs/demo")
 
     Classify; with an output, write the JSON. The figures are those of the first k.
-
-    Several labels or numbers give a `Predicted`.
 
     The settings and their defaults:
 
@@ -529,72 +524,13 @@ def knn(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
       seed=0                              of all random numbers
-      k=[20, 10, 100, 200]                numbers of neighbours; the first is judged in full
+      k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
       blocks=1                            last blocks whose tokens are joined
       shots=null                          by so few images of each class, drawn by the seed; null: by all
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
-@overload
-def knn(
-    source: str | os.PathLike[str] | object = ...,
-    weights: str | os.PathLike[str] = ...,
-    *,
-    network: Literal["teacher", "student"] = "teacher",
-    size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
-    batch_size: int = 128,
-    num_workers: int | None = None,
-    precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
-    cache: str | os.PathLike[str] | None = None,
-    cache_gb: float = 50.0,
-    labels: str | os.PathLike[str] | None = None,
-    train: str | os.PathLike[str] | object = None,
-    train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass"] | None = None,
-    seed: int = 0,
-    k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
-    tokens: Literal["cls", "mean", "cls+mean"] = "cls",
-    blocks: int = 1,
-    shots: int | None = None,
-    output: str | os.PathLike[str] | None = None,
-    config: str | os.PathLike[str] | KnnConfig | None = None,
-    verbose: bool = True,
-) -> Classification:
-    """Classify images by their nearest neighbours on frozen features, or predict labels and numbers.
-
-        dino_vit.knn("photos", "runs/demo")
-
-    Classify; with an output, write the JSON. The figures are those of the first k.
-
-    Several labels or numbers give a `Predicted`.
-
-    The settings and their defaults:
-
-      source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder or weights file
-      network=teacher                     network of a checkpoint [teacher|student]
-      size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
-      batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images; null: by the cores
-      precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
-      cache_gb=50                         most GB of features and indexes, the latest used
-      labels=null                         CSV or JSON file with the labels of source; null: the source's own
-      train=null                          images of the bank; null: split train, or for each image the others
-      train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
-      seed=0                              of all random numbers
-      k=[20, 10, 100, 200]                numbers of neighbours; the first is judged in full
-      tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
-      blocks=1                            last blocks whose tokens are joined
-      shots=null                          by so few images of each class, drawn by the seed; null: by all
-      output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
-    """
-
-@overload
 def linear(
     source: str | os.PathLike[str] | object = ...,
     weights: str | os.PathLike[str] = ...,
@@ -610,7 +546,7 @@ def linear(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multilabel", "regression"],
+    task: Literal["multiclass", "multilabel", "regression"] | None = None,
     seed: int = 0,
     method: Literal["logistic", "grid"] | None = None,
     standardise: bool | None = None,
@@ -621,76 +557,12 @@ def linear(
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
-) -> Predicted:
+) -> EvaluationResult:
     """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them.
 
         dino_vit.linear("photos", "runs/pretrain")
 
     Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
-
-    Several labels or numbers give a `Predicted`.
-
-    The settings and their defaults:
-
-      source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder or weights file
-      network=teacher                     network of a checkpoint [teacher|student]
-      size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
-      batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images; null: by the cores
-      precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
-      cache_gb=50                         most GB of features and indexes, the latest used
-      labels=null                         CSV or JSON file with the labels of source; null: the source's own
-      train=null                          images to train on; null: split train, or all of source but a fifth
-      train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
-      seed=0                              of all random numbers
-      method=null                         regressions, or SGD as published; null: logistic up to 100,000 images [logistic|grid]
-      standardise=null                    features to mean 0, variance 1; null: if logistic
-      select=train                        best head on a tenth of train; or on source, as published [train|source]
-      rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  of method=grid: learning rates at a batch of 256
-      steps=null                          of method=grid; null: ten epochs, from 1,250 to 12,500 steps
-      cs=null                             of logistic: inverse penalties; null: 13, or 45 as published if not standardised
-      output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
-    """
-
-@overload
-def linear(
-    source: str | os.PathLike[str] | object = ...,
-    weights: str | os.PathLike[str] = ...,
-    *,
-    network: Literal["teacher", "student"] = "teacher",
-    size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
-    batch_size: int = 128,
-    num_workers: int | None = None,
-    precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
-    cache: str | os.PathLike[str] | None = None,
-    cache_gb: float = 50.0,
-    labels: str | os.PathLike[str] | None = None,
-    train: str | os.PathLike[str] | object = None,
-    train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass"] | None = None,
-    seed: int = 0,
-    method: Literal["logistic", "grid"] | None = None,
-    standardise: bool | None = None,
-    select: Literal["train", "source"] = "train",
-    rates: float | collections.abc.Sequence[float] = ...,
-    steps: int | None = None,
-    cs: float | collections.abc.Sequence[float] | None = None,
-    output: str | os.PathLike[str] | None = None,
-    config: str | os.PathLike[str] | LinearConfig | None = None,
-    verbose: bool = True,
-) -> Classification:
-    """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them.
-
-        dino_vit.linear("photos", "runs/pretrain")
-
-    Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
-
-    Several labels or numbers give a `Predicted`.
 
     The settings and their defaults:
 
@@ -996,37 +868,6 @@ def duplicates(
       pairs=10000                         closest pairs to list; groups are formed by all pairs
       trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         with sheets beside it; null: duplicates.json, in Python none [FILE.json]
-    """
-
-def curate(
-    embeddings: str | os.PathLike[str] | object = ...,
-    *,
-    threshold: float | None = 0.98,
-    clusters: int | collections.abc.Sequence[int] | None = None,
-    keep: int | None = None,
-    like: str | os.PathLike[str] | None = None,
-    k: int = 32,
-    trust: bool = False,
-    output: str | os.PathLike[str] | None = None,
-    config: str | os.PathLike[str] | CurateConfig | None = None,
-    verbose: bool = True,
-) -> CurateResult:
-    """Weigh images for pretraining: no copies, and all kinds of images alike.
-
-        dino_vit.curate("photos.parquet", output="weights.csv")
-
-    Weigh images; with an output, write the file for data.weights, a sheet of clusters and JSON.
-
-    The settings and their defaults:
-
-      embeddings=...                      file that `dino-vit embed` wrote
-      threshold=0.98                      minimum cosine of a copy, which is dropped; null: keep copies
-      clusters=null                       of each level, most first; null: by the images
-      keep=null                           images to choose, which are drawn alike; null: a weight for each
-      like=null                           embeddings of examples, to choose images near them; null: all images
-      k=32                                like: nearest images of each example
-      trust=false                         import the python:MODULE:NAME that the file names, which runs its code
-      output=null                         with PNG and JSON beside it; null: weights.csv, in Python none [FILE.csv]
     """
 
 def inspect_weights(

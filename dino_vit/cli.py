@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import dino_vit
-from dino_vit.commands import COMMANDS, Result, working
+from dino_vit.commands import COMMANDS, working
 from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
 from dino_vit.config.settings import Settings, values
 from dino_vit.core.process import (
@@ -24,7 +24,7 @@ from dino_vit.core.process import (
     keep_freed_memory,
     open_standard_streams,
 )
-from dino_vit.core.text import PrintableFormatter, printable_lines, unfailing
+from dino_vit.core.text import PrintableFormatter, Result, printable_lines, unfailing
 
 GREETING = """\
 Start here, with your own folder of images in place of photos:

@@ -1,7 +1,7 @@
 """The commands of `dino-vit` as functions: the same settings, results instead of exit codes.
 
     run = dino_vit.pretrain("photos", "runs/photos", budget={"minutes": 20})
-    print(dino_vit.knn("photos", "runs/photos").top1)
+    print(dino_vit.knn("photos", "runs/photos").figure)
 
 Each takes what its command takes by position, then settings by keyword: a section as a dictionary
 (`optim={"lr": 1e-3}`), or its settings by their dotted name (`**{"optim.lr": 1e-3}`). `config` is a file of

@@ -7,7 +7,7 @@ from typing import Any
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.text import plural
-from dino_vit.reports.record import RunRecord, outcome, read_run, state
+from dino_vit.reports.record import RunRecord, read_run, state, verdict
 
 
 class Run:
@@ -60,7 +60,7 @@ class Run:
     @property
     def outcome(self) -> str:
         """The figures of the run so far with what they compare with, and what to try."""
-        return outcome(self._record())
+        return verdict(self._record()).outcome
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -29,14 +29,14 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Written, format_table
+from dino_vit.commands import Written
 from dino_vit.config.commands import RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import progress
+from dino_vit.core.text import format_table, progress
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.features import in_batches, read_batches
+from dino_vit.eval.reading import in_batches, read_batches
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of

@@ -33,12 +33,12 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Written, format_table
+from dino_vit.commands import Written
 from dino_vit.config.settings import Count, Dimension, FewOrZero, Positive, Settings, setting
 from dino_vit.core import Size
 from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import progress
+from dino_vit.core.text import format_table, progress
 from dino_vit.eval.maps.pictures import save_png
 from dino_vit.eval.results import write_results
 from dino_vit.models.backbone import Backbone, eval_mode

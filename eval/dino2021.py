@@ -25,19 +25,23 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.cli import run_program
-from dino_vit.commands.classification import Classification, classification
-from dino_vit.commands.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.config.commands import RESULTS, CachedConfig, JsonFile, SupervisedConfig
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, write_output
 from dino_vit.core.storage import pickled
 from dino_vit.core.text import plural
-from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import frozen_backbone
-from dino_vit.eval.labelled import LabelledSubset, labelled_features, open_sets
-from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight, top_classes
-from dino_vit.eval.results import output_of
+from dino_vit.eval.classification.probes import (
+    MOMENTUM,
+    LinearHeads,
+    count_correct,
+    initial_weight,
+    top_classes,
+)
+from dino_vit.eval.classification.supervised import EpochTraining, SupervisedLoader
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
+from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import ViewAugment
@@ -62,7 +66,7 @@ class Dino2021Config(SupervisedConfig, CachedConfig):
             yield f"mean=true needs blocks=1, not {self.blocks}"
 
 
-def run(config: Dino2021Config) -> Classification:
+def run(config: Dino2021Config) -> EvaluationResult:
     """Train the head, evaluate it after every epoch, and write the head and the JSON."""
     frozen = frozen_backbone(config)
     output = output_of(config, frozen.model.provenance.source)
@@ -93,7 +97,7 @@ def run(config: Dino2021Config) -> Classification:
         f"trained on {plural(len(train), 'image')} for {plural(config.epochs, 'epoch')}; best after "
         f"epoch {percents.index(best) + 1}: {best:.2f} %, the figure that the 2021 code reports\n{head}"
     )
-    return classification("dino2021", output, "linear top-1", predictions, details, text)
+    return conclude_classes("dino2021", output, "linear top-1", predictions, details, [text])
 
 
 class HeadTraining(EpochTraining):

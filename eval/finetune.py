@@ -21,9 +21,6 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands.classification import Classification, classification
-from dino_vit.commands.classification.knn import classify
-from dino_vit.commands.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.config.commands import KnnConfig, Network, SupervisedConfig
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import in_steps
@@ -46,10 +43,12 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.accuracy import TOP_K, Accuracy, Predictions
-from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import frozen_backbone
-from dino_vit.eval.labelled import labelled_features, open_sets
+from dino_vit.eval.classification.knn import classify
+from dino_vit.eval.classification.supervised import EpochTraining, SupervisedLoader
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.figures import TOP_K, Figure, Predictions
+from dino_vit.eval.results import EvaluationResult, conclude_classes
+from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.method import optim
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone
@@ -88,7 +87,7 @@ class FinetuneConfig(SupervisedConfig):
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
 
 
-def run(config: FinetuneConfig) -> Classification:
+def run(config: FinetuneConfig) -> EvaluationResult:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     accelerator = start_processes()
     if config.warmup_epochs >= config.epochs:
@@ -142,7 +141,9 @@ class Finetuning(EpochTraining):
         }
         super().__init__(Path(config.output) / "state", loader, self.model, optimizer, facts)
         kept = self.history[0].get("knn_before") if self.history else None
-        self.before = Accuracy(**kept) if kept else None  # k-NN before the first step
+        if kept and "percent" in kept:  # as version 0.3 wrote
+            kept["value"] = kept.pop("percent")
+        self.before = Figure(**kept) if kept else None  # k-NN before the first step
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
         config, steps = self.config, self.loader.steps_per_epoch
@@ -197,7 +198,7 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
     return model.train()
 
 
-def _before(tuning: Finetuning) -> Accuracy:
+def _before(tuning: Finetuning) -> Figure:
     """Classify the evaluation images by k-NN on the network that the training started from."""
     config = tuning.config
     names = ("source", "weights", "network", "size", "batch_size", "precision")
@@ -206,7 +207,7 @@ def _before(tuning: Finetuning) -> Accuracy:
     return classify(bank, queries, [NEIGHBOURS], frozen.device)[NEIGHBOURS].top(1)
 
 
-def _result(tuning: Finetuning) -> Classification:
+def _result(tuning: Finetuning) -> EvaluationResult:
     """Write the network and the results of the last epoch."""
     folder, facts, history = Path(tuning.config.output), tuning.facts, tuning.history
     weights, transform = folder / WEIGHTS, tuning.evaluated.transform
@@ -228,13 +229,13 @@ def _result(tuning: Finetuning) -> Classification:
     last = {**history[-1], **predictions.figures()}
     details = {**facts, "settings": facts["config"], "history": history, "last": last, "knn_before": before}
     low = ": fine-tuning ends below it, so try more epochs, or classify with `dino-vit linear`"
-    advice = low if after.percent < before.percent else ""
+    advice = low if after.value < before.value else ""
     text = (
         f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
         f"k-NN of the network before fine-tuning: {before} %{advice}\n"
         f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
-    return classification("finetune", folder / RESULTS, "top-1", predictions, details, text)
+    return conclude_classes("finetune", folder / RESULTS, "top-1", predictions, details, [text])
 
 
 if __name__ == "__main__":

@@ -25,17 +25,17 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Written, format_table
+from dino_vit.commands import Written
 from dino_vit.config.commands import RESULTS, CachedConfig, JsonFile
 from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
+from dino_vit.core.text import format_table
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import frozen_backbone
-from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_subset
-from dino_vit.eval.linear import count_correct, top_classes, train_heads
+from dino_vit.eval.classification.probes import count_correct, top_classes, train_heads
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.results import output_of, write_results
+from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_subset
 
 # Mean error of AlexNet over the severities, as published.
 ALEXNET = {

@@ -30,11 +30,11 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.cli import run_program
-from dino_vit.commands import Written, format_table
+from dino_vit.commands import Written
 from dino_vit.config.commands import RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, NonEmpty, Positive, Settings, setting
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import progress
+from dino_vit.core.text import format_table, progress
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source

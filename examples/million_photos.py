@@ -12,7 +12,7 @@ import faiss
 from sklearn.preprocessing import normalize
 
 import dino_vit
-from dino_vit.eval.embeddings import read_image_embeddings
+from dino_vit.eval.embeddings.embed import read_image_embeddings
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("embeddings", help="file of dino-vit embed")

@@ -74,7 +74,7 @@ def test_mypy_understands_calls_and_finds_mistakes(tmp_path):
         "from pathlib import Path\n"
         "import dino_vit\n"
         "run = dino_vit.pretrain('photos', budget={'minutes': 1}, model={'arch': 'vit_small'}, seed=3)\n"
-        "percent: float = dino_vit.knn(Path('photos'), run, k=[5, 20], output=None).top1.percent\n"
+        "percent: float = dino_vit.knn(Path('photos'), run, k=[5, 20], output=None).figure.value\n"
         "dino_vit.pretrain(budget={'minute': 1})\n"
         "dino_vit.pretrain(model='vit_small')\n"
         "dino_vit.pretrain(budget_minutes=1)\n"
@@ -90,8 +90,7 @@ def test_mypy_understands_calls_and_finds_mistakes(tmp_path):
 def test_type_checkers_know_what_every_function_returns(tmp_path):
     program = tmp_path / "program.py"
     calls = [f"dino_vit.{name.replace('-', '_')}()" for name in COMMANDS]
-    calls += ["dino_vit.knn(task='regression')", "dino_vit.linear(task='multilabel')"]
-    calls += ["dino_vit.knn().top1", "dino_vit.load_backbone('a').transform", "dino_vit.embed().values"]
+    calls += ["dino_vit.knn().figure", "dino_vit.load_backbone('a').transform", "dino_vit.embed().values"]
     program.write_text("import dino_vit\n" + "\n".join(f"reveal_type({call})" for call in calls))
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(program)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -99,13 +98,11 @@ def test_type_checkers_know_what_every_function_returns(tmp_path):
     revealed = dict(zip(calls, said, strict=True))
     classes = {call: kind.split("[")[0].rpartition(".")[2] for call, kind in revealed.items()}
     assert not [call for call in calls if "Any" in classes[call] or classes[call] in ("dict", "object")]
-    assert classes["dino_vit.knn()"] == classes["dino_vit.linear()"] == "Classification"
-    assert classes["dino_vit.knn(task='regression')"] == "Predicted"
-    assert classes["dino_vit.linear(task='multilabel')"] == "Predicted"
+    assert classes["dino_vit.knn()"] == classes["dino_vit.linear()"] == "EvaluationResult"
     assert classes["dino_vit.compare()"] == "ComparisonResult"
     assert classes["dino_vit.duplicates()"] == "DuplicatesResult"
     assert classes["dino_vit.pretrain()"] == "Run"
-    assert classes["dino_vit.knn().top1"] == "Accuracy"
+    assert classes["dino_vit.knn().figure"] == "Figure"
     assert classes["dino_vit.load_backbone('a').transform"] == "EvalTransform"
 
 
@@ -124,7 +121,7 @@ def test_pretrain_returns_its_run(run, tmp_path):
     assert f"{run.folder}: {run.config.model.title} on synthetic" in str(run)
     with contextlib.chdir(tmp_path):
         assert dino_vit.embed("synthetic:7:32", run).values.shape == (7, 32)
-        assert dino_vit.knn("synthetic:60:16", run, k=3).top1.images == 60
+        assert dino_vit.knn("synthetic:60:16", run, k=3).figure.images == 60
         assert dino_vit.attention("synthetic:3:32", run, count=2).sheets[0].width > 100
         assert list(tmp_path.iterdir()) == []
     newest, before = (dino_vit.load_backbone(path) for path in (run, run.checkpoints[0]))
@@ -199,9 +196,9 @@ def test_figures_are_those_of_the_file(run, photos, tmp_path):
         assert found.path == output
         assert found.details == json.loads(output.read_text())
         again = function(photos, run, **settings)
-        assert (again.path, again.top1) == (None, found.top1)
+        assert (again.path, again.figure) == (None, found.figure)
         assert not (run.folder / "eval").exists(), "nothing is written unless output says so"
-        assert found.top1.images == 12
+        assert found.figure.images == 12
         assert {name: one.images for name, one in found.per_class.items()} == {"class0": 6, "class1": 6}
 
 
@@ -323,9 +320,9 @@ def test_one_script_calls_several_functions_in_two_processes(tmp_path):
         f"run = dino_vit.pretrain(output={str(tmp_path / 'run')!r}, **settings)\n"
         "found = dino_vit.knn('synthetic:60:16', weights=run.folder, k=3)\n"
         "again = dino_vit.knn('synthetic:60:16', weights=run.folder, k=3, verbose=False)\n"
-        "assert found.top1 == again.top1\n"
+        "assert found.figure == again.figure\n"
         f"path = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
-        "open(path, 'w').write(str(found.top1))\n"
+        "open(path, 'w').write(str(found.figure))\n"
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CPU}", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -31,10 +31,10 @@ def test_a_user_pretrains_looks_and_embeds(tmp_path):
     assert "done: run/checkpoints holds the last step" in stderr(ran)
     assert "step 20 of 20" in shown[0]["data"]["text/plain"]
     assert "<pre>run: ViT" in shown[0]["data"]["text/html"]
-    assert "per cent, on 60 images of synthetic:60:16, by their neighbours" in "".join(
+    assert "Accuracy (%), leave-one-out, on 60 images of synthetic:60:16" in "".join(
         one.get("text", "") for one in found
     )
-    assert found[-1]["data"]["text/plain"].startswith("Classification(top1=Accuracy(percent=")
+    assert found[-1]["data"]["text/plain"].startswith("EvaluationResult(figure=Figure(value=")
     assert "text/html" not in found[-1]["data"], "it was printed"
     (table,) = returned
     assert "60 images of synthetic:60:16, by their neighbours" in table["data"]["text/html"]

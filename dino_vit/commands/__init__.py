@@ -1,31 +1,17 @@
 """The commands of `dino-vit`: a settings class and a function for each; `COMMANDS` names them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_vit.config.settings import Settings, inputs
+from dino_vit.core.text import Result
 
 if TYPE_CHECKING:
     from dino_vit.core.outputs import Work
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a command found or wrote; as text it is what the command prints."""
-
-    text: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.text
-
-    def _repr_html_(self) -> str | None:
-        """Return what a notebook shows, or None if the text was printed."""
-        return None if "printed" in vars(self) else f"<pre>{escape(self.text)}</pre>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +59,15 @@ COMMANDS = {
     "pack": Command("PackConfig", "commands.pack:run"),
     "pretrain": Command("pretrain:PretrainConfig", "training.loop:pretrain"),
     "report": Command("ReportConfig", "commands.report:run"),
-    "knn": Command("KnnConfig", "commands.classification.knn:run"),
-    "linear": Command("LinearConfig", "commands.classification.linear:run"),
-    "predict": Command("PredictConfig", "commands.classification.predict:run"),
-    "dense": Command("DenseConfig", "commands.dense:run"),
-    "compare": Command("CompareConfig", "commands.compare:run"),
-    "attention": Command("AttentionConfig", "commands.attention:run"),
-    "embed": Command("embeddings:EmbedConfig", "commands.embeddings.embed:run"),
-    "search": Command("embeddings:SearchConfig", "commands.embeddings.search:run"),
-    "duplicates": Command("embeddings:DuplicatesConfig", "commands.embeddings.duplicates:run"),
-    "curate": Command("embeddings:CurateConfig", "commands.embeddings.curate:run"),
+    "knn": Command("KnnConfig", "eval.classification.knn:run"),
+    "linear": Command("LinearConfig", "eval.classification.linear:run"),
+    "predict": Command("PredictConfig", "eval.classification.predict:run"),
+    "dense": Command("DenseConfig", "eval.maps.dense:run"),
+    "compare": Command("CompareConfig", "eval.comparison.compare:run"),
+    "attention": Command("AttentionConfig", "eval.maps.attention:run"),
+    "embed": Command("embeddings:EmbedConfig", "eval.embeddings.embed:run"),
+    "search": Command("embeddings:SearchConfig", "eval.embeddings.search:run"),
+    "duplicates": Command("embeddings:DuplicatesConfig", "eval.embeddings.duplicates:run"),
     "inspect-weights": Command("InspectWeightsConfig", "commands.weights:inspect"),
     "export": Command("ExportConfig", "commands.weights:export"),
 }
@@ -93,13 +78,3 @@ def working(config: Settings, *, on_console: bool = False) -> "AbstractContextMa
     from dino_vit.core.outputs import at_work  # imports torch
 
     return at_work(inputs(config), on_console=on_console)
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for first, *others in [header, *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join(lines)

@@ -7,13 +7,15 @@ from shlex import quote
 
 import torch
 
-from dino_vit.commands import Result, attention, report
+from dino_vit.commands import report
 from dino_vit.config.commands import AttentionConfig, DemoConfig, ReportConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import choose_precision
+from dino_vit.core.text import Result
+from dino_vit.eval.maps import attention
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
 
@@ -42,9 +44,9 @@ def run(config: DemoConfig) -> DemoResult:
     maps = [] if config.quick else [f"Attention maps: {_attention(config, folder).resolve()}"]
     report.run(load(ReportConfig, None, {"run": str(folder), "images": 200 if config.quick else 500}))
     record = read_run(folder)
-    of_baseline = record.baseline
-    levels = {"untrained": of_baseline.knn, "trained": record.latest("knn")}
-    levels |= {"raw pixels": of_baseline.raw_pixels, "chance": of_baseline.chance}
+    baseline = record.baseline
+    levels = {"untrained": baseline.knn, "trained": record.latest("knn")}
+    levels |= {"raw pixels": baseline.raw_pixels, "chance": baseline.chance}
     knn = {network: percent for network, percent in levels.items() if percent is not None}
     percents = ", ".join(f"{network} {percent:.1f} %" for network, percent in knn.items())
     next_command = f"dense synthetic:scenes:200 {quote(f'{folder}/scenes')}  # the texture of every patch"

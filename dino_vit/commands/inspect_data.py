@@ -82,14 +82,14 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
         "epoch": source.describe_epoch() if isinstance(source, MixedSource) else None,
         "splits": {name: len(indices) for name, indices in splits_of(source).items()},
         "advice": advice,
-        "looked_at": len(images) + len(summary.unreadable),
+        "inspected": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
         "pixels": summary.count(ImageInfo.describe),
         "height": _range(image.height for image in images),
         "width": _range(image.width for image in images),
         "shorter_side": _range(min(image.height, image.width) for image in images),
         "file_bytes": _range(sizes) if sizes else None,
-        "bytes_in_all": round(sum(sizes) / len(sizes) * len(source)) if sizes else 0,
+        "total_bytes": round(sum(sizes) / len(sizes) * len(source)) if sizes else 0,
         "values": [min(image.low for image in images), max(image.high for image in images)],
         **_mean_and_std(source, summary),
         "unreadable": [{"name": image.name, "reason": image.reason} for image in summary.unreadable],
@@ -109,7 +109,7 @@ def _mean_and_std(source: Source, summary: ImageSummary) -> dict[str, list[float
 
 def _range(numbers: Iterable[float]) -> dict[str, float]:
     values = list(numbers)
-    return {"least": min(values), "median": median(values), "most": max(values)}
+    return {"min": min(values), "median": median(values), "max": max(values)}
 
 
 def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -126,15 +126,15 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
         yield facts["epoch"]
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
-    if facts["looked_at"] < facts["images"]:
-        yield f"{facts['looked_at']:,} of them inspected (count=null: all)"
+    if facts["inspected"] < facts["images"]:
+        yield f"{facts['inspected']:,} of them inspected (count=null: all)"
     yield f"  format      {_counts(facts['formats'])}"
     yield f"  pixels      {_counts(facts['pixels'])}"
     for name in ("height", "width", "shorter_side"):
-        text = "{least:g} to {most:g} pixels, median {median:g}".format(**facts[name])
+        text = "{min:g} to {max:g} pixels, median {median:g}".format(**facts[name])
         yield f"  {name.partition('_')[0]:<11} {text}"
     if facts["file_bytes"]:
-        typical, total = facts["file_bytes"]["median"] / 1024, facts["bytes_in_all"] / 2**20
+        typical, total = facts["file_bytes"]["median"] / 1024, facts["total_bytes"] / 2**20
         yield f"  file        {typical:,.1f} KiB (median), about {total:,.1f} MiB in total"
     yield f"  values      from {facts['values'][0]:g} to {facts['values'][1]:g}"
     if facts["mean"]:

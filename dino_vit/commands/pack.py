@@ -24,14 +24,13 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
-from dino_vit.commands import Result
 from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
 from dino_vit.core.process import in_threads, locked
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
-from dino_vit.core.text import plural, printable, progress
+from dino_vit.core.text import Result, plural, printable, progress
 from dino_vit.data.catalogue import CATALOGUE
 from dino_vit.data.catalogue_writer import Shard, index_shard, write_catalogue
 from dino_vit.data.images.decode import UnreadableImage, decode, read_item
@@ -41,7 +40,7 @@ from dino_vit.data.labels import LabelledSource
 from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.open import archive_files, open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
-from dino_vit.eval.features import in_batches, read_ahead
+from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time

@@ -1,28 +1,167 @@
 """`dino-vit report`: write a page about a run."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional as F
 
 from dino_vit.commands import Written
-from dino_vit.config.commands import BackboneConfig, ReportConfig
+from dino_vit.config.commands import MIN_IMAGES, BackboneConfig, ReportConfig
 from dino_vit.config.objects import check_trusted
+from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.outputs import claim, write_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.core.text import progress
+from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.maps.attention import (
+    attention_of,
+    principal_components,
+    whole_patches,
+)
+from dino_vit.eval.maps.pictures import (
+    as_picture,
+    data_uri,
+    draw_patches,
+    draw_tile,
+    heat,
+    overlay,
+    resize_sides,
+    shorten,
+)
+from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.reports.page import render
-from dino_vit.reports.pictures import Pictures, attention_rows, build_map, view_rows
+from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
 from dino_vit.reports.record import RunRecord, read_run
+from dino_vit.views.build import build_pixels, make_views
+from dino_vit.views.sampler import Sampler, read_sampling_weights
+
+NEIGHBOURS = 8
+ROWS, HEADS = 6, 12  # at most, of views and attention
+THUMBNAIL_SIDE, PHOTO_SIDE = 64, 320  # longer side in pixels: on the map, and of a selected image
+# Of all images: the page stays below 8 MB with 500 of them, which are as large as their sides allow.
+THUMBNAIL_PIXELS, PHOTO_PIXELS = 5_000_000, 500 * PHOTO_SIDE**2
+PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
+TINY = 1e-30
+
+
+def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
+    """Recreate the views of a few images in an epoch, as the networks saw them."""
+    weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
+    indices = sampler.order(epoch)[:ROWS].tolist()
+    kinds = [f"global {n + 1}" for n in range(config.views.global_count)]
+    kinds += [f"local {n + 1}" for n in range(config.views.local_count)]
+    rows = []
+    for index, views in zip(indices, make_views(config, source, indices, epoch, weights), strict=True):
+        name, tiles = shorten(source.name(index), MAX_NAME), []
+        try:
+            tiles.append(draw_tile(read_image(source, index, build_pixels(config)), "image"))
+        except UnreadableImage as error:
+            name += f": {error.reason}; replaced by another image"
+        for kind, view in zip(kinds, views, strict=True):
+            tiles.append(draw_tile(view, f"{kind}, {view.shape[-1]} × {view.shape[-2]} px"))
+        rows.append(Row(name, tiles))
+    return rows
+
+
+def attention_rows(teacher: FrozenBackbone, source: Source, indices: list[int]) -> list[Row]:
+    """Draw the attention maps of a few whole images, by head of the last block."""
+    rows = []
+    for index in indices[:ROWS]:
+        image, name = read_image(source, index, teacher.transform.pixels), source.name(index)
+        picture, batch = whole_patches(teacher, image)
+        heads = attention_of(teacher, batch)
+        mean = overlay(as_picture(picture), heads.mean(dim=0), teacher.model.patch_size)
+        tiles = [draw_tile(image, "image"), draw_tile(mean, "mean of heads")]
+        tiles += [draw_patches(heat(head), f"head {n}") for n, head in enumerate(heads[:HEADS])]
+        rows.append(Row(shorten(name, MAX_NAME), tiles))
+    return rows
+
+
+def build_map(
+    teacher: FrozenBackbone, source: Source, indices: list[int]
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the images that can be read, and what a teacher makes of them as `page.js` reads it."""
+    found = teacher.extract(source, indices)
+    kept, features = found.indices.tolist(), F.normalize(found.values.cpu(), dim=-1)
+    if len(kept) < MIN_IMAGES:
+        raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
+    cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
+    positions = tsne(features) if find_spec("sklearn") else principal_components(features, 2)
+    labels = [source.label(index) for index in kept]
+    counts = Counter(label for label in labels if label is not None).most_common()  # the largest first
+    numbers = {label: number for number, (label, _) in enumerate(counts)}
+    return kept, {
+        "names": [shorten(source.name(index), MAX_NAME) for index in kept],
+        "classes": [(source.classes[label], count) for label, count in counts],
+        "labels": [-1 if label is None else numbers[label] for label in labels],
+        "positions": _on_unit_square(positions),
+        "neighbours": neighbours.tolist(),
+        "cosines": cosines.double().round(decimals=4).tolist(),
+        **_draw_images(teacher, source, kept),
+    }
+
+
+def _draw_images(teacher: FrozenBackbone, source: Source, indices: list[int]) -> dict[str, Any]:
+    """Return the pictures of images: as thumbnails, as photos, and the attention to them."""
+    side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
+    photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
+    square = replace(teacher.transform, size=(side, side), shorter_side=side)
+    thumbnails, photos, attention = list[Tensor](), list[str](), list[str]()
+    with progress("Drawing images and attention", len(indices)) as advance:
+        for index in indices:
+            image = read_image(source, index, teacher.transform.pixels)
+            thumbnails.append(square.resize(as_picture(image)))
+            photos.append(data_uri(resize_sides(as_picture(image), None, photo_side), quality=60))
+            if isinstance(teacher.model, VisionTransformer):
+                mean = attention_of(teacher, whole_patches(teacher, image)[1]).mean(dim=0)
+                attention.append(data_uri(heat(mean), quality=None))  # a pixel for each patch
+            advance(1)
+    return {"thumbnails": build_atlas(torch.stack(thumbnails)), "photos": photos, "attention": attention}
+
+
+def tsne(features: Tensor) -> Tensor:
+    """Return the t-SNE of features (n, d) of unit length."""
+    from sklearn.manifold import TSNE
+
+    # Like init="pca", which divides by zero where a collapse has made all features equal.
+    start = principal_components(features, 2).float()
+    start *= 1e-4 / start.std().clamp_min(TINY)
+    perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
+    method = TSNE(perplexity=perplexity, init=start.numpy(), random_state=0)
+    return torch.from_numpy(method.fit_transform(features.numpy()))
+
+
+def _on_unit_square(positions: Tensor) -> list[list[float]]:
+    """Turn positions (n, 2), whose axes mean nothing, to lie along their principal axes, each from 0 to 1."""
+    positions = principal_components(positions, 2)
+    low, high = positions.amin(0), positions.amax(0)
+    scaled = (positions - (low + high) / 2) / (high - low).clamp_min(TINY) + 0.5
+    return [[round(x, 4), round(y, 4)] for x, y in scaled.tolist()]
+
+
+def build_atlas(images: Tensor) -> dict[str, Any]:
+    """Join pictures (n, 3, y, x), row by row, into one."""
+    columns = math.ceil(math.sqrt(len(images)))
+    cells = torch.cat([images, images.new_zeros(-len(images) % columns, *images.shape[1:])])
+    picture = rearrange(cells, "(row column) c y x -> c (row y) (column x)", column=columns)
+    return {"uri": data_uri(picture, quality=75), "columns": columns, "size": list(images.shape[-2:])}
 
 
 def run(config: ReportConfig) -> Written:

@@ -90,7 +90,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
     writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
-    k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is judged in full")
+    k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is reported in detail")
     tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     shots: Count | None = setting(None, "by so few images of each class, drawn by the seed; null: by all")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -208,7 +209,7 @@ class Advance:
         total = f" of {self.total:,}" if self.total and self.done != self.total else ""
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
         note = f", {self.note}" if self.note else ""
-        return f"{self.title}: {self.done:,}{total}, {rate:,.0f}/s{note}"
+        return f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
 
 
 @contextmanager
@@ -253,3 +254,27 @@ def expand_braces(pattern: str) -> Iterator[str]:
     start, end = pattern[: braces.start()], pattern[braces.end() :]
     for choice in choices:
         yield from expand_braces(f"{start}{choice}{end}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a command found or wrote; as text it is what the command prints."""
+
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows, or None if the text was printed."""
+        return None if "printed" in vars(self) else f"<pre>{escape(self.text)}</pre>"
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *others in [header, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)

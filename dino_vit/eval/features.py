@@ -1,33 +1,48 @@
-"""Features of images: read, prepared and sent through a frozen backbone in the order asked for."""
+"""Features of images by a frozen backbone: computed by all processes of a launch, and cached on disk."""
 
 import json
-import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import logging
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from dino_vit.core import Size
-from dino_vit.core.distributed import all_equal
-from dino_vit.core.storage import digest
+from dino_vit.core import height_width, log
+from dino_vit.core.cache import keep
+from dino_vit.core.distributed import (
+    agree,
+    all_equal,
+    all_gather,
+    any_process,
+    broadcast_int,
+    is_main_process,
+    rank,
+    wait_for_all,
+    world_size,
+)
+from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
+from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
+from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.open import Source
-from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, Provenance, eval_mode
-from dino_vit.views.eval_transform import EvalTransform
+from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.sources.index import FEATURES, bound_caches, cache_folder
+from dino_vit.data.sources.source import Source, describe_images, spread, stamp_of
+from dino_vit.data.statistics import inspect_images
+from dino_vit.eval.reading import Features, concatenate, in_batches, read_batches
+from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, eval_mode
+from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of
 
-T = TypeVar("T")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from dino_vit.config.commands import BackboneConfig
 
-
-RAW_PIXELS = "raw pixels"
-PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
 # Arguments that networks had not always, with which those of before are built.
 LATER: dict[str, Any] = {"stem": "patch", "stem_width": None, "resnet_layers": (3, 4, 9), "resnet_width": 64}
 LATER |= {"qk_scale": None, "dropout": 0.0, "attention_dropout": 0.0}
@@ -36,15 +51,6 @@ LATER |= {"qk_scale": None, "dropout": 0.0, "attention_dropout": 0.0}
 def _computing(architecture: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a network, so that one of an earlier version has the same digest as before."""
     return {key: value for key, value in architecture.items() if key not in LATER or value != LATER[key]}
-
-
-@dataclass(frozen=True)
-class Features:
-    """Features (n, ...) in float32, the indices of their images, and the images that could not be read."""
-
-    values: Tensor
-    indices: Tensor  # int64 (n,), on the CPU
-    unreadable: tuple[UnreadableImage, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +117,7 @@ class FrozenBackbone:
         none = Features(self.empty(spec), torch.empty(0, dtype=torch.long), ())
         batches = list(in_batches(indices, self.batch_size))
         batches += [[]] * (passes - len(batches))
-        return _concatenate([none, *self.features(source, batches, spec)])
+        return concatenate([none, *self.features(source, batches, spec)])
 
     def compute(self, images: Tensor, spec: FeatureSpec) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""
@@ -124,70 +130,6 @@ class FrozenBackbone:
         return torch.empty(0, *spec.shape(self.model, self.transform.size), device=self.device)
 
 
-class RawPixels(Backbone):
-    """A baseline in the place of a backbone: the normalised pixels of small images are their features."""
-
-    has_patches, depth, heads, registers, grad_checkpointing = False, 1, 0, 0, False
-    anchor: Tensor
-
-    def __init__(self, size: Size, channels: int) -> None:
-        super().__init__()
-        self.image_size = self.patch_size = size
-        self.channels, self.width = channels, channels * size[0] * size[1]
-        self.head = nn.Identity()
-        self.register_buffer("anchor", torch.empty(0), persistent=False)  # which device it is on
-        self.provenance = Provenance(source=RAW_PIXELS)
-
-    @property
-    def architecture(self) -> dict[str, Any]:
-        return {RAW_PIXELS: self.image_size, "channels": self.channels}
-
-    @property
-    def device(self) -> torch.device:
-        return self.anchor.device
-
-    def forward_cls(self, images: Tensor) -> Tensor:
-        return images.flatten(1)
-
-    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.forward_cls(images)[:, None]
-
-    def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
-        return [self.forward_features(images)]
-
-    def grid_of(self, height: int, width: int) -> Size:
-        return 1, 1
-
-    def layers(self) -> dict[str, int]:
-        return {}
-
-
-def raw_pixels_like(frozen: FrozenBackbone) -> FrozenBackbone:
-    """Return the baseline for a backbone: the pixels of the same images, reduced, prepared alike."""
-    size, transform = frozen.transform.size, frozen.transform
-    shrink = min(1.0, PIXEL_SIDE / max(size))
-    transform = replace(transform, size=(max(1, round(size[0] * shrink)), max(1, round(size[1] * shrink))))
-    if transform.shorter_side is not None:
-        transform = replace(transform, shorter_side=max(1, round(transform.shorter_side * shrink)))
-    model = RawPixels(transform.size, transform.pixels.channels).eval().to(frozen.device)
-    return replace(frozen, model=model, transform=transform, autocast=None)
-
-
-def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
-    """Return the flattened normalised pixels of images: a baseline for any features."""
-    normalise = transform.normaliser(torch.device("cpu"))
-    batches = read_batches(source, transform, in_batches(indices, 256))
-    return _concatenate([replace(batch, values=normalise(batch.values).flatten(1)) for batch in batches])
-
-
-def _concatenate(parts: Sequence[Features]) -> Features:
-    return Features(
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.indices for part in parts]),
-        tuple(image for part in parts for image in part.unreadable),
-    )
-
-
 def check_finite(values: Tensor, model: Backbone) -> None:
     """Raise if features are NaN or infinite, as every figure of them would be nonsense."""
     if not torch.stack(values.aminmax()).isfinite().all():
@@ -195,57 +137,186 @@ def check_finite(values: Tensor, model: Backbone) -> None:
         raise ValueError(f"{source} gives features that are NaN or infinite; try precision=no")
 
 
-def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
-    """Split indices into batches; the last may be smaller."""
-    return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
+_VERSION = 6  # of the files, and of how images are prepared
+NOT_CACHED = (
+    "the features could not be cached, as changes of these images cannot be detected: URLs in a list, "
+    "files of a server without ETag and time of change, or an object of Python code without a fingerprint"
+)
+_SAID = set[str]()  # by the fingerprint of the images
 
 
-def read_ahead(
-    read: Callable[[T], R], blocks: Iterable[Sequence[T]], threads: int | None
-) -> Iterator[list[R]]:
-    """Yield what is read of each block by threads, prefetching one while the caller works on another."""
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            # Each pair starts the block after the one that is yielded.
-            for started, _ in pairwise(chain((pool.map(read, block) for block in blocks), [None])):
-                assert started is not None
-                yield list(started)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early
+def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
+    """Join the processes of the launch, and load the backbone of the config in each."""
+    from dino_vit.config.commands import CachedConfig
+    from dino_vit.weights import load_backbone  # a run that trains needs neither
+
+    accelerator = start_processes()
+    model = load_backbone(config.weights, network=config.network).to(accelerator.device)
+    precision = choose_precision(config.precision, accelerator.device)
+    if precision != "no":
+        log.info("features are computed in %s; precision=no computes them in float32", precision)
+    size = None if config.size is None else height_width(config.size)
+    caches: dict[str, Any] = {}
+    if isinstance(config, CachedConfig):
+        caches = {"cache": None if config.cache is None else Path(config.cache), "cache_gb": config.cache_gb}
+    return FrozenBackbone(
+        model=model,
+        transform=eval_transform_of(model, size=size, fit=config.fit),
+        batch_size=config.batch_size,
+        autocast=DTYPES[precision] if precision != "no" else None,
+        threads=config.num_workers or min(cores_of_a_process(world_size()), 16),
+        **caches,
+    )
 
 
-def read_batches(
+def cached_features(
+    frozen: FrozenBackbone,
     source: Source,
-    transform: EvalTransform,
-    batches: Iterable[Sequence[int]],
     *,
-    threads: int | None = None,
-    pin: bool = False,
-) -> Iterator[Features]:
-    """Yield batches of images as values (n, C, h, w), prefetching one while the caller works on another."""
+    spec: FeatureSpec = CLS,
+    indices: Sequence[int] | None = None,
+    title: str = "features",
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the features of the readable images of a source, or of some, and the images' indices.
 
-    buffers = deque[Tensor]()
+    They are read from the cache file whose name is a hash of all that they depend on (weights, images,
+    transform, tokens, precision), or computed and written there first. All processes must call it; they
+    share the work. Unreadable images are left out with a warning. Another device or batch
+    size may round the last bits differently. What is interrupted starts again. Features are not cached where
+    changes of the images cannot be detected (`stamp_of`).
+    """
+    chosen = range(len(source)) if indices is None else indices
+    if not len(chosen):
+        raise ValueError("there are no images to compute features of")
+    frozen.check_all_equal()
+    of_some = "" if indices is None else digest({"indices": torch.as_tensor(indices)}, {})
+    agree("images", lambda: source, lambda _: f"{len(chosen):,} of {describe_images(source)}{of_some}")
+    if is_main_process():
+        _say_what_is_unlike(frozen, source, chosen)
+    stamp = stamp_of(source)
+    keeps = not any_process(stamp is None)
+    if not keeps and source.fingerprint not in _SAID and is_main_process():
+        _SAID.add(source.fingerprint)
+        log.info(NOT_CACHED)
+    inputs = {
+        "version": _VERSION,
+        "weights": frozen.weights_digest,
+        "source": source.fingerprint,
+        "files": stamp if keeps else time.time_ns(),
+        "indices": of_some or None,
+        "transform": asdict(frozen.transform),
+        "features": asdict(spec),
+        "precision": frozen.precision,
+    }
+    # That of rank 0, as nodes may have copies of the images, with times of their own.
+    key = broadcast_int(int(digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:15], 16))
+    path = (frozen.cache or cache_folder() / FEATURES) / f"{key:015x}.safetensors"
+    tensors = _read(path)
+    if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors["indices"]))):
+        to = path if keeps or world_size() > 1 else None
+        tensors = _compute(to, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
+        if is_main_process():
+            bound_caches(frozen.cache_gb, frozen.cache, spared=path)
+    if not keeps:
+        wait_for_all()  # until each has read them
+        path.unlink(missing_ok=True)
+    if tensors is None:
+        raise ValueError(
+            f"{path} was written but is not there; let all processes share the folder of the cache"
+        )
+    warn_of_unreadable(source, chosen, tensors["indices"])
+    check_finite(tensors["values"], frozen.model)
+    values = tensors["values"].numpy()
+    keep(path, values)  # which may be mapped from the file
+    return values, tensors["indices"].numpy()
 
-    def blocks() -> Iterator[Sequence[tuple[Tensor, int]]]:
-        for indices in batches:
-            buffers.append(transform.empty(len(indices), pin=pin))
-            yield list(zip(buffers[-1], indices, strict=True))
 
-    def read(image: tuple[Tensor, int]) -> UnreadableImage | None:
-        out, index = image
-        try:
-            out.copy_(transform.read(source, index))
-        except UnreadableImage as error:
-            return error
+def _say_what_is_unlike(frozen: FrozenBackbone, source: Source, indices: Sequence[int]) -> None:
+    """Warn if images are far smaller than what they are resized to, or of other pixels."""
+    try:
+        sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
+    except (ValueError, SourceLost):  # none of these can be read; others may
+        return
+    side = min(frozen.transform.size)
+    if sample.images and FAR * sample.image_size < side:
+        text = "images of about %d pixels are enlarged to %d: they lack details of that size"
+        log.warning(text, sample.image_size, side)
+    pixels = frozen.transform.pixels
+    if steps := sample.conversions(pixels):
+        level = logging.WARNING if sample.bits > pixels.bits else logging.INFO
+        converted = ", ".join(f"{count} {step}" for step, count in steps.items())
+        text = "of %d images that were inspected, %s, as the weights need them"
+        log.log(level, text, len(sample.images), converted)
+
+
+def _read(path: Path) -> dict[str, Tensor] | None:
+    """Return the features in a file, unless there is none or it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return read_tensors(path)[0]
+    except StorageError as error:
+        log.warning("the features are computed again: %s", error)
         return None
 
-    # Threads suffice: decoding and resampling, 95 % of the work on an image of 500 × 375, hold no lock. By
-    # default there are no more than 8, so that other processes are not crowded out.
-    threads, batches = threads or min(8, os.cpu_count() or 1), list(batches)
-    for indices, failures in zip(batches, read_ahead(read, blocks(), threads), strict=True):
-        images, kept = buffers.popleft(), [row for row, failure in enumerate(failures) if failure is None]
-        yield Features(
-            images if len(kept) == len(indices) else images[kept],
-            torch.tensor([indices[row] for row in kept], dtype=torch.long),
-            tuple(failure for failure in failures if failure is not None),
-        )
+
+def _left_out(chosen: Sequence[int], kept: ArrayLike) -> list[int]:
+    return np.setdiff1d(np.asarray(chosen, np.int64), np.asarray(kept)).tolist()
+
+
+def warn_of_unreadable(source: Source, chosen: Sequence[int], kept: ArrayLike) -> None:
+    """Say how many of some images are not among those that were read, by whichever process."""
+    if unreadable := _left_out(chosen, kept):
+        text = "%d of %d images cannot be read and are left out, the first is %s"
+        log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
+
+
+def _readable_again(frozen: FrozenBackbone, source: Source, left_out: Sequence[int]) -> bool:
+    """Tell whether an image that was left out can be read now: a disk may have been away for a moment."""
+    batches = in_batches(left_out, frozen.batch_size)
+    return any(len(batch.indices) > 0 for batch in read_batches(source, frozen.transform, batches))
+
+
+def _compute(
+    path: Path | None,
+    frozen: FrozenBackbone,
+    source: Source,
+    indices: Sequence[int],
+    spec: FeatureSpec,
+    title: str,
+    description: str,
+) -> dict[str, Tensor] | None:
+    """Compute features in all processes, each a batch in turn, and write them on rank 0 if there is a path.
+
+    Return them if there is one process, which does not need the file.
+    """
+    processes, batches = world_size(), list(in_batches(indices, frozen.batch_size))
+    # Every process has as many batches, so that each round can be gathered; the last may be empty.
+    batches += [[]] * (-len(batches) % processes)
+    shape = spec.shape(frozen.model, frozen.transform.size)
+    values = torch.empty(len(indices) if is_main_process() else 0, *shape)
+    kept, unreadable = list[int](), list[UnreadableImage]()
+    with (
+        progress(title, len(indices)) as advance,
+        closing(frozen.features(source, batches[rank() :: processes], spec)) as features,
+    ):
+        for batch in features:
+            rows, of_rows = all_gather(batch.indices), all_gather(batch.values)
+            if is_main_process():
+                values[len(kept) : len(kept) + len(rows)] = of_rows.cpu()
+            kept += rows.tolist()
+            unreadable += batch.unreadable
+            advance(len(rows))
+    if not kept:
+        first = f", the first is {unreadable[0]}" if unreadable else ""  # another rank may have read all
+        raise ValueError(f"none of {len(indices):,} images can be read{first}")
+    tensors = {"values": values[: len(kept)], "indices": torch.tensor(kept)}
+    try:
+        if path and is_main_process():
+            write_tensors(path, tensors, description)
+    except StorageError as error:
+        if processes > 1:
+            raise
+        log.warning("the features could not be cached: %s; see cache=FOLDER", error)
+    wait_for_all()
+    return tensors if processes == 1 else None

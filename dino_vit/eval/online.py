@@ -3,12 +3,11 @@
 import math
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from einops import reduce
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,19 +20,18 @@ from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.data.targets import read_targets
-from dino_vit.eval.accuracy import trivial_baselines
-from dino_vit.eval.features import PIXEL_SIDE, Features, FrozenBackbone, pixel_features
-from dino_vit.eval.knn import neighbour_means, weighted_knn
-from dino_vit.eval.metrics import TITLES, Title, measure
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.figures import TITLES, measure, trivial_baselines
+from dino_vit.eval.neighbours import neighbour_means, weighted_knn
+from dino_vit.eval.reading import PIXEL_SIDE, Features, pixel_features
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
+from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20
 # Of a source with more images than MANY, evaluations choose among some that are drawn at random.
 MANY, DRAWN = 2**24, 2**16
 _QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
-# Which images were classified correctly: their bits, in hexadecimal.
-Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
 
 
@@ -98,50 +96,10 @@ def random_indices(source: Source, seed: int) -> list[int]:
     return np.argsort(bits, kind="stable").tolist()
 
 
-@dataclass(frozen=True)
-class OnlineFigures:
-    """What an evaluation measured; accuracies are in per cent, by the labels top-1, mAP or R².
-
-    `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
-    that vote in k-NN and tested on its queries; without splits on one half of each class, in blocks, and
-    tested on the other, in turn.
-    """
-
-    rankme: float | None = None  # of the CLS token
-    knn: float | None = None  # of the CLS token
-    best_features: str | None = None  # the tokens that are classified best
-    best_knn: float | None = None
-    probe: float | None = None
-    colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
-    brightness: float | None = None  # the same of its brightness and contrast alone
-    knn_answers: Answers | None = None
-    best_knn_answers: Answers | None = None
-    probe_answers: Answers | None = None
-    # Standard errors in points, where a figure is mAP, R² or mIoU, which no image is right or wrong by.
-    knn_error: float | None = None
-    best_knn_error: float | None = None
-    probe_error: float | None = None
-    miou: float | None = None  # of patches, by masks
-    miou_error: float | None = None
-
-
 class _Judged(NamedTuple):
     percent: float
     answers: str | None = None  # of which images they were right
     error: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guesses:
-    """What needs no network, in per cent, and what all accuracies are; figures are missing without labels."""
-
-    metric: Title = "top-1"  # what all accuracies are
-    raw_pixels: float | None = None
-    colours: float | None = None  # a probe of the mean and std of each channel
-    largest_class: float | None = None  # always guessed
-    chance: float | None = None  # of several labels and of numbers: always guessing their mean
-    queries: int | None = None  # images that accuracies are of
-    leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 
 
 class OnlineEvaluation:
@@ -315,7 +273,7 @@ class OnlineEvaluation:
     def _judge(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> _Judged:
         """Judge outputs for several labels, or numbers."""
         measured = measure(self.task, indices.numpy(), outputs, targets)[0]
-        return _Judged(100 * measured.value, error=100 * float(measured.draw(100).nanmean(1).std()))
+        return _Judged(100 * measured.mean, error=100 * float(measured.draw(100).nanmean(1).std()))
 
     def _count(self, right: Tensor, indices: Tensor) -> _Judged:
         """Count right answers; the bit of an image is its place in the evaluation."""

@@ -1,28 +1,27 @@
-"""Files of results: one for each command and data, and the list of those of a run, read from the files."""
+"""Results of evaluations: files, one for each command and data."""
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dino_vit.config.commands import DenseConfig, KnnConfig, LinearConfig
-from dino_vit.config.loading import write_yaml
-from dino_vit.config.settings import Settings, flat, get, settings_of, values
-from dino_vit.core import log
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
-from dino_vit.core.text import public, public_values
-from dino_vit.data.limits import read_regular
-from dino_vit.eval.accuracy import Interval
+from dino_vit.core.text import Result, public, public_values
+from dino_vit.eval.figures import Figure, Measured, Predictions, measured_share
+from dino_vit.reports.record import FOLDER
 
-CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
-FOLDER = "eval"  # in that of a run
-_OWN_COLUMNS = ("source", "train", "weights")  # in the list
+VERSION = 2  # of the files; 1, without a number, had `percent` for the value of a figure
 
 
 def output_of(config: Settings, loaded: str) -> Path:
@@ -71,7 +70,7 @@ def _beside(weights: str, loaded: str, name: str) -> Path:
 
 def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
     """Write results as JSON on rank 0, and return what the file holds."""
-    content = {"file": MARK, **plain(results)}
+    content = {"file": MARK, "version": VERSION, **plain(results)}
     if is_main_process():
         with after_figures():
             write_output(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
@@ -85,7 +84,7 @@ def plain(results: Mapping[str, object]) -> dict[str, Any]:
 
 
 def evaluation(
-    command: str, path: Path | None, title: str, figure: Interval, details: Mapping[str, object]
+    command: str, path: Path | None, title: str, figure: Figure, details: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the results of a command, its main figure first, as JSON holds them; with a path, write them."""
     head = {"command": command, "written": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -93,48 +92,50 @@ def evaluation(
     return plain(results) if path is None else write_results(path, results)
 
 
-class Evaluation(NamedTuple):
-    """What a file of results says first, as text."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult(Result):
+    """How well classes, labels or numbers are predicted."""
 
-    command: str  # and the step of a checkpoint
-    figure: str
-    percent: str  # with its confidence interval
-    data: str
-    settings: str  # that differ from the defaults
-    written: str  # UTC
-    file: str
-
-
-def read_evaluations(run: Path) -> list[Evaluation]:
-    """Return the results in the folder of a run, the newest first."""
-    evaluations = []
-    for path in sorted((run / FOLDER).glob("*.json")):
-        try:
-            evaluations.append(_read(path))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            log.warning("%s is not listed, as it is damaged or holds no results: %s", path, error)
-    return sorted(evaluations, key=lambda evaluation: evaluation.written, reverse=True)
+    figure: Figure  # top-1 accuracy; mAP of several labels an image, R² of numbers
+    top5: Figure | None = None  # of more than five classes
+    per_class: dict[str, Figure | None] = field(repr=False)  # accuracy; AP of each label, R² of each number
+    measured: Measured = field(repr=False)  # the figure, with what each image contributes
+    predictions: Predictions | None = field(default=None, repr=False)  # of classes
+    outputs: NDArray[np.float32] | None = field(default=None, repr=False)  # of labels or numbers, by image
+    path: Path | None  # of the JSON file, if one was written
+    details: dict[str, Any] = field(repr=False)  # all that the file holds
 
 
-def _read(path: Path) -> Evaluation:
-    content = json.loads(read_regular(path))
-    command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure
-    figure = content.get("figure") or {"title": ""}
-    settings = flat(content.get("settings") or {})
-    step = content.get("weights", {}).get("step")
-    changed = [
-        f"{key}={write_yaml(settings[key])}"
-        for key, info in settings_of(CONFIGS.get(command, Settings)).items()
-        if key in settings.keys() - {*_OWN_COLUMNS}
-        and not info.resumable
-        and settings[key] != plain({key: info.default})[key]
-    ]
-    return Evaluation(
-        command=f"{command}, step {step:,}" if step else command,
-        figure=figure["title"],
-        percent=str(Interval(figure["percent"], figure["low"], figure["high"])) if figure["title"] else "",
-        data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
-        settings=", ".join(changed),
-        written=content.get("written", "")[:19].replace("T", " "),
-        file=path.name,
+def conclude(
+    command: str,
+    path: Path | None,
+    title: str,
+    measured: Measured,
+    details: Mapping[str, Any],
+    lines: Sequence[str],
+    **parts: Any,
+) -> EvaluationResult:
+    """Return the result of an evaluation; with a path, write the JSON file."""
+    return EvaluationResult(
+        figure=measured.figure,
+        measured=replace(measured, title=title.partition(",")[0]),
+        path=path,
+        details=evaluation(command, path, title, measured.figure, details),
+        text="\n".join([*lines, *([str(path)] if path else [])]),
+        **parts,
     )
+
+
+def conclude_classes(
+    command: str,
+    path: Path | None,
+    title: str,
+    predictions: Predictions,
+    details: Mapping[str, Any],
+    lines: Sequence[str],
+) -> EvaluationResult:
+    """Return the result of a classification; with a path, write the JSON file."""
+    figures = predictions.figures()
+    parts = {"predictions": predictions, "top5": figures["top5"], "per_class": figures["per_class"]}
+    measured = measured_share(title, predictions.images, torch.from_numpy(predictions.right))
+    return conclude(command, path, title, measured, details, lines, **parts)

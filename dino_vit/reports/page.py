@@ -3,7 +3,8 @@
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -11,8 +12,7 @@ from markupsafe import Markup
 
 from dino_vit.core.outputs import MARK
 from dino_vit.core.text import printable, public
-from dino_vit.reports.pictures import Pictures
-from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
+from dino_vit.reports.record import RunRecord, changed_settings, facts, state, verdict
 from dino_vit.reports.states import LEARNING
 from dino_vit.reports.verdict import WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
@@ -32,7 +32,7 @@ FIGURES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
 IMITATED = "1 minus the cosine with the features of the frozen teacher."
 ENTROPIES = "Both at the dashed line: a collapse to uniform outputs. Both 0: one to a single prototype."
-GAP = "Of the two entropies: how much the teacher's output depends on the image. 0 is a collapse."
+GAP = "Difference between the two entropies: how much an output depends on its image. 0 is a collapse."
 KNN = "In per cent: the share of images whose class is predicted, the mAP of labels, or the R² of numbers."
 MIOU = "Of patches, in per cent: each gets the class that its neighbours in other images vote for."
 RANK = "How many dimensions the features of the teacher span."
@@ -53,6 +53,33 @@ SINGLE = [  # field of a record, title, caption
 ]
 
 
+MAX_NAME = 120  # characters
+
+
+class Tile(NamedTuple):
+    """A picture and its caption."""
+
+    uri: str
+    caption: str
+
+
+class Row(NamedTuple):
+    """An image and the pictures that belong to it."""
+
+    name: str
+    tiles: list[Tile]
+
+
+@dataclass(kw_only=True)
+class Pictures:
+    """The sections of a page that need the images or a checkpoint, empty where these are missing."""
+
+    views: list[Row] = field(default_factory=list)
+    attention: list[Row] = field(default_factory=list)
+    map: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
 def render(record: RunRecord, pictures: Pictures) -> str:
     """Return the page of a run."""
     diagnosis, history = state(record)
@@ -63,7 +90,7 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         state=diagnosis.state,
         tone="bad" if diagnosis.remedies else "good" if diagnosis == LEARNING else "plain",
         history=history,
-        outcome=outcome(record),
+        outcome=verdict(record).paragraphs,
         figures=figures(record),
         facts=facts(record),
         settings=changed_settings(record),
@@ -84,20 +111,29 @@ def fill(template: str, **values: Any) -> str:
         finalize=lambda value: value if isinstance(value, Markup) else printable(public(str(value))),
         loader=PackageLoader("dino_vit.reports", "assets"),
     )
+    environment.filters["code"] = _with_code
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
     return environment.get_template(template).render(nonce=secrets.token_urlsafe(), mark=MARK, **values)
+
+
+def _with_code(text: str) -> Markup:
+    """Return text whose parts in backticks are code."""
+    parts = printable(public(text)).split("`")
+    return Markup().join(
+        Markup("<code>{}</code>" if n % 2 else "{}").format(part) for n, part in enumerate(parts)
+    )
 
 
 def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
     """Return the few numbers to look at first, and beside each what it compares with."""
     found = {}
-    for title, field, text, levels, zero in FIGURES:
-        if (value := record.latest(field)) is not None:
+    for title, name, text, levels, zero in FIGURES:
+        if (value := record.latest(name)) is not None:
             before = record.baseline_levels(*levels)
-            beside = ", ".join(f"{name} {text.format(level)}" for name, level in before.items())
-            title += " among the training images" if field == "knn" and record.baseline.leave_one_out else ""
+            beside = ", ".join(f"{what} {text.format(level)}" for what, level in before.items())
+            title += " among the training images" if name == "knn" and record.baseline.leave_one_out else ""
             found[title] = text.format(value), beside or zero
-        if field == "knn":
+        if name == "knn":
             found |= newest_evaluation(record)
     return found
 
@@ -119,7 +155,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     share = MASKED_VIEWS  # of the global views, by which the loss of patches is divided
     uniform_patches = {f"{share:g} · {name}": share * value for name, value in uniform.items()}
     entropies = {"mean output": "mean_output_entropy", "each output": "output_entropy"}
-    of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
+    patch_entropies = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
     metric = record.baseline.metric.replace("top-1", "accuracy")
     miou = record.baseline_levels("miou", "constant_miou")
@@ -134,7 +170,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         ("mIoU", MIOU, {"mIoU": "miou"}, miou, "%"),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
         ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
-        ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
+        ("Teacher entropies of masked patches", ENTROPIES, patch_entropies, uniform, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
     ]

@@ -7,7 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dino_vit.eval.accuracy import mcnemar
+import torch
+from torch import Tensor
+from torch.distributions import Binomial
+
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
@@ -63,13 +66,23 @@ class Reading(NamedTuple):
         return math.erfc(abs(self.rise) / (100 * math.sqrt(2 * variance))) if variance else 1.0
 
 
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Return the probability of so uneven a split of the images that only one of two gets right.
+
+    McNemar's test in its exact form: if both were as good, each such image would fall to either with 1/2.
+    """
+    splits = Binomial(only_first + only_second, torch.tensor(0.5, dtype=torch.double), validate_args=False)
+    fewer = torch.arange(min(only_first, only_second) + 1, dtype=torch.double)
+    logs: Tensor = splits.log_prob(fewer)  # type: ignore[no-untyped-call]
+    return min(1.0, 2 * float(logs.exp().sum()))
+
+
 def readings_of(
     metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline
 ) -> list[Reading]:
     """Return the accuracies of a record that were measured before, too; the most certain difference first."""
     readings = []
     for field in ("knn", "best_knn", "probe", "miou"):
-        title = f"k-NN by {metrics.best_features}" if field == "best_knn" else FIGURES[field]
         now, then = getattr(metrics, field), getattr(before, field)
         if now is not None and then is not None and math.isfinite(now - then):
             answers, errors = (
@@ -77,7 +90,7 @@ def readings_of(
                 for name in ("answers", "error")
             )
             images = baseline.mask_images if field == "miou" else baseline.queries
-            readings.append(Reading(title, now, then, images or QUERIES, answers, errors))
+            readings.append(Reading(FIGURES[field], now, then, images or QUERIES, answers, errors))
     return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
 
 
@@ -132,7 +145,7 @@ def _distance_text(points: float, metrics: MetricsRecord) -> str:
     size = f"{abs(points):.{0 if abs(points) >= 9.95 else 1}f}"
     side = "above" if points >= 0 else "below"
     by_cls = (metrics.best_knn or -math.inf) <= (metrics.knn or -math.inf)
-    tokens = "" if by_cls else f" by {metrics.best_features}"
+    tokens = "" if by_cls else " by the best tokens"
     return f"{size} {'point' if size == '1.0' else 'points'} {side} raw pixels{tokens}: "
 
 
@@ -212,15 +225,15 @@ def _symptom(metrics: MetricsRecord) -> Diagnosis | None:
     With a gap, the teacher distinguishes images. A student with a flat output for every image has a
     cross-entropy of exactly ln(prototypes) for any teacher; one that has learned anything is below.
     """
-    of_mean, of_each, gap = metrics.mean_output_entropy, metrics.output_entropy, metrics.entropy_gap
+    mean_output, output, gap = metrics.mean_output_entropy, metrics.output_entropy, metrics.entropy_gap
     excess, rows = metrics.excess, metrics.rows or 0
-    if of_mean is None or of_each is None or gap is None or excess is None or rows < FEW_ROWS:
+    if mean_output is None or output is None or gap is None or excess is None or rows < FEW_ROWS:
         return None
     most = math.log(metrics.prototypes or 1)
-    if of_mean < ZERO * most:
+    if mean_output < ZERO * most:
         return ONE_PROTOTYPE
     if gap < ALIKE * min(most, math.log(rows)):
-        return UNIFORM if of_each > MAXIMAL * most else IMAGES_ALIKE
+        return UNIFORM if output > MAXIMAL * most else IMAGES_ALIKE
     if excess > -STUCK * most:
         return STUCK_AT_LN
     patch_gap, patches = metrics.patch_entropy_gap, metrics.patch_rows or 0

@@ -1,20 +1,81 @@
 """What a run folder says about its run, be it finished, under way or hardly begun."""
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
+from dino_vit.config.commands import DenseConfig, KnnConfig, LinearConfig
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import settings_of, values
+from dino_vit.config.settings import Settings, flat, settings_of, values
+from dino_vit.core import log
 from dino_vit.core.text import plural, public, public_values
-from dino_vit.eval.results import Evaluation, read_evaluations
+from dino_vit.data.limits import read_regular
 from dino_vit.reports.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
 from dino_vit.reports.readings import Diagnosis
 from dino_vit.reports.states import STATES, TOO_EARLY
-from dino_vit.reports.verdict import judge
+from dino_vit.reports.verdict import Verdict, judge
+
+CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
+FOLDER = "eval"  # in that of a run
+_OWN_COLUMNS = ("source", "train", "weights")  # in the list
+
+
+class Evaluation(NamedTuple):
+    """What a file of results says first, as text."""
+
+    command: str  # and the step of a checkpoint
+    figure: str
+    percent: str  # with its confidence interval
+    data: str
+    settings: str  # that differ from the defaults
+    written: str  # UTC
+    file: str
+
+
+def read_evaluations(run: Path) -> list[Evaluation]:
+    """Return the results in the folder of a run, the newest first."""
+    evaluations = []
+    for path in sorted((run / FOLDER).glob("*.json")):
+        try:
+            evaluations.append(_read(path))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            log.warning("%s is not listed, as it is damaged or holds no results: %s", path, error)
+    return sorted(evaluations, key=lambda evaluation: evaluation.written, reverse=True)
+
+
+def _read(path: Path) -> Evaluation:
+    content = json.loads(read_regular(path))
+    command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure
+    figure = content.get("figure") or {"title": ""}
+    settings = flat(content.get("settings") or {})
+    step = content.get("weights", {}).get("step")
+    changed = [
+        f"{key}={write_yaml(settings[key])}"
+        for key, info in settings_of(CONFIGS.get(command, Settings)).items()
+        if key in settings.keys() - {*_OWN_COLUMNS}
+        and not info.resumable
+        and settings[key] != json.loads(json.dumps(info.default))
+    ]
+    return Evaluation(
+        command=f"{command}, step {step:,}" if step else command,
+        figure=figure["title"],
+        percent=_with_interval(figure) if figure["title"] else "",
+        data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
+        settings=", ".join(changed),
+        written=content.get("written", "")[:19].replace("T", " "),
+        file=path.name,
+    )
+
+
+def _with_interval(figure: Mapping[str, float]) -> str:
+    value = figure["percent"] if "percent" in figure else figure["value"]  # as version 0.3 wrote
+    return f"{value:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +180,6 @@ def state(record: RunRecord) -> tuple[Diagnosis, str]:
     return STATES.get(name, Diagnosis(name)), f"since step {since:,}{earlier and f'; earlier: {earlier}'}."
 
 
-def outcome(record: RunRecord) -> str:
+def verdict(record: RunRecord) -> Verdict:
     """Return the figures of a run so far and what to try, in the words of its last line."""
-    return judge(record.history, record.config, record.baseline).outcome
+    return judge(record.history, record.config, record.baseline)

@@ -54,10 +54,15 @@ class Verdict(NamedTuple):
     advice: str
 
     @property
+    def paragraphs(self) -> list[str]:
+        """The figures, and the advice if there is one."""
+        advice = [f"{self.advice} That is a new run, with another output."] if self.advice else []
+        return [f"{self.figures}.", *advice]
+
+    @property
     def outcome(self) -> str:
-        """The figures and the advice, in sentences."""
-        how = "That is a new run, with another output." if self.advice else ""
-        return " ".join(filter(None, [f"{self.figures}.", self.advice, how]))
+        """The same in a line."""
+        return " ".join(self.paragraphs)
 
     def __str__(self) -> str:
         """The state, the figures and the advice."""

@@ -16,8 +16,7 @@ from dino_vit.core.runtime import choose_precision
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.sources.source import MixedSource, Source, stamp_of
-from dino_vit.eval.online import OnlineFigures
-from dino_vit.reports.metrics import METRICS, START, read_records, to_json
+from dino_vit.reports.metrics import METRICS, START, OnlineFigures, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
 from dino_vit.views.sampler import sampling_fingerprint

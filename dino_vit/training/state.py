@@ -21,10 +21,10 @@ from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.storage import digest
 from dino_vit.data.sources.source import Source, stamp_of
-from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
+from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
-from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord
+from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord, OnlineFigures
 from dino_vit.training.interval import Interval
 from dino_vit.training.plan import Pace, Plan, ScheduleValues
 from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages

@@ -39,13 +39,13 @@ def mixed(tmp_path):
 def test_facts_as_json(mixed, capsys):
     assert main(["inspect-data", str(mixed), "as_json=true", "sheet=null"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["images"], facts["looked_at"], facts["without_label"]) == (10, 10, 1)
+    assert (facts["images"], facts["inspected"], facts["without_label"]) == (10, 10, 1)
     assert facts["labels"] == {"cat": 5, "dog": 4}
     assert facts["formats"] == {"PNG": 6, "BMP": 1, "WebP": 1}
     assert facts["pixels"]["RGB (uint8)"] == 5
     assert facts["pixels"]["RGB with alpha (uint8)"] == 1
     assert facts["pixels"]["grey (uint8)"] == facts["pixels"]["grey (uint16)"] == 1
-    assert facts["height"] == {"least": 20, "median": 21.5, "most": 60}
+    assert facts["height"] == {"min": 20, "median": 21.5, "max": 60}
     assert facts["values"][0] == 0
     assert facts["values"][1] > 255
     assert [one["name"] for one in facts["unreadable"]] == ["dog/empty.jpg", "torn.png"]

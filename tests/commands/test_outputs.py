@@ -30,7 +30,6 @@ READ = {  # by command: what it is given, the setting of its output, files that 
     "embed photos.parquet w.safetensors": ("output", ["photos.parquet"]),
     "search e.parquet q.png weights=w.safetensors": ("output", ["q.png", "other.png=other.json"]),
     "duplicates e.parquet": ("output", ["l.json", "other.json=other.png", "o.json=o-split-leaks.png"]),
-    "curate e.parquet like=e.parquet": ("output", ["w.csv", "other.csv=other.png", "other.csv=other.json"]),
     "inspect-data photos labels=l.json": ("sheet", ["photos/cat/1.png", "l.json", "w.safetensors"]),
     "inspect-data photos.zip pretrain=c.yaml": ("sheet", ["photos.zip", "c.yaml"]),
     "report run": ("output", ["run/config.yaml", "run/metrics.jsonl", "photos/cat/1.png"]),
@@ -125,7 +124,7 @@ def test_devices_and_pipes_are_not_opened(folder):
 
 
 def test_only_sheets_of_earlier_calls_are_removed(folder, monkeypatch):
-    monkeypatch.setattr("dino_vit.commands.attention.SHEET_ROWS", 1)
+    monkeypatch.setattr("dino_vit.eval.maps.attention.SHEET_ROWS", 1)
     Path("maps").mkdir()
     Path("maps/sheet-7.png").write_bytes(b"of a user")
     two = ["attention", "synthetic:2:16", "w.safetensors", "output=maps"]
@@ -142,16 +141,6 @@ def test_sheets_of_duplicates_go_with_the_pairs(folder):
     assert Path("d.png").exists()
     assert main([*command, "threshold=1"]) == 0
     assert not Path("d.png").exists()
-
-
-def test_weights_that_a_user_changed_stay(folder, capsys):
-    curate = ["curate", "e.parquet", "output=weights.csv", "clusters=[2]", "threshold=null"]
-    assert main(curate) == main(curate) == 0
-    changed = Path("weights.csv").read_text() + '"e",7\n'
-    Path("weights.csv").write_text(changed)
-    assert main(curate) == 2
-    assert "weights.csv already exists, and dino-vit did not write it" in capsys.readouterr().err
-    assert Path("weights.csv").read_text() == changed
 
 
 @pytest.mark.parametrize(
@@ -180,7 +169,7 @@ def test_a_result_that_cannot_be_written_comes_with_the_error(folder):
     Path("file").write_text("of a user")
     with pytest.raises(StorageError, match="could not be written") as raised:
         knn("synthetic:20:16", "w.safetensors", k=1, output="file/a.json", verbose=False)
-    assert raised.value.result.top1.images == 20
+    assert raised.value.result.figure.images == 20
     Path("a.json").mkdir()
     with pytest.raises(ValueError, match=r"a\.json is a folder; give the name of a file"):
         knn("synthetic:20:16", "w.safetensors", output="a.json", verbose=False)

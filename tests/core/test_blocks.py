@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.commands.dense import _open
-from dino_vit.config.commands import DenseConfig
+from dino_vit.config.commands import DenseConfig, SupervisedConfig
 from dino_vit.config.settings import Task
 from dino_vit.core.blocks import STRETCHES, choose_blocks, numbers_of, series_of
-from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
+from dino_vit.eval.maps.dense import _open
+from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
 
 
 class Named:

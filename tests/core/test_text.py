@@ -59,6 +59,15 @@ def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
     assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()
 
 
+@pytest.mark.parametrize(("seconds", "rate"), [(50, "0.4/s"), (4, "5/s"), (1, "20/s"), (0.01, "2,000/s")])
+def test_slow_work_has_a_rate_above_zero(monkeypatch, seconds, rate):
+    monkeypatch.setattr(text.time, "monotonic", lambda: 7.0)
+    advance = text.Advance("Images", 40)
+    advance.done = 20
+    monkeypatch.setattr(text.time, "monotonic", lambda: 7.0 + seconds)
+    assert advance.line() == f"Images: 20 of 40, {rate}"
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Images of two classes, some of them damaged, all below names that are not text."""

@@ -15,8 +15,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.data.targets import read_targets
-from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import cached_features
+from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone
 from tests.support.images import write_synthetic

@@ -8,19 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval.accuracy import (
-    RESAMPLES,
-    Measured,
-    Predictions,
-    accuracy,
-    compare_pairs,
-    difference,
-    mcnemar,
-    measured_share,
-    of_sums,
-    standings,
-    verdict,
-)
+from dino_vit.eval.comparison.pairs import compare_pairs, difference, standings, verdict
+from dino_vit.eval.figures import RESAMPLES, Measured, Predictions, accuracy, measured_share, summed
+from dino_vit.reports.readings import mcnemar
 
 RANDOM = np.random.default_rng(0)
 
@@ -52,8 +42,8 @@ def test_figures_count_what_a_loop_counts():
     for k in (1, 5):
         top = figures[f"top{k}"]
         assert (top.correct, top.images) == (sum(target in row[:k] for row, target in rows), 40)
-        assert top.percent == pytest.approx(100 * top.correct / 40)
-        assert 0 <= top.low < top.percent < top.high <= 100
+        assert top.value == pytest.approx(100 * top.correct / 40)
+        assert 0 <= top.low < top.value < top.high <= 100
     assert set(figures["per_class"]) == {"abcdef"[target] for target in targets}
     for name, of_class in figures["per_class"].items():
         first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
@@ -75,7 +65,7 @@ def test_mcnemar_is_the_exact_test(first, second):
 def test_resampled_figures_are_those_of_images_drawn_with_replacement():
     values = torch.from_numpy(RANDOM.random((7, 2)))
     measured = Measured(
-        title="", images=np.arange(7), parts=[values], figure=of_sums(lambda total: total[:, 0] / total[:, 1])
+        title="", images=np.arange(7), parts=[values], metric=summed(lambda total: total[:, 0] / total[:, 1])
     )
     resampled = measured.resampled()
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +86,7 @@ def test_backbones_are_compared_on_the_images_that_both_judged():
     found = difference(first, second)  # on images 4, 7 and 9: 1, 1, 0 against 0, 1, 1
     assert found.points == pytest.approx(0)
     assert found.p == by_definition(1, 1)
-    assert first.interval.percent == pytest.approx(75)
+    assert first.figure.value == pytest.approx(75)
 
 
 def test_pairing_sees_what_intervals_alone_do_not():
@@ -109,7 +99,7 @@ def test_pairing_sees_what_intervals_alone_do_not():
     assert found.points == pytest.approx(1.5)
     assert found.low > 0
     assert found.p == pytest.approx(by_definition(30, 0))
-    assert first.interval.low < second.interval.percent  # though the intervals overlap
+    assert first.figure.low < second.figure.value  # though the intervals overlap
 
 
 def test_other_figures_are_compared_by_the_bootstrap():
@@ -117,7 +107,7 @@ def test_other_figures_are_compared_by_the_bootstrap():
     noise = torch.from_numpy(RANDOM.random(50))
 
     def measured(right):
-        return Measured(title="", images=np.arange(50), parts=[right, true], figure=of_sums(torch.div))
+        return Measured(title="", images=np.arange(50), parts=[right, true], metric=summed(torch.div))
 
     worse, better = measured(5 + noise), measured(6 + noise)
     found = difference(better, worse)
@@ -156,9 +146,9 @@ def test_of_many_backbones_some_look_worse_by_chance():
 def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
     knn, linear = ("a",), ("b", "a")
     assert verdict({"k-NN": knn, "linear": linear}) == (
-        "Take a: on these images none is surely better by k-NN and linear."
+        "Take a: no significant difference on these images by k-NN and linear."
     )
-    assert verdict({"linear": linear}) == "Take b or a: on these images none is surely better by linear."
+    assert verdict({"linear": linear}) == "Take b or a: no significant difference on these images by linear."
     assert "rank alone does not tell which features are better" in verdict({})
     assert verdict({"k-NN": knn, "linear": ("b",)}) == (
         "It depends on the figure. The best is by k-NN a; by linear b."

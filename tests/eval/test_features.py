@@ -9,7 +9,8 @@ import torch
 from dino_vit.core.storage import digest
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import FrozenBackbone, pixel_features
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.reading import pixel_features
 from dino_vit.models.backbone import FeatureSpec, eval_mode
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform

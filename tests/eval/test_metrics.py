@@ -12,7 +12,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from dino_vit.eval.metrics import auroc, average_precision, correlation, estimates, f1, mae, measure, r2
+from dino_vit.eval.figures import auroc, average_precision, correlation, f1, mae, measure, r2
 
 GENERATOR = np.random.default_rng(0)
 N = 200
@@ -56,15 +56,15 @@ def test_the_mean_and_the_interval_leave_out_what_cannot_be_judged():
     true[7, 1] = 1
     scores = torch.from_numpy(SCORES)
     measured = measure("multilabel", np.arange(N), scores, true)[0]
-    first, second, last = estimates(measured)
+    first, second, last = measured.column_figures
     assert last is None
-    assert measured.value == pytest.approx((first.value + second.value) / 2)
+    assert measured.mean == pytest.approx((first.value + second.value) / 2)
     assert first.low < first.value < first.high
     resampled = measured.resampled()
     assert len(resampled) == 1000
     assert resampled.isfinite().all()
-    assert measured.interval.low / 100 == pytest.approx(float(resampled.quantile(0.025)))
-    assert measured.of(np.arange(50)).value == pytest.approx(
+    assert measured.figure.low / 100 == pytest.approx(float(resampled.quantile(0.025)))
+    assert measured.subset(np.arange(50)).mean == pytest.approx(
         float(average_precision(torch.ones(1, 50).double(), scores[:50], true[:50]).nanmean())
     )
 
@@ -72,7 +72,7 @@ def test_the_mean_and_the_interval_leave_out_what_cannot_be_judged():
 def test_numbers_that_are_all_the_same_have_no_r2():
     numbers = torch.tensor([[3.1, 1], [3.1, 2]] * 2 + [[3.1, 5]])
     measured = measure("regression", np.arange(5), torch.rand(5, 2), numbers)[0]
-    first, second = estimates(measured)
+    first, second = measured.column_figures
     assert first is None is not second
 
 

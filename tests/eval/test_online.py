@@ -16,10 +16,10 @@ from dino_vit.core.distributed import end_processes
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
 from dino_vit.data.targets import read_targets
-from dino_vit.eval.features import pixel_features
-from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.maps.online import open_segmentation
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
+from dino_vit.eval.reading import pixel_features
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from dino_vit.config.commands import KnnConfig, LinearConfig
-from dino_vit.eval.accuracy import accuracy
-from dino_vit.eval.results import default_output, evaluation, read_evaluations
+from dino_vit.eval.figures import accuracy
+from dino_vit.eval.results import default_output, evaluation
+from dino_vit.reports.record import read_evaluations
 
 GIVEN = {"source": "photos/test", "weights": "runs/first"}
 
@@ -65,9 +66,12 @@ def test_the_list_is_read_from_the_files(tmp_path, caplog):
     details = {"weights": {"step": 1200}, "settings": settings}
     evaluation("knn", folder / "new.json", "top-1, k=5", accuracy(3, 4), details)
     (folder / "linear.json").write_text('{"settings": {"source": "photos"}}')  # as earlier versions wrote
+    earlier = {"title": "top-1", "percent": 75.0, "low": 30.06, "high": 95.44, "correct": 3, "images": 4}
+    (folder / "old.json").write_text(json.dumps({"command": "knn", "figure": earlier, "written": "2025"}))
     (folder / "damaged.json").write_text('{"command": "kn')
     (folder / "other.json").write_text("[1]")
-    knn, linear = read_evaluations(tmp_path)
+    knn, old, linear = read_evaluations(tmp_path)
+    assert (old.figure, old.percent) == ("top-1", knn.percent), "as version 0.3 wrote"
     assert (knn.command, knn.data) == ("knn, step 1,200", "photos/test by photos/train")
     assert (knn.figure, knn.percent) == ("top-1, k=5", "75.00 (30.06 to 95.44)")
     assert (knn.settings, knn.file) == ("k=[5, 20]", "new.json")

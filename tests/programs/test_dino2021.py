@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from dino_vit import load_backbone
+from dino_vit.config.commands import SupervisedConfig
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.eval.sets import open_sets
 from dino_vit.models.backbone import FeatureSpec
 from eval.dino2021 import Dino2021Config, run
 from tests.support.backbones import extracted
@@ -45,7 +46,7 @@ def test_heads_are_written_as_the_reference_does(weights, blocks, mean):
         features = torch.stack([features[:, :32], features[:, 32:]], dim=2).flatten(1)
     scores = F.linear(features, weight, bias)
     assert details["top1"]["correct"] == int((scores.argmax(1) == torch.from_numpy(val.targets)).sum())
-    assert details["top1"]["percent"] == details["percents"][-1]
+    assert details["top1"]["value"] == details["percents"][-1]
 
 
 def test_a_head_resumes_and_two_processes_train_the_same(weights, monkeypatch):

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 from dino_vit import load_backbone
+from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.loading import load
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.eval.sets import open_sets
 from eval.finetune import FinetuneConfig, run
 from tests.support.backbones import extracted
 from tests.support.naive import ranked_classes
@@ -72,7 +73,7 @@ def test_a_short_run_has_a_short_warm_up(tmp_path, weights):
     settings = [f"source={tmp_path}", f"weights={weights}", f"output={tmp_path / 'run'}", "workers=0"]
     result = run(load(FinetuneConfig, None, [*settings, "epochs=1", "lr=1e-9", "precision=no"]))
     assert result.details["config"]["warmup_epochs"] == 0.1
-    assert result.top1.percent < result.details["knn_before"]["percent"], "its classifier has learned nothing"
+    assert result.figure.value < result.details["knn_before"]["value"], "its classifier has learned nothing"
     assert "fine-tuning ends below it, so try more epochs" in str(result)
 
 

@@ -9,10 +9,11 @@ from dino_vit.config.loading import load
 from dino_vit.core.distributed import to_device
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval import linear
-from dino_vit.eval.features import FrozenBackbone, in_batches
-from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.classification import probes
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.reading import in_batches
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
@@ -71,12 +72,12 @@ def test_probes_are_trained_without_a_wait_between_steps(device):
             features, targets = (to_device(one, device) for one in (features, targets))
             options = {"rates": [0.1, 0.01], "classes": 10, "batch_size": 32, "seed": 0, "device": CUDA}
             columns = [slice(0, 16), slice(8, 16)]
-            heads = linear.train_heads(features, targets, columns=columns, steps=steps, **options)
+            heads = probes.train_heads(features, targets, columns=columns, steps=steps, **options)
             found.add(rehearsal.waits.total())
             rehearsal.answers = False
             if device == CUDA:
-                linear.count_correct(heads[1], features, targets)
-                assert linear.top_classes(heads[0], features).shape == (200, 5)
+                probes.count_correct(heads[1], features, targets)
+                assert probes.top_classes(heads[0], features).shape == (200, 5)
     assert len(found) == 1
 
 

@@ -250,6 +250,9 @@ def test_the_legend_counts_as_people_do_and_emphasises_a_class(page):
     assert bright() == [-1, *range(11)]
     buttons[-2].send_keys(Keys.SPACE)
     assert bright() == [10], "all that share a colour"
+    page.execute_script("report.map.select(0)")
+    assert bright() == [-1, 10], "the selected image, of another class, is not hidden"
+    page.execute_script("report.map.select(null)")
     assert buttons[-2].get_attribute("aria-pressed") == "true"
     buttons[-2].send_keys(Keys.SPACE)
     assert bright() == [-1, *range(11)]

@@ -6,7 +6,7 @@ import pytest
 from selenium.webdriver.support.ui import WebDriverWait
 
 import dino_vit
-from dino_vit.reports.comparison import joint_charts
+from dino_vit.eval.comparison.page import joint_charts
 from dino_vit.reports.page import charts
 from dino_vit.reports.record import read_run
 from tests.support.browser import set_screen, text_of
@@ -51,9 +51,9 @@ def test_a_browser_shows_the_page_without_a_complaint(browser, compared):
         assert text_of(browser, ".folder").startswith("3 backbones on 72 images of ")
         assert compared.verdict in text_of(browser, ".outcome")
         assert text_of(browser, "#charts .legend").startswith("step 20\nrun ")
-        points = browser.find_elements("css selector", ".interval .figure")
+        points = browser.find_elements("css selector", ".figure .figure")
         lefts = [point.rect["x"] for point in points]
-        percents = [interval.percent for interval in compared.figures["k-NN top-1"].values()]
+        percents = [figure.value for figure in compared.figures["k-NN top-1"].values()]
         assert sorted(range(3), key=lefts.__getitem__) == sorted(range(3), key=percents.__getitem__)
         pictures = browser.find_elements("css selector", "#features img")
         assert len(pictures) == 4 * (1 + 2 * 3)  # four images, attention and patches

@@ -12,11 +12,10 @@ from dino_vit.config.loading import load, to_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.accuracy import accuracy
+from dino_vit.eval.figures import accuracy
 from dino_vit.eval.results import evaluation
 from dino_vit.reports.metrics import append_record
-from dino_vit.reports.page import SHOWN, charts, figures, render, thin
-from dino_vit.reports.pictures import Pictures, Row, Tile
+from dino_vit.reports.page import SHOWN, Pictures, Row, Tile, charts, figures, render, thin
 from dino_vit.reports.readings import UNIFORM
 from dino_vit.reports.record import read_run, state
 from tests.support.history import HEALTHY

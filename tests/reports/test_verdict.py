@@ -86,14 +86,14 @@ def test_a_recorded_run_is_called_what_it_was(name, labels):
 
 def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
     assert str(judge(*recorded("flowers-good"))) == (
-        "learning: 13 points above raw pixels by CLS + mean patch: k-NN 53.0 ± 1.6 % (raw pixels 42.9, "
+        "learning: 13 points above raw pixels by the best tokens: k-NN 53.0 ± 1.6 % (raw pixels 42.9, "
         "before training 41.3, largest class 24.3, chance 20.0), 55.7 % by CLS + mean patch, effective rank "
-        "52.4 (before training 14.4); the k-NN by CLS + mean patch rose by 14.4 points (p < 0.001 after "
+        "52.4 (before training 14.4); the best k-NN rose by 14.4 points (p < 0.001 after "
         "correction for 2 readings)."
     )
     said, below = (
         judge(*recorded("flowers-small")),
-        "3.0 points below raw pixels by CLS of 4 blocks + mean patch",
+        "3.0 points below raw pixels by the best tokens",
     )
     assert said.figures.startswith(f"{below}: k-NN 39.6 ± 1.6 % (raw pixels 42.9, before training 44.4,")
     *run, baseline = recorded("flowers-small")

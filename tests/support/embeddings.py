@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dino_vit.eval.embeddings import Embeddings, write_embeddings
+from dino_vit.eval.embeddings.embed import Embeddings, write_embeddings
 
 METADATA: dict[str, Any] = {
     "format": 1,

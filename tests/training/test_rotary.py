@@ -28,7 +28,7 @@ def test_training_goes_on_from_dinov3(tmp_path):
     assert state.student.backbone.config.rotary_rescale == 2
     trained(tmp_path / "run", settings)
     options = {"weights": tmp_path / "run", "cache": tmp_path, "verbose": False}
-    assert dino_vit.knn("synthetic:60:48", k=3, **options).top1.images == 60
+    assert dino_vit.knn("synthetic:60:48", k=3, **options).figure.images == 60
     maps = dino_vit.attention(
         "synthetic:4:48", weights=tmp_path / "run", output=tmp_path / "maps", verbose=False
     )

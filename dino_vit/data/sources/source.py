@@ -87,7 +87,7 @@ def stamp_of(source: Source) -> str | None:
     """Return a digest of the size, version and times of each file of a source, as it was opened.
 
     It is empty where the fingerprint alone identifies the images, which a source must say: its `stamp` is "".
-    None: nothing tells whether they changed.
+    None: changes cannot be detected.
     """
     return getattr(unwrapped(source), "stamp", None)
 

@@ -1,20 +1,40 @@
-"""Maps of what a backbone attends to: CLS attention, masks, PCA colours of patch tokens.
+"""Draw the attention maps of a backbone: overlays, masks and sheets of images, or a video; save the maps.
 
 b images, h heads, y x rows and columns of patches, n tokens, d channels
 """
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from einops import rearrange
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core import Size
+from dino_vit.config.commands import AttentionConfig
+from dino_vit.core import Size, height_width, log
+from dino_vit.core.outputs import MARK, claim, remove_output, write_output
+from dino_vit.core.runtime import start_processes
+from dino_vit.core.text import Result, plural
+from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.sources.source import spread
+from dino_vit.eval.features import FrozenBackbone, check_finite
+from dino_vit.eval.maps import pictures
 from dino_vit.eval.maps.pictures import resize_sides
+from dino_vit.eval.maps.video import is_video, reading_video, writing_video
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.eval_transform import EvalTransform
+from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of, resize, say_if_far
+from dino_vit.weights import load_backbone
 
 MASS = 0.6  # of the attention, in the mask of a head
 
@@ -92,3 +112,200 @@ def principal_colours(tokens: Sequence[Tensor]) -> list[Tensor]:
     colours = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1).float()
     of_images = colours.split([image.shape[0] * image.shape[1] for image in tokens])
     return [part.reshape(*image.shape[:2], 3) for part, image in zip(of_images, tokens, strict=True)]
+
+
+FILES = (
+    "{0}/NUMBER-NAME.png: each image beside its maps; *.overlay.png and *.mask.png in its size\n"
+    "{0}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
+)
+Maps = dict[str, Path | NDArray[np.float32]]  # (heads, rows, columns) by the name of the image
+SHEET_ROWS = 12  # images on a sheet; they share their principal components
+
+
+class ImageMaps(NamedTuple):
+    """An image and its maps."""
+
+    name: str
+    picture: Tensor  # uint8 (3, H, W)
+    heads: Tensor  # CLS attention (heads, y, x)
+    tokens: Tensor  # of the patches (y, x, d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMaps(Result):
+    """What was drawn: files if there is an output, otherwise pictures and arrays."""
+
+    sheets: Sequence[Path | Image.Image] = field(repr=False)
+    maps: Maps = field(repr=False)
+    video: Path | None = None
+
+
+def run(config: AttentionConfig) -> AttentionMaps | None:
+    """Draw every image and its maps, or an overlay of a video; only rank 0 does."""
+    accelerator = start_processes()
+    if not accelerator.is_main_process:
+        return None
+    model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
+    folder, block = config.output and Path(config.output), config.block % model.depth
+    which = "the last block" if block == model.depth - 1 else f"block {block} of 0 to {model.depth - 1}"
+    if is_video(config.source):
+        if not folder:
+            raise ValueError(f"{config.source} is a video: give output=FOLDER for the video of its attention")
+        target = folder / f"{Path(config.source).stem}.overlay.mp4"
+        claim(target)
+        frames = draw_video(model, target, config)
+        text = f"{target}: {plural(frames, 'frame')} beside the attention of {which}"
+        return AttentionMaps(sheets=[], maps={}, video=target, text=text)
+    sheets, maps = draw_sheets(model, open_source(config.source), config)
+    counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
+    text = f"attention of {which}, {counts}"
+    if folder:
+        for earlier in {*folder.glob("sheet-[0-9]*.png")} - {*sheets}:
+            remove_output(earlier)
+        text = f"{folder}/sheet-*.png: {text}\n{FILES.format(folder)}"
+    return AttentionMaps(sheets=sheets, maps=maps, text=text)
+
+
+def draw_sheets(
+    model: VisionTransformer, source: Source, config: AttentionConfig
+) -> tuple[list[Path | Image.Image], Maps]:
+    """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
+    transform, sheets, maps = eval_transform_of(model), list[Path | Image.Image](), Maps()
+    indices = spread(len(source), len(source) if config.count is None else config.count)
+    folder, starts = config.output and Path(config.output), range(0, len(indices), SHEET_ROWS)
+    if folder:  # what could not be written is said before hours of work
+        claim(*(folder / sheet_name(start) for start in starts))
+        claim(*(path for index in indices for path in files_of(folder, index, source.name(index))))
+    for start in starts:
+        images: dict[int, ImageMaps] = {}
+        for index in indices[start : start + SHEET_ROWS]:
+            try:
+                image = read_image(source, index, transform.pixels)
+                picture, padded = prepare(model, image, transform, config)
+            except UnreadableImage as error:
+                log.warning("skipped %s", error)
+                continue
+            size = height_width(padded.shape[-2:])
+            is_chosen = config.size or math.prod(size) < math.prod(transform.size)  # not shrunk by default
+            if is_chosen and not (images or sheets):  # once
+                say_if_far(size, transform.size)
+            heads = cls_attention(model, padded, config.block)[0].cpu()
+            tokens = patch_tokens(model, padded)[0].cpu()
+            check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)
+            images[index] = ImageMaps(source.name(index), picture, heads, tokens)
+        if images:
+            sheet, of_images = draw_sheet(model, images, folder / sheet_name(start) if folder else None)
+            sheets.append(sheet)
+            maps |= of_images
+    if not sheets:
+        raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
+    return sheets, maps
+
+
+def sheet_name(start: int) -> str:
+    """Return the name of the sheet that begins with the image of some place."""
+    return f"sheet-{start // SHEET_ROWS + 1}.png"
+
+
+def prepare(
+    model: VisionTransformer, image: Tensor, transform: EvalTransform, config: AttentionConfig
+) -> tuple[Tensor, Tensor]:
+    """Return a resized image as a picture, and normalised and padded to whole patches."""
+    side = config.size or min(*image.shape[-2:], FAR * min(transform.size))
+    image, padded = whole_image(model, image, transform, shorter=side, longest=config.longest)
+    return pictures.as_picture(image), padded
+
+
+def draw_sheet(
+    model: VisionTransformer, images: Mapping[int, ImageMaps], path: Path | None
+) -> tuple[Path | Image.Image, Maps]:
+    """Return a sheet of images and the arrays of their maps by name of image; with a path, as files."""
+    panels, maps = [], Maps()
+    colours = principal_colours([image.tokens for image in images.values()])
+    for (index, image), colour in zip(images.items(), colours, strict=True):
+        row = draw_maps(image, colour, model)
+        panels.append([(picture, "") for picture in row.values()])
+        files = files_of(path.parent, index, image.name) if path else []
+        maps[image.name] = write_maps(image, row, files) if files else image.heads.numpy()
+    names = [image.name for image in images.values()]
+    sheet = pictures.draw_sheet(panels, names=names, titles=list(row))
+    if path is None:
+        return Image.open(BytesIO(sheet)), maps
+    write_output(path, sheet)
+    return path, maps
+
+
+def write_maps(image: ImageMaps, row: Mapping[str, Tensor], files: Sequence[Path]) -> Path:
+    """Write the files of an image, and return that of its maps."""
+    whole, overlay, mask, path = files
+    pictures.write_png(pictures.side_by_side(row.values()), whole)
+    pictures.write_png(row["mean of heads"], overlay)
+    pictures.write_png(row["mask"], mask)
+    array = BytesIO()
+    np.save(array, image.heads.numpy())
+    np.save(array, MARK.encode())  # a second array, which readers of the first do not see
+    write_output(path, array.getvalue())
+    return path
+
+
+def files_of(folder: Path, index: int, name: str) -> list[Path]:
+    """Return the files of an image: all its pictures in a row, overlay, mask, maps."""
+    endings = ("png", "overlay.png", "mask.png", "attention.npy")
+    return [folder / f"{file_stem(index, name)}.{ending}" for ending in endings]
+
+
+def draw_maps(image: ImageMaps, colours: Tensor, model: VisionTransformer) -> dict[str, Tensor]:
+    """Return the pictures of an image and its maps, by their titles."""
+    picture, patch, mean = image.picture, model.patch_size, image.heads.mean(0)
+    size = picture.shape[-2], picture.shape[-1]
+    mask = pictures.enlarge(mass_mask(mean, MASS), size, patch) > 0
+    heads = [pictures.heat(pictures.enlarge(head, size, patch)) for head in image.heads]
+    channels = rearrange(colours, "y x c -> c y x")
+    return {
+        "image": picture,
+        "mean of heads": pictures.overlay(picture, mean, patch),
+        "mask": torch.where(mask, picture, picture // 4),  # darker outside the mask
+        **{f"head {number}": head for number, head in enumerate(heads)},
+        "patches": pictures.as_picture(pictures.enlarge(channels, size, patch)),
+    }
+
+
+def file_stem(index: int, name: str) -> str:
+    """Return how the files of an image begin: its number in the source, as names in folders may be equal."""
+    letters = re.sub(r"[^\w-]+", "-", name.rpartition(".")[0] or name).strip("-")
+    return f"{index}-{letters[-100:]}"
+
+
+def draw_video(model: VisionTransformer, target: Path, config: AttentionConfig) -> int:
+    """Write a video with the mean attention of the heads beside each frame; return the number of frames."""
+    transform, written = eval_transform_of(model), 0
+    grey = transform.pixels.channels == 1
+    with reading_video(config.source, grey=grey) as (rate, frames), writing_video(target, rate) as write:
+        for frame in map(transform.pixels.conform, frames):
+            picture, padded = prepare(model, frame, transform, config)
+            attention = cls_attention(model, padded, config.block)[0].mean(0).cpu()
+            check_finite(attention, model)
+            write(pictures.side_by_side([picture, pictures.overlay(picture, attention, model.patch_size)]))
+            written += 1
+    return written
+
+
+PATCHES = 24  # along the shorter side of an image whose attention is drawn: fewer show little
+
+
+def whole_patches(frozen: FrozenBackbone, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a whole image (C, H, W) in whole patches, and as a batch for a network.
+
+    It is larger than those of training, at most twice as large, if they have few patches.
+    """
+    patch, side = frozen.model.patch_size, min(frozen.transform.size)
+    shorter = round(side * min(max(1.0, PATCHES * max(patch) / side), FAR))
+    sides = resize_sides(image, shorter, 2 * shorter).shape[-2:]
+    height, width = (max(1, round(side / step)) * step for side, step in zip(sides, patch, strict=True))
+    image = resize(image, (height, width))
+    return whole_image(frozen.model, image, frozen.transform, shorter=min(height, width))
+
+
+def attention_of(frozen: FrozenBackbone, batch: Tensor) -> Tensor:
+    """Return the attention of the CLS token to one image in the last block, by head: (heads, y, x)."""
+    return cls_attention(with_attention(frozen.model), batch)[0].float().cpu()

@@ -27,11 +27,12 @@ from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.masks import MaskedSource, open_watched
 from dino_vit.data.sources.source import describe_images, spread
-from dino_vit.eval.accuracy import Measured, of_sums
-from dino_vit.eval.features import FrozenBackbone, in_batches
-from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.figures import Measured, summed
 from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import NEIGHBOURS, OnlineEvaluation
+from dino_vit.eval.reading import in_batches
 from dino_vit.models.backbone import Backbone, FeatureSpec
 
 IMAGES, PATCHES, BATCH = 400, 50, 16  # in all, of an image, images in memory at a time
@@ -54,7 +55,7 @@ class OnlineSegmentation:
             text = "the patches to learn from need two classes, and those to judge by one"
             raise ValueError(f"{text}; the value {IGNORED} is none")
         guess = classes.mode().values.expand_as(targets)
-        constant = 100 * self._measure(guess, [*self.judged.values()]).value
+        constant = 100 * self._measure(guess, [*self.judged.values()]).mean
         self.guesses: dict[str, Any] = {"constant_miou": constant, "mask_images": len(self.judged)}
 
     def __call__(self, backbone: Backbone) -> dict[str, Any]:
@@ -67,8 +68,8 @@ class OnlineSegmentation:
         bank, classes = bank[(classes < IGNORED).to(bank.device)], classes[classes < IGNORED]
         k = min(NEIGHBOURS, len(bank))
         predicted = weighted_knn(bank, classes, queries, k=[k])[k][:, 0].cpu()
-        interval = self._measure(predicted, judged).interval
-        return {"miou": interval.percent, "miou_error": (interval.high - interval.low) / (2 * 1.96)}
+        figure = self._measure(predicted, judged).figure
+        return {"miou": figure.value, "miou_error": (figure.high - figure.low) / (2 * 1.96)}
 
     def _classes_of(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return the classes of patches by image; name what is left out.
@@ -80,10 +81,10 @@ class OnlineSegmentation:
         for _, classes in read:
             if isinstance(classes, str):
                 log.warning("left out: %s", classes)
-        of_images = {index: classes for index, classes in read if isinstance(classes, Tensor)}
-        if not of_images:
+        by_image = {index: classes for index, classes in read if isinstance(classes, Tensor)}
+        if not by_image:
             raise ValueError("there are too few masks that can be read")
-        return of_images
+        return by_image
 
     def _read_classes(self, indices: Sequence[int]) -> list[tuple[int, Tensor | str]]:
         """Return images with the classes of their patches, or why their masks cannot be read."""
@@ -94,8 +95,8 @@ class OnlineSegmentation:
             except UnreadableImage as error:
                 read.append((index, str(error)))
             else:
-                of_patches = patch_classes(mask[None], self.grid, len(self.source.classes)).flatten()
-                read.append((index, of_patches[self.patches].long()))
+                patches = patch_classes(mask[None], self.grid, len(self.source.classes)).flatten()
+                read.append((index, patches[self.patches].long()))
         return read
 
     def _features(self, backbone: Backbone, classes: dict[int, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -113,10 +114,10 @@ class OnlineSegmentation:
         return features, [classes[image] for image in images.tolist()]
 
     def _measure(self, predicted: Tensor, classes: Sequence[Tensor]) -> Measured:
-        of_images = zip(torch.split(predicted, len(self.patches)), classes, strict=True)
-        counts = torch.stack([count_pixels(*of_image, len(self.source.classes)) for of_image in of_images])
-        images, figure = np.arange(len(counts)), of_sums(mean_iou)
-        return Measured(title="mIoU", images=images, parts=counts.unbind(1), figure=figure)
+        by_image = zip(torch.split(predicted, len(self.patches)), classes, strict=True)
+        counts = torch.stack([count_pixels(*image, len(self.source.classes)) for image in by_image])
+        images, metric = np.arange(len(counts)), summed(mean_iou)
+        return Measured(title="mIoU", images=images, parts=counts.unbind(1), metric=metric)
 
 
 def open_segmentation(

@@ -3,6 +3,8 @@
 Pictures are uint8 (3, H, W).
 """
 
+import base64
+import io
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +25,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source
+from dino_vit.reports.page import Tile
 from dino_vit.views.eval_transform import resize
 
 if TYPE_CHECKING:
@@ -154,3 +158,25 @@ def shorten(name: str, length: int = 22) -> str:
 def _height(panel: Panel) -> float:
     (_, height, width), caption = panel[0].shape, panel[1]
     return _PANEL_INCHES * min(1.0, height / width) + (_CAPTION_INCHES if caption else 0)
+
+
+TILE_SIDE = 192  # pixels of a picture in a row
+
+
+def draw_tile(image: Tensor, caption: str) -> Tile:
+    """Draw an image, made smaller if it is large."""
+    return Tile(data_uri(resize_sides(as_picture(image), None, TILE_SIDE)), caption)
+
+
+def draw_patches(colours: Tensor, caption: str) -> Tile:
+    """Draw the colours of patches (3, y, x) as squares of whole pixels, which have sharp edges."""
+    side = max(1, TILE_SIDE // max(colours.shape))
+    return Tile(data_uri(colours.repeat_interleave(side, 1).repeat_interleave(side, 2)), caption)
+
+
+def data_uri(picture: Tensor, *, quality: int | None = 80) -> str:
+    """Return a picture (3, y, x) as a WebP inside a `data:` address; without loss if quality is None."""
+    buffer = io.BytesIO()
+    pixels = rearrange(picture, "c y x -> y x c").contiguous().numpy()
+    Image.fromarray(pixels).save(buffer, "WEBP", quality=quality or 80, lossless=quality is None, method=4)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -32,11 +32,11 @@ from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.sources.masks import MaskedSource
-from dino_vit.eval.accuracy import Measured, of_sums
+from dino_vit.eval.classification.probes import initial_weight
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.linear import initial_weight
+from dino_vit.eval.figures import Measured, summed
 from dino_vit.eval.maps.windows import BLOCK, Windows, patch_maps, random_crops, window_maps
+from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import resize_mask
 from dino_vit.views.sampler import Sampler
@@ -82,12 +82,12 @@ def patch_bank(
     features = empty.new_empty(len(mine) * math.ceil(share), empty.shape[-1])
     targets = torch.empty(len(features), dtype=torch.long)
     for block, maps in window_maps(frozen, source, mine, spec, "patches to learn from"):
-        of_images = torch.split(maps, [len(image.images) for image in block])
-        for image, of_image in zip(block, of_images, strict=True):
-            rows, of_rows = draw_patches(image, of_image.shape[2:], classes, share)
+        windows = torch.split(maps, [len(image.images) for image in block])
+        for image, image_maps in zip(block, windows, strict=True):
+            rows, row_classes = draw_patches(image, image_maps.shape[2:], classes, share)
             drawn = slice(filled, filled := filled + len(rows))
-            features[drawn] = rearrange(of_image, "n d h w -> (n h w) d")[rows.to(frozen.device)]
-            targets[drawn] = of_rows
+            features[drawn] = rearrange(image_maps, "n d h w -> (n h w) d")[rows.to(frozen.device)]
+            targets[drawn] = row_classes
             present += count_classes(image.mask.flatten(), classes)
             images.append(image.number)
     present = all_gather(present[None, :classes]).sum(0)
@@ -105,12 +105,12 @@ def draw_patches(image: Windows, grid: Sequence[int], classes: int, share: float
     """Draw about so many patches with a class of the windows of an image; return their rows and classes."""
     mask, (h, w) = resize_mask(image.mask, image.size), image.images.shape[2:]
     masks = torch.stack([mask[y : y + h, x : x + w] for y, x in image.corners])
-    of_patches = patch_classes(masks, grid, classes).flatten()
-    u = random_uniform(0, RngPurpose.EVALUATION, image.number, np.arange(1 + len(of_patches)))
-    ignored = of_patches.numpy() == IGNORED  # those come last
+    targets = patch_classes(masks, grid, classes).flatten()
+    u = random_uniform(0, RngPurpose.EVALUATION, image.number, np.arange(1 + len(targets)))
+    ignored = targets.numpy() == IGNORED  # those come last
     drawn = np.argsort(u[1:] + ignored)[: int(share + u[0])]
     rows = torch.from_numpy(drawn[~ignored[drawn]])
-    return rows, of_patches[rows].long()
+    return rows, targets[rows].long()
 
 
 def choose_steps(images: int) -> int:
@@ -179,8 +179,8 @@ def slide(scores: Tensor, image: Windows) -> Tensor:
     h, w = image.images.shape[2:]
     total = scores.new_zeros(scores.shape[1], *image.size)
     count = scores.new_zeros(image.size)
-    for (y, x), of_window in zip(image.corners, torch.split(scores, 1), strict=True):
-        total[:, y : y + h, x : x + w] += F.interpolate(of_window, (h, w), mode="bilinear")[0]
+    for (y, x), window in zip(image.corners, torch.split(scores, 1), strict=True):
+        total[:, y : y + h, x : x + w] += F.interpolate(window, (h, w), mode="bilinear")[0]
         count[y : y + h, x : x + w] += 1
     return total.div_(count)
 
@@ -234,9 +234,9 @@ def judge(
     for block, maps in window_maps(frozen, source, rank_slice(indices), spec, "images to judge"):
         windows = [len(image.images) for image in block]
         scores = [torch.split(each, windows) for each in (neighbour_scores(bank, maps, k), head(maps))]
-        for image, *of_judges in zip(block, *scores, strict=True):
+        for image, *by_judge in zip(block, *scores, strict=True):
             mask, size = image.mask.to(device), (image.mask.shape[0], image.mask.shape[1])
-            predicted = [bank.classes[best_class(slide(each, image), size)] for each in of_judges]
+            predicted = [bank.classes[best_class(slide(each, image), size)] for each in by_judge]
             counts.append(torch.stack([count_pixels(each, mask, classes) for each in predicted])[None].cpu())
             judged.append(image.number)
     pixels, images = all_gather(torch.cat(counts)), all_gather(torch.tensor(judged, dtype=torch.long))
@@ -245,7 +245,7 @@ def judge(
             title=f"mIoU, {title}",
             images=images.numpy(),
             parts=pixels[:, row].unbind(1),
-            figure=of_sums(mean_iou),
+            metric=summed(mean_iou),
         )
         for row, title in enumerate(JUDGES.values())
     ]

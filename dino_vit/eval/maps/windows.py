@@ -18,7 +18,8 @@ from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.limits import one_image
 from dino_vit.data.sources.masks import MaskedSource
-from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_ahead
+from dino_vit.eval.features import FrozenBackbone, check_finite
+from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, resize, resize_mask, window_starts
 

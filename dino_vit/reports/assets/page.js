@@ -288,8 +288,7 @@ class Explorer {
     paint(false);
     this.pen.globalAlpha = 1;
     paint(true); // above the others
-    if (this.emphasised !== null) return;
-    for (const n of near) this.picture(n, Math.max(26, size));
+    if (this.emphasised === null) for (const n of near) this.picture(n, Math.max(26, size));
     for (const n of [this.selected, this.hovered]) if (n !== null) this.picture(n, Math.max(52, 1.4 * size));
   }
 

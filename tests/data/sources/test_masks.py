@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 import dino_vit
-from dino_vit.commands.compare import choose_evaluators, open_compared
 from dino_vit.config.commands import IGNORED, CompareConfig
 from dino_vit.config.loading import load
 from dino_vit.data.sources.masks import open_masks, open_watched
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.published import PUBLISHED, recognise
+from dino_vit.eval.comparison.compare import choose_evaluators, open_compared
 
 LABEL_IDS = {"road": 7, "sidewalk": 8, "pole": 17, "sky": 23, "train": 31, "bicycle": 33}  # of Cityscapes
 

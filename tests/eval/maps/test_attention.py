@@ -1,67 +1,166 @@
+import re
+
+import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from dino_vit.eval.maps import attention
-from tests.support.backbones import backbone
-from tests.support.close import assert_close_to_scale
+import dino_vit
+from benchmarks.kernels import Kernels
+from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit.cli import main
+from dino_vit.eval.maps.attention import cls_attention, file_stem, pad
+from dino_vit.views.eval_transform import eval_transform_of
 
-
-def trained(**changes):
-    model = backbone(heads=4, registers=3, **changes).train()
-    with torch.no_grad():  # or all tokens are nearly alike, and so is their attention
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
 
 
-@pytest.mark.parametrize("block", [0, 1, -1])
-def test_maps_of_the_class_token_are_its_attention_to_the_patches(block):
-    model, images = trained(drop_path=0.5), torch.randn(2, 3, 24, 40)
-    maps = attention.cls_attention(model, images, block)
-    assert maps.shape == (2, 4, 3, 5)
-    assert model.training, "the mode is as it was"
-    expected = model.eval().get_attention(images, [block % 3])[0][:, :, 0, 4:]
-    assert_close_to_scale(maps.flatten(2), expected)
-    assert maps.flatten(2).std(-1).min() > 1e-3, "there is something to compare"
+@pytest.fixture
+def weights(tmp_path):
+    model = VisionTransformer(image_size=(32, 48), patch_size=8, width=32, depth=2, heads=2, registers=3)
+    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return tmp_path / "a.safetensors"
 
 
-def naive_mask(values, share):
-    marked, held = set(), 0.0
-    order = sorted(range(len(values)), key=lambda i: -values[i])
-    for index in order:
-        if held >= share * sum(values):
-            break
-        marked.add(index)
-        held += values[index]
-    return [index in marked for index in range(len(values))]
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "photos"
+    (folder / "deep").mkdir(parents=True)
+    for name, size in SIZES.items():
+        pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+    (folder / "broken.png").write_bytes(b"nothing")
+    return folder
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.99])
-def test_the_mask_is_the_smallest_set_that_holds_the_share(share):
-    weights = torch.rand(3, 2, 5, 7, generator=torch.Generator().manual_seed(1)) ** 4
-    maps = attention.mass_mask(weights, share)
-    for values, mask in zip(weights.flatten(0, 1), maps.flatten(0, 1), strict=True):
-        assert mask.flatten().tolist() == naive_mask(values.double().flatten().tolist(), share)
-    assert attention.mass_mask(torch.full((2, 2), 0.25), 0.6).sum() == 3
+def size_of(path):
+    with Image.open(path) as image:
+        return image.height, image.width
 
 
-def test_colours_are_the_principal_components_over_all_images():
-    generator = torch.Generator().manual_seed(2)
-    stretch = torch.diag(torch.tensor([9.0, 5.0, 2.0, 1.0, 0.5, 0.1]))
-    turn = torch.linalg.qr(torch.randn(6, 6, generator=generator)).Q
-    tokens = [torch.randn(y, x, 6, generator=generator) @ stretch @ turn for y, x in ((20, 30), (7, 50))]
-    colours = attention.principal_colours(tokens)
-    joined = np.concatenate([image.reshape(-1, 6).double().numpy() for image in tokens])
-    centred = joined - joined.mean(0)
-    _, _, axes = np.linalg.svd(centred, full_matrices=False)
-    for colour in range(3):
-        axis = axes[colour] * np.sign(axes[colour][np.abs(axes[colour]).argmax()])
-        values = centred @ axis
-        low, high = np.quantile(values, [0.01, 0.99])
-        expected = np.clip((values - low) / (high - low), 0, 1)
-        shown = np.concatenate([image[..., colour].flatten().numpy() for image in colours])
-        np.testing.assert_allclose(shown, expected, atol=1e-6)
-    assert [image.shape for image in colours] == [(20, 30, 3), (7, 50, 3)]
-    flat = attention.principal_colours([torch.ones(2, 2, 4)])[0]
-    assert bool(flat.isfinite().all())
+def test_a_folder_of_images_of_any_size(weights, photos, tmp_path, capsys, caplog):
+    out = tmp_path / "out"
+    assert main(["attention", str(photos), f"weights={weights}", f"output={out}"]) == 0
+    assert "skipped broken.png" in caplog.text
+    assert "attention of the last block, 4 images on 1 sheet" in capsys.readouterr().out
+    found = {path.name for path in out.iterdir()}
+    stems = {"0-a": (31, 50), "3-deep-a": (8, 8), "2-deep-b-c": (77, 9), "4-e": (40, 40)}
+    endings = ("png", "overlay.png", "mask.png", "attention.npy")
+    assert found == {"sheet-1.png", *(f"{stem}.{ending}" for stem in stems for ending in endings)}
+    for stem, (height, width) in stems.items():
+        assert size_of(out / f"{stem}.overlay.png") == size_of(out / f"{stem}.mask.png") == (height, width)
+        assert size_of(out / f"{stem}.png") == (height, 6 * width + 5 * 4)
+        grid = -(-height // 8), -(-width // 8)
+        assert np.load(out / f"{stem}.attention.npy").shape == (2, *grid)
+
+
+def test_the_maps_are_those_of_the_padded_image(weights, photos, tmp_path):
+    assert main(["attention", f"source={photos}", f"weights={weights}", f"output={tmp_path}", "block=0"]) == 0
+    model = load_backbone(weights)
+    pixels = torch.from_numpy(np.array(Image.open(photos / "a.png"))).permute(2, 0, 1)
+    padded = torch.zeros(1, 3, 32, 56)
+    for y in range(32):
+        for x in range(56):
+            padded[0, :, y, x] = (pixels[:, min(y, 30), min(x, 49)] / 255 - 0.5) / 0.5
+    normalised = eval_transform_of(model).normaliser(torch.device("cpu"))(pixels[None])
+    torch.testing.assert_close(pad(normalised, (8, 8)), padded)
+    expected = cls_attention(model, padded, 0)[0]
+    torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "0-a.attention.npy")), expected)
+
+
+def test_sizes_as_asked(weights, photos, tmp_path, caplog):
+    options = ["size=8", "longest=40", "count=null"]
+    assert main(["attention", str(photos), f"weights={weights}", f"output={tmp_path / 'o'}", *options]) == 0
+    assert size_of(tmp_path / "o" / "0-a.overlay.png") == (8, 13)
+    assert size_of(tmp_path / "o" / "2-deep-b-c.overlay.png") == (40, 5)
+    assert caplog.text.count("images of 8 × 16 pixels are far from the 32 × 48 of the weights") == 1
+
+
+def test_large_images_are_shrunk_to_twice_the_trained_side(weights, tmp_path, caplog):
+    Image.new("RGB", (300, 200)).save(tmp_path / "large.png")
+    arguments = ["attention", str(tmp_path / "large.png"), str(weights), f"output={tmp_path / 'o'}"]
+    assert main(arguments) == 0
+    assert size_of(tmp_path / "o" / "0-large.overlay.png") == (64, 96)
+    assert main([*arguments, "size=200", "block=0"]) == 0
+    assert size_of(tmp_path / "o" / "0-large.overlay.png") == (200, 300)
+    assert caplog.text.count("are far from") == 1
+
+
+def test_many_images_are_on_several_sheets(weights):
+    drawn = dino_vit.attention("synthetic:14:32", weights, count=None, verbose=False)
+    assert "14 images on 2 sheets" in str(drawn)
+    assert (len(drawn.sheets), len(drawn.maps)) == (2, 14)
+
+
+def test_sheets_of_an_earlier_call_do_not_stay(weights, tmp_path):
+    for count, sheets in ((14, 2), (3, 1)):
+        dino_vit.attention("synthetic:14:32", weights, count=count, output=tmp_path / "maps", verbose=False)
+        assert len(list((tmp_path / "maps").glob("sheet-*.png"))) == sheets
+
+
+def test_file_names_are_safe():
+    for name in ("../../etc/passwd.png", "a/<b>.png", "....", "x" * 300 + ".png"):
+        assert re.fullmatch(r"7-[\w-]{0,100}", file_stem(7, name))
+
+
+def test_mistakes_are_explained(weights, tmp_path, capsys):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.png").write_bytes(b"")
+    for arguments, message in (
+        (["synthetic", f"{tmp_path}/none.pth"], "none.pth does not exist"),
+        (["nowhere", str(weights)], "nowhere"),
+        (["synthetic", str(weights), "block=7"], "blocks 0 to 1"),
+        ([str(tmp_path / "bad"), str(weights)], "can be read (1 tried)"),
+    ):
+        assert main(["attention", f"output={tmp_path / 'out'}", *arguments]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def video(path, frames, height, width):
+    with av.open(str(path), "w") as writer:
+        stream = writer.add_stream("libx264", rate=10)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        for number in range(frames):
+            picture = np.full((height, width, 3), 20 * number % 256, dtype=np.uint8)
+            writer.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        writer.mux(stream.encode(None))
+
+
+def test_a_video_becomes_a_video(weights, tmp_path, capsys):
+    video(tmp_path / "clip.mp4", 7, 46, 62)
+    assert main(["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path}"]) == 0
+    assert "7 frames" in capsys.readouterr().out
+    with av.open(str(tmp_path / "clip.overlay.mp4")) as reader:
+        frames = [frame.to_ndarray(format="rgb24") for frame in reader.decode(video=0)]
+        assert reader.streams.video[0].average_rate == 10
+    assert len(frames) == 7
+    assert {frame.shape for frame in frames} == {(46, 2 * 62 + 4, 3)}
+    for number, frame in enumerate(frames):
+        assert abs(int(frame[20, 30, 1]) - 20 * number) < 8, "the left half is the video"
+    (tmp_path / "clip.mp4").write_bytes(b"\0" * 100)
+    assert main(["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path}"]) == 2
+    assert "cannot be read as a video" in capsys.readouterr().err
+
+
+def test_a_grey_network_sees_a_video_in_grey(tmp_path, capsys):
+    video(tmp_path / "clip.mp4", 2, 46, 62)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=1)
+    save_backbone(model, tmp_path / "grey.safetensors", mean=(0.5,), std=(0.5,))
+    argv = ["attention", str(tmp_path / "clip.mp4"), f"weights={tmp_path / 'grey.safetensors'}"]
+    assert main([*argv, f"output={tmp_path}"]) == 0
+    assert "2 frames" in capsys.readouterr().out
+
+
+def test_a_large_image_needs_little_memory():
+    model = VisionTransformer(image_size=512, patch_size=8, width=24, depth=2, heads=2)
+    with Kernels() as kernels:
+        cls_attention(model, torch.zeros(1, 3, 512, 512))
+    # Of 64 × 64 patches and CLS, the weights of one block would be 2 × 4097² numbers of 4 bytes.
+    assert 0 < kernels.peak < 2 * 4097**2 * 4
+
+
+def test_an_image_may_become_one_pixel(weights, photos, tmp_path):
+    given = ["attention", str(photos), f"weights={weights}", f"output={tmp_path / 'o'}", "longest=1"]
+    assert main(given) == 0

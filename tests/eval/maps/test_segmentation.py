@@ -13,8 +13,8 @@ from dino_vit import VisionTransformer
 from dino_vit.config.commands import IGNORED
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.accuracy import Measured, of_sums
 from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.figures import Measured, summed
 from dino_vit.eval.maps import segmentation
 from dino_vit.eval.maps.segmentation import (
     Bank,
@@ -92,7 +92,7 @@ def test_windows_and_the_miou_of_all_images_are_those_of_a_loop(frozen, photos, 
     masks = [photos.mask(index).numpy() for index in range(5)]
     classes, true = (np.concatenate([part.flatten() for part in parts]) for parts in (predicted, masks))
     of_all = jaccard_score(true[true < IGNORED], classes[true < IGNORED], average="macro")
-    assert measured.value == pytest.approx(of_all, abs=1e-3)
+    assert measured.mean == pytest.approx(of_all, abs=1e-3)
     mean_of_images = np.mean(
         [
             jaccard_score(mask[mask < IGNORED], image[mask < IGNORED], average="macro", zero_division=0)
@@ -158,7 +158,7 @@ def test_the_head_learns_what_patches_tell(frozen, photos):
     values = []
     for steps in (1, 60):
         head = train_head(frozen, photos, bank, SPEC, steps)
-        values.append(judge(frozen, photos, range(5), bank, head, SPEC, k=3)[1].value)
+        values.append(judge(frozen, photos, range(5), bank, head, SPEC, k=3)[1].mean)
     assert values[1] > values[0] + 0.15
 
 
@@ -227,5 +227,5 @@ def test_rare_classes_are_inside_their_interval():
     predicted[:, 0] = 0
     counts = [count_pixels(*image, 21) for image in zip(predicted, masks, strict=True)]
     parts = torch.stack(counts).unbind(1)
-    interval = Measured(title="", images=np.arange(20), parts=parts, figure=of_sums(mean_iou)).interval
-    assert interval.low - 0.5 <= interval.percent <= interval.high + 0.5
+    interval = Measured(title="", images=np.arange(20), parts=parts, metric=summed(mean_iou)).figure
+    assert interval.low - 0.5 <= interval.value <= interval.high + 0.5

@@ -1,1 +1,0 @@
-"""Commands about embeddings: write them to a file, search in it, find duplicates in it."""

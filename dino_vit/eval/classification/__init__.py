@@ -1,0 +1,1 @@
+"""Classify images by frozen features: neighbours, linear classifiers, labels from a few."""

@@ -1,0 +1,203 @@
+"""Classify images by their nearest neighbours on frozen features, and rank them: mAP and recall at 1.
+
+Several labels of an image, and numbers, are predicted by the mean of the neighbours.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from dino_vit.config.commands import KnnConfig
+from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.core.text import format_table, plural, progress
+from dino_vit.data.sources.source import spread
+from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, predict, score
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.figures import TITLES, Figure, Predictions, accuracy, measure, measured_share
+from dino_vit.eval.neighbours import unit, weighted_knn
+from dino_vit.eval.results import EvaluationResult, asked_output, conclude_classes
+from dino_vit.eval.sets import LabelledFeatures, given_sets, labelled_features
+from dino_vit.models.backbone import FeatureSpec
+
+_CLASSES_SHOWN = 10
+_COSINES = 2**24  # in memory at a time
+_PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
+
+
+def run(config: KnnConfig) -> EvaluationResult:
+    """Classify; with an output, write the JSON. The figures are those of the first k."""
+    return evaluate(config, frozen_backbone(config))
+
+
+def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> EvaluationResult:
+    """Do the same with a backbone that is loaded already."""
+    spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
+    path = asked_output(config, frozen.model.provenance.source)
+    train, val = given_sets(config)
+    queries = labelled_features(frozen, val, spec, "features of the query images")
+    bank = queries if train is None else labelled_features(frozen, train, spec, "features of the bank")
+    learned = val if train is None else train
+    if config.shots:
+        learned.require_one_class(f"shots={config.shots}")
+        bank, queries = few_shots(bank, queries, config.shots, config.seed)
+    how = "leave-one-out" if queries is bank else f"by {plural(len(bank), 'image')} of {learned.name}"
+    heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(queries), 'image')} of {val.name}\n"
+    details = {
+        "weights": frozen.describe_weights(),
+        "settings": config.model_dump(mode="json"),
+        "images": len(queries),
+        "bank": len(bank) - (queries is bank),  # no image is its own neighbour
+        "classes": len(val.classes),
+    }
+    if val.task != "multiclass":
+        return _predict(config, path, bank, queries, frozen.device, details, heading)
+    predictions = classify(bank, queries, config.k, frozen.device)
+    figures = {k: ranked.figures() for k, ranked in predictions.items()}
+    if len(val.classes) == len(set(queries.targets.tolist())) == 2:
+        for k, outputs in predict(bank, queries, config.k, frozen.device).items():
+            auroc = measure("multiclass", queries.indices, outputs, queries.targets[:, None])[0]
+            figures[k]["auroc"] = auroc.figure
+    ranking = _rank(bank, queries, frozen.device)
+    few = few_images(bank, queries)
+    details |= {
+        "results": [{"k": k, **row} for k, row in figures.items()],
+        "ranking": ranking,
+        "few_images": few,
+    }
+    first, columns = config.k[0], {"top1": "top-1", "top5": "top-5", "auroc": "AUROC"}
+    columns = {name: title for name, title in columns.items() if figures[first].get(name)}
+    rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
+    lines = [heading, format_table(["k", *columns.values()], rows), predictions[first].guesses()]
+    lines += few_text(few)
+    if ranking:
+        asked = plural(ranking["queries"], "query", "queries")
+        line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
+        lines.append(f"ranking by cosine for {asked}: {line}")
+    lines.append(_class_table(first, figures[first]["per_class"]))
+    title = f"k-NN top-1, k={first}"
+    return conclude_classes("knn", path, title, predictions[first], details, lines)
+
+
+def _predict(
+    config: KnnConfig,
+    path: Path | None,
+    bank: LabelledFeatures,
+    queries: LabelledFeatures,
+    device: torch.device,
+    details: dict[str, Any],
+    heading: str,
+) -> EvaluationResult:
+    """Predict several labels or numbers for each k, and report the first in detail."""
+    by_k = predict(bank, queries, config.k, device)
+    figures = {k: score(queries, outputs) for k, outputs in by_k.items()}
+    results = [{"k": k, "score": measured[0].figure} for k, measured in figures.items()]
+    metric, first = TITLES[queries.task], config.k[0]
+    lines = [heading, format_table(["k", metric], [[*map(str, row.values())] for row in results])]
+    title, details = f"k-NN {metric}, k={first}", details | {"results": results}
+    return judge("knn", path, title, figures[first], bank, queries, details, lines)
+
+
+def classify(
+    bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
+) -> dict[int, Predictions]:
+    """Classify all queries for each k; each process does a share of them."""
+    mine = rank_slice(range(len(queries)))
+    with progress("neighbours", len(mine)) as advance:
+        ranked = weighted_knn(
+            bank.features,
+            bank.targets,
+            queries.features[mine.start : mine.stop],
+            k=k,
+            self_offset=mine.start if queries is bank else None,
+            device=device,
+            progress=advance,
+        )
+    return {k: queries.predictions(all_gather(best)) for k, best in ranked.items()}
+
+
+def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device) -> dict[str, Any] | None:
+    """Return mAP and recall at 1 of the queries with an image of their class in the bank, if any."""
+    chosen = spread(len(queries), max(1, _PAIRS_RANKED // len(bank)))
+    ranking = rank_all(bank, queries, torch.tensor(rank_slice(chosen), dtype=torch.long))
+    precision, first = (all_gather(each.to(device)).cpu() for each in ranking)
+    ranks = ~precision.isnan()
+    if not ranks.any():
+        return None
+    images = np.flatnonzero(ranks)
+    return {
+        "queries": len(images),
+        "map": measured_share("mAP", images, precision[ranks]).figure,
+        "recall_at_1": accuracy(int(first[ranks].sum()), len(images)),
+    }
+
+
+def rank_all(bank: LabelledFeatures, queries: LabelledFeatures, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank the whole bank, or all other images, for some rows of the queries by cosine.
+
+    Return each query's average precision, NaN without an image of its class, and whether the nearest image is
+    of its class. Images of other classes that are as near come first. Queries are taken class by class,
+    because those of one class have equally many relevant images.
+    """
+    features, itself = unit(bank.features), int(queries is bank)
+    asked, targets = (each[rows].to(features.device) for each in (queries.features, queries.targets))
+    rows = rows.to(features.device)
+    precision = torch.full((len(rows),), torch.nan, device=features.device)
+    first = torch.zeros(len(rows), dtype=torch.bool, device=features.device)
+    size = max(1, _COSINES // len(features))
+    with progress("ranking all images", len(rows)) as advance:
+        for target in torch.unique(targets):
+            relevant = (bank.targets == target).nonzero()[:, 0]
+            for places in (targets == target).nonzero()[:, 0].split(size):
+                if len(relevant) > itself:
+                    cosines = unit(asked[places]) @ features.T
+                    if itself:
+                        cosines.scatter_(1, rearrange(rows[places], "q -> q 1"), -torch.inf)
+                    # The query itself comes first.
+                    ascending = cosines[:, relevant].sort(dim=1).values[:, itself:].contiguous()
+                    precision[places], first[places] = _precision(cosines, ascending)
+                advance(len(places))
+    return precision, first
+
+
+def _precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the average precision of scores (q, n), and whether the greatest is relevant.
+
+    The scores of the relevant images are ascending. No row is sorted as a whole: it is enough to count.
+    """
+    passed = torch.searchsorted(relevant, scores, right=True)  # relevant images at or below each
+    histogram = torch.zeros(len(scores), relevant.shape[1] + 1, dtype=torch.long, device=scores.device)
+    histogram.scatter_add_(
+        1, passed, torch.ones((), dtype=torch.long, device=scores.device).expand_as(passed)
+    )
+    ranks = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # images at or above each relevant one
+    hits = relevant.shape[1] - torch.searchsorted(relevant, relevant)  # relevant ones at or above it
+    return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]
+
+
+def few_shots(
+    bank: LabelledFeatures, queries: LabelledFeatures, shots: int, seed: int
+) -> tuple[LabelledFeatures, LabelledFeatures]:
+    """Return a bank of so many images of each class, drawn by the seed, and queries that are not in it."""
+    bits, targets = random_bits(seed, RngPurpose.EVALUATION, bank.indices), bank.targets.cpu().numpy()
+    order = np.lexsort((bits, targets))
+    rank_in_class = np.arange(len(bank)) - np.searchsorted(targets[order], targets[order])
+    chosen = np.sort(order[rank_in_class < shots])
+    if queries is bank:
+        queries = bank[np.delete(np.arange(len(bank)), chosen)]
+    if not len(queries):
+        raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
+    return bank[chosen], queries
+
+
+def _class_table(k: int, per_class: dict[str, Figure]) -> str:
+    """Return the classes with the lowest accuracy."""
+    lowest = sorted(per_class.items(), key=lambda item: item[1].value)[:_CLASSES_SHOWN]
+    rows = [[name, str(share), f"{share.images:,}"] for name, share in lowest]
+    title = f"class, k={k}" + (", the lowest" if len(per_class) > len(rows) else "")
+    return f"\n{format_table([title, 'top-1 %', 'images'], rows)}\n"

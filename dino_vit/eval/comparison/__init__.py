@@ -1,0 +1,1 @@
+"""Compare backbones on the same images."""

@@ -1,0 +1,303 @@
+"""Compare backbones on the same images: all evaluators that fit the labels at hand, paired by image."""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dino_vit.config.commands import (
+    CachedConfig,
+    CompareConfig,
+    DenseConfig,
+    Evaluator,
+    KnnConfig,
+    LinearConfig,
+)
+from dino_vit.config.settings import Settings
+from dino_vit.core import log
+from dino_vit.core.distributed import agree, is_main_process
+from dino_vit.core.outputs import after_figures, claim, write_output
+from dino_vit.core.randomness import RngPurpose, derive_seed
+from dino_vit.core.runtime import start_processes
+from dino_vit.core.text import Result, format_table, plural, public, said_once
+from dino_vit.data.sources.masks import open_masks
+from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.sources.published import recognise
+from dino_vit.data.sources.source import describe_images
+from dino_vit.eval.classification import knn, linear
+from dino_vit.eval.comparison.page import Comparison, conclusion, draw_maps, render
+from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings
+from dino_vit.eval.comparison.pixels import RAW_PIXELS, raw_pixels_like
+from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
+from dino_vit.eval.figures import Figure, Measured
+from dino_vit.eval.maps import dense
+from dino_vit.eval.online import random_indices, rankme
+from dino_vit.eval.results import write_results
+from dino_vit.reports.record import run_of
+from dino_vit.weights import load_backbone
+from dino_vit.weights.hub import is_name
+
+CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
+NEIGHBOURS = 20
+RANK_IMAGES = 5000
+PIXEL_IMAGES = 10_000
+UNTRAINED = "untrained"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonResult(Result):
+    """Figures of backbones on the same images."""
+
+    figures: dict[str, dict[str, Figure]]  # by title, then by the short name of the weights
+    raw_pixels: dict[str, Figure]  # the same figures of neighbours and classifiers by raw pixels, by title
+    ranks: dict[str, float]  # effective, by name
+    pairs: list[Pair]
+    verdict: str
+    page: Path | None
+    path: Path | None  # of the JSON file
+
+
+def run(config: CompareConfig) -> ComparisonResult:
+    """Measure all backbones and compare them by pairs of images; with an output, write a page and JSON."""
+    start_processes()
+    folder = None if config.output is None else Path(config.output)
+    paths = dict(zip(names_of(config.weights), config.weights, strict=True))
+    source, evaluators = agree("images", lambda: open_measured(config), _describe_measured)
+    for weights in config.weights:  # what cannot be loaded is said before anything is measured
+        load_backbone(weights, network=config.network, verbose=False)
+    if config.untrained:
+        paths[UNTRAINED] = UNTRAINED
+    by_pixels = pixel_evaluators(config, source, evaluators)
+    if folder:
+        numbers = range(1, len(paths) + 1)
+        files = [file_of(folder, number, name) for number in numbers for name in evaluators]
+        claim(*pages_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
+    comparison = Comparison(source=source)
+    with said_once():  # the images are opened again for each backbone and evaluator
+        _measure(config, comparison, paths, evaluators, by_pixels)
+    return _conclude(config, comparison, paths)
+
+
+def _measure(
+    config: CompareConfig,
+    comparison: Comparison,
+    paths: Mapping[str, str],
+    evaluators: Sequence[Evaluator],
+    by_pixels: Sequence[Evaluator],
+) -> None:
+    """Run all evaluators on all backbones, and some on raw pixels, and note the figures."""
+    folder = None if config.output is None else Path(config.output)
+    for number, (name, weights) in enumerate(paths.items(), 1):
+        log.info("%d of %d: %s", number, len(paths), name)
+        frozen = _load(config, name, weights)
+        _describe(config, frozen, comparison, name)
+        if record := run_of(weights):
+            comparison.runs.setdefault(name.partition(" (step ")[0], record)
+        for evaluator in evaluators:
+            values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
+            for figure in _evaluate(evaluator, config, values, frozen, comparison, name):
+                comparison.measured.setdefault(figure.title, {})[name] = figure
+                log.info("%s: %s %s %%", name, figure.title, figure.figure)
+    for evaluator in by_pixels:
+        values = {"weights": RAW_PIXELS, "output": folder and file_of(folder, 0, evaluator)}
+        for figure in _evaluate(evaluator, config, values, raw_pixels_like(frozen), None, RAW_PIXELS):
+            comparison.raw_pixels[figure.title] = figure
+            log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.figure)
+
+
+def _load(config: CompareConfig, name: str, weights: str) -> FrozenBackbone:
+    """Load one of the backbones; the untrained one has the network of the first."""
+    trained = config.weights[0] if name == UNTRAINED else weights
+    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
+    return untrained_like(frozen, config.seed) if name == UNTRAINED else frozen
+
+
+def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str, str]) -> ComparisonResult:
+    """Compare what was measured, and write the page and the JSON."""
+    pairs = compare_pairs(comparison.measured)
+    best = standings(comparison.measured, pairs)
+    figures = {
+        title: {name: figure.figure for name, figure in by_name.items()}
+        for title, by_name in comparison.measured.items()
+    }
+    answer = conclusion(comparison, best)
+    raw_pixels = {title: figure.figure for title, figure in comparison.raw_pixels.items()}
+    names, images = ", ".join(comparison.ranks), describe_compared(config, comparison.source)
+    text = f"{names} {images}\n\n{_table(comparison, best)}\n\n{answer}"
+    page = path = None
+    if config.output is not None:
+        page, path = pages_of(Path(config.output))
+        results = {
+            "settings": config.model_dump(mode="json"),
+            "weights": paths,
+            "figures": figures,
+            "raw_pixels": raw_pixels,
+            "effective_rank": comparison.ranks,
+            "pairs": pairs,
+            "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
+            "verdict": answer,
+        }
+        write_results(path, results)
+        if is_main_process():
+            with after_figures():
+                write_output(page, render(comparison, pairs, best, images).encode())
+        text += f"\n\n{page}: open it in any browser\n{path}"
+    return ComparisonResult(
+        figures=figures,
+        raw_pixels=raw_pixels,
+        ranks=comparison.ranks,
+        pairs=pairs,
+        verdict=answer,
+        page=page,
+        path=path,
+        text=text,
+    )
+
+
+def pixel_evaluators(config: CompareConfig, source: Source, among: Sequence[Evaluator]) -> list[Evaluator]:
+    """Return what is measured of raw pixels, too.
+
+    They have no patches, and so many columns that a linear classifier takes minutes on thousands of images.
+    """
+    left_out = {"dense"}
+    if "linear" in among:
+        images = len(source) + (len(open_source(config.train)) if config.train else 0)
+        left_out |= {"linear"} if images > PIXEL_IMAGES else set()
+    return [name for name in among if name not in left_out]
+
+
+def describe_compared(config: CompareConfig, source: Source) -> str:
+    """Say on which images backbones are compared."""
+    learned = f", learned from {public(config.train)}" if config.train else ""
+    return f"on {plural(len(source), 'image')} of {public(config.source)}{learned}"
+
+
+def pages_of(folder: Path) -> tuple[Path, Path]:
+    """Return the files for the page and for all figures."""
+    return folder / "comparison.html", folder / "comparison.json"
+
+
+def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:
+    """Return the file for the results of one evaluator of one of the backbones."""
+    return folder / f"{number}-{evaluator}.json"
+
+
+def names_of(weights: Sequence[str]) -> list[str]:
+    """Return short names of weights: without the folder that all of them share, checkpoints by their step."""
+    texts = [re.sub(r"/checkpoints/step-0*(\d+)\.safetensors$", r" (step \1)", path) for path in weights]
+    folders = [os.path.dirname(os.path.abspath(text)) for text in texts if not is_name(text)]
+    shared = os.path.commonpath(folders) if folders else ""
+    names = [text if is_name(text) else os.path.relpath(text, shared) for text in texts]
+    if len({*names, UNTRAINED}) > len(names):
+        return names
+    return [f"./{path}" if path == UNTRAINED else path for path in weights]
+
+
+def open_compared(config: CompareConfig) -> Source:
+    """Open the images; a published set with masks has folders that are no classes."""
+    source = open_source(config.source, config.labels)
+    unlabelled = config.masks is None and config.labels is None and not source.classes
+    return open_masks(config.source) if unlabelled and recognise(config.source) else source
+
+
+def open_measured(config: CompareConfig) -> tuple[Source, list[Evaluator]]:
+    """Open the images, and choose what is measured of them."""
+    source = open_compared(config)
+    return source, choose_evaluators(config, source)
+
+
+def _describe_measured(opened: tuple[Source, list[Evaluator]]) -> str:
+    return f"{describe_images(opened[0])}, measured by {', '.join(opened[1]) or 'none'}"
+
+
+def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
+    """Return what is to be measured, or raise if labels and masks do not allow it."""
+    reasons: dict[Evaluator, str] = {}
+    if len({source.label(index) for index in range(len(source))} - {None}) < 2:
+        reason = "the images need labels of two classes or more: a folder for each class, or labels=FILE"
+        reasons = {"knn": reason, "linear": reason}
+    try:
+        open_masks(config.source, config.masks)
+        if config.train:
+            open_masks(config.train, training=True)
+    except ValueError as error:
+        reasons["dense"] = str(error)
+    asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]
+    for name in asked:
+        if name in reasons:
+            raise ValueError(f"measures={name}: {reasons[name]}")
+    return list(config.measures) or [name for name in CONFIGS if name not in reasons]
+
+
+def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
+    """Return a backbone that sees the same images as another, its parameters drawn from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, RngPurpose.NETWORK))
+        model = type(trained.model)(**trained.model.architecture)
+    nothing: dict[str, Any] = {"source": UNTRAINED, "sha256": "", "network": None, "step": None}
+    model.provenance = replace(trained.model.provenance, **nothing, config={})
+    return replace(trained, model=model.eval().to(trained.device))
+
+
+def _describe(config: CompareConfig, frozen: FrozenBackbone, comparison: Comparison, name: str) -> None:
+    """Note the effective rank of a backbone, and what its features look like."""
+    source = comparison.source
+    few = len(source) <= RANK_IMAGES  # then all, whose features k-NN needs too
+    indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
+    features, _ = cached_features(frozen, source, indices=indices, title=f"features of {name}")
+    comparison.ranks[name] = rankme(torch.from_numpy(features))
+    comparison.pixels = frozen.transform.pixels
+    if config.output and is_main_process():
+        draw_maps(comparison, frozen, name)
+
+
+def _evaluate(
+    evaluator: Evaluator,
+    config: CompareConfig,
+    values: dict[str, Any],
+    frozen: FrozenBackbone,
+    comparison: Comparison | None,
+    name: str,
+) -> list[Measured]:
+    """Run one evaluator on one backbone; note its predictions in the comparison, if one is given."""
+    values |= _shared(config, CONFIGS[evaluator])
+    try:
+        if evaluator == "dense":
+            return dense.evaluate(DenseConfig(**values), frozen).measured
+        if evaluator == "knn":
+            result = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen)
+        else:
+            result = linear.evaluate(LinearConfig(**values), frozen)
+    except ValueError as error:
+        raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
+    if comparison and result.predictions:
+        comparison.predictions.setdefault(name, result.predictions)
+    return [result.measured]
+
+
+def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
+    """Return the settings of the comparison that another command has too."""
+    return config.model_dump(include=set(cls.model_fields) - {"weights", "output"})
+
+
+def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the figures as a table, with marks at the best and those not significantly worse."""
+    rows = []
+    for name, rank in comparison.ranks.items():
+        row = [name]
+        for title, by_name in comparison.measured.items():
+            mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
+            row.append(f"{by_name[name].figure}{mark}")
+        rows.append([*row, f"{rank:.1f}"])
+    if comparison.raw_pixels:
+        figures = (comparison.raw_pixels.get(title) for title in comparison.measured)
+        rows.append([RAW_PIXELS, *(f"{figure.figure} " if figure else "- " for figure in figures), "-"])
+    table = format_table(["%", *(f"{title} " for title in best), "effective rank"], rows)
+    pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
+    legend = f"* best; = not significantly worse on these images (by image, p corrected for {pairs})"
+    return f"{table}\n{legend}" if best else table

@@ -1,0 +1,98 @@
+"""Which of several backbones is best by figures of the same images, and how sure that is."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import torch
+
+from dino_vit.eval.figures import RESAMPLES, Measured, percent_interval
+from dino_vit.reports.readings import mcnemar
+
+CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first figure minus the second, in points, and how probable so large a one is by chance."""
+
+    points: float
+    low: float
+    high: float
+    p: float
+
+
+def difference(first: Measured, second: Measured) -> Difference:
+    """Compare two backbones on the images that both have judged.
+
+    Where an image is right or wrong, p is of the exact test of McNemar, otherwise of the bootstrap: twice
+    the share of the resamples in which the difference has the other sign, or, where none has, of a normal
+    distribution as wide as theirs, as so many cannot show how small it is. The interval is the bootstrap's.
+    """
+    images = np.intersect1d(first.images, second.images)
+    first, second = first.subset(images), second.subset(images)
+    resampled = first.resampled() - second.resampled()
+    right, other = first.parts[0], second.parts[0]
+    if right.dtype == torch.bool:
+        p = mcnemar(int((right & ~other).sum()), int((other & ~right).sum()))
+    else:
+        beyond = min(int((resampled <= 0).sum()), int((resampled >= 0).sum()))
+        p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
+        if not beyond:
+            tail = math.erfc(float(resampled.mean().abs() / resampled.std()) / math.sqrt(2))
+            p = min(p, max(tail, 0.5 ** (len(images) - 1)))  # of few images no test can be surer
+    return Difference(100 * (first.mean - second.mean), *percent_interval(resampled), p)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two backbones by one figure."""
+
+    figure: str
+    better: str
+    other: str
+    difference: Difference
+    corrected_p: float  # its p, times the pairs by this figure (Bonferroni)
+
+
+Figures = Mapping[str, Mapping[str, Measured]]  # by title, then by the name of the backbone
+
+
+def compare_pairs(figures: Figures) -> list[Pair]:
+    """Compare all pairs by every figure, image by image."""
+    pairs = []
+    for title, backbones in figures.items():
+        best_first = sorted(backbones, key=lambda name: backbones[name].mean, reverse=True)
+        by_figure = list(combinations(best_first, 2))
+        for better, other in by_figure:
+            found = difference(backbones[better], backbones[other])
+            pairs.append(Pair(title, better, other, found, min(1.0, len(by_figure) * found.p)))
+    return pairs
+
+
+def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, ...]]:
+    """Return who is best by each figure, followed by those not significantly worse on these images."""
+    by_title = {}
+    for title, backbones in figures.items():
+        best = max(backbones, key=lambda name: backbones[name].mean)
+        others = [pair for pair in pairs if (pair.figure, pair.better) == (title, best)]
+        by_title[title] = (best, *(pair.other for pair in others if pair.corrected_p >= CHANCE))
+    return by_title
+
+
+def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
+    """Say which backbone to take, or that it depends."""
+    if not by_title:
+        text = "There are no labels and no masks to judge by: use a folder for each class, or labels=FILE."
+        return f"{text} The effective rank alone does not tell which features are better."
+    top = [*by_title.values()]
+    everywhere = [name for name in top[0] if all(name in names for names in top)]
+    if everywhere:
+        titles = " and ".join(by_title)
+        if all(names == (everywhere[0],) for names in top):
+            return f"Take {everywhere[0]}: on these images it is the best by {titles}."
+        return f"Take {' or '.join(everywhere)}: no significant difference on these images by {titles}."
+    wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
+    return f"It depends on the figure. The best is {wins}."

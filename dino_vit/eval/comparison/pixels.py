@@ -1,0 +1,64 @@
+"""Raw pixels in the place of features: a baseline for any backbone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dino_vit.core import Size
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.reading import PIXEL_SIDE
+from dino_vit.models.backbone import Backbone, Provenance
+
+RAW_PIXELS = "raw pixels"
+
+
+class RawPixels(Backbone):
+    """A baseline in the place of a backbone: the normalised pixels of small images are their features."""
+
+    has_patches, depth, heads, registers, grad_checkpointing = False, 1, 0, 0, False
+    anchor: Tensor
+
+    def __init__(self, size: Size, channels: int) -> None:
+        super().__init__()
+        self.image_size = self.patch_size = size
+        self.channels, self.width = channels, channels * size[0] * size[1]
+        self.head = nn.Identity()
+        self.register_buffer("anchor", torch.empty(0), persistent=False)  # which device it is on
+        self.provenance = Provenance(source=RAW_PIXELS)
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        return {RAW_PIXELS: self.image_size, "channels": self.channels}
+
+    @property
+    def device(self) -> torch.device:
+        return self.anchor.device
+
+    def forward_cls(self, images: Tensor) -> Tensor:
+        return images.flatten(1)
+
+    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.forward_cls(images)[:, None]
+
+    def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
+        return [self.forward_features(images)]
+
+    def grid_of(self, height: int, width: int) -> Size:
+        return 1, 1
+
+    def layers(self) -> dict[str, int]:
+        return {}
+
+
+def raw_pixels_like(frozen: FrozenBackbone) -> FrozenBackbone:
+    """Return the baseline for a backbone: the pixels of the same images, reduced, prepared alike."""
+    size, transform = frozen.transform.size, frozen.transform
+    shrink = min(1.0, PIXEL_SIDE / max(size))
+    transform = replace(transform, size=(max(1, round(size[0] * shrink)), max(1, round(size[1] * shrink))))
+    if transform.shorter_side is not None:
+        transform = replace(transform, shorter_side=max(1, round(transform.shorter_side * shrink)))
+    model = RawPixels(transform.size, transform.pixels.channels).eval().to(frozen.device)
+    return replace(frozen, model=model, transform=transform, autocast=None)

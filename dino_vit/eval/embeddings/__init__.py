@@ -1,0 +1,1 @@
+"""Embeddings of images: write them, search among them, find duplicates."""

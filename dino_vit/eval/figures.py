@@ -1,0 +1,282 @@
+"""Figures with how sure they are: shares of images, and functions of weights of the images.
+
+Metrics take weights of the images (r, n), such as those of a bootstrap, and outputs and targets (n, c). They
+return (r, c), NaN where a column has nothing to judge by. An output is the score of a label, from 0 to 1, or
+a number.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dino_vit.config.settings import Task
+from dino_vit.core.text import plural
+from dino_vit.reports.metrics import Title
+
+RESAMPLES = 1000  # of the images
+TOP_K = 5  # of fewer classes, or as many, the right one is always among the first five
+_WEIGHTS = 2**22  # of images, in memory at a time
+_Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its 95 % confidence interval over images."""
+
+    value: float
+    low: float
+    high: float
+    images: int
+    unit: str = "%"  # empty for numbers in a unit of their own, and for columns, which are from 0 to 1
+    correct: int | None = None  # images that are right, of a share of images
+
+    def __str__(self) -> str:
+        numbers = self.value, self.low, self.high
+        value, low, high = (f"{x:.2f}" if self.unit == "%" else number_text(x) for x in numbers)
+        return f"{value} ({low} to {high})"
+
+
+def number_text(value: float) -> str:
+    """Return a number with three digits, or all of a large one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}"
+
+
+def accuracy(correct: int, images: int) -> Figure:
+    """Return the accuracy of `correct` predictions out of `images`.
+
+    The interval is Wilson's (1927), which is valid for few or all correct too.
+    """
+    if not images:
+        raise ValueError("none of the images to evaluate on can be read")
+    share = correct / images
+    middle = (share + _Z * _Z / (2 * images)) / (1 + _Z * _Z / images)
+    reach = _Z / (1 + _Z * _Z / images) * math.sqrt(share * (1 - share) / images + (_Z / (2 * images)) ** 2)
+    # At the ends the bound is the share itself up to rounding.
+    low = 0.0 if correct == 0 else middle - reach
+    high = 1.0 if correct == images else middle + reach
+    return Figure(100 * correct / images, 100 * low, 100 * high, images, correct=correct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """The classes that images are taken for, as numbers of `classes`; of those that could be read."""
+
+    images: NDArray[np.int64]  # (n,), in the source
+    ranked: NDArray[np.int64]  # (n, at least 1), best first
+    targets: NDArray[np.int64]  # (n,)
+    classes: Sequence[str]
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Which images were classified rightly."""
+        return self.ranked[:, 0] == self.targets
+
+    def top(self, k: int) -> Figure:
+        """Return how often the class is among the first k."""
+        correct = (self.ranked[:, :k] == self.targets[:, None]).any(axis=1)
+        return accuracy(int(correct.sum()), len(correct))
+
+    def figures(self) -> dict[str, Any]:
+        """Return the top-1, top-5 and per-class accuracy for a results file, beside those of guesses.
+
+        Top-5 is None where it is right whatever the answers.
+        """
+        present, counts = np.unique(self.targets, return_counts=True)
+        correct = np.bincount(self.targets[self.right], minlength=len(self.classes))[present]
+        rows = zip(present.tolist(), correct.tolist(), counts.tolist(), strict=True)
+        return {
+            "top1": self.top(1),
+            "top5": self.top(TOP_K) if len(self.classes) > TOP_K else None,
+            **trivial_baselines(self.targets, self.classes),
+            "per_class": {self.classes[target]: accuracy(right, images) for target, right, images in rows},
+        }
+
+    def summary(self) -> str:
+        """Return the top-1 and top-5 accuracy as a text, beside that of guesses."""
+        top5 = f", top-5 {self.top(TOP_K)} %" if len(self.classes) > TOP_K else ""
+        images, classes = plural(len(self.targets), "image"), plural(len(self.classes), "class", "classes")
+        return f"top-1 {self.top(1)} %{top5} of {images} of {classes}; {self.guesses()}"
+
+    def guesses(self) -> str:
+        """Return the accuracy of guesses as a text."""
+        trivial = trivial_baselines(self.targets, self.classes)
+        name, percent = trivial["largest_class"].values()
+        random = f"random guessing {trivial['chance']:.1f} %"
+        return f"always guessing {name} scores {percent:.1f} %, {random}"
+
+
+def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dict[str, Any]:
+    """Return what a guess by chance, and always the largest class, come to in per cent."""
+    counts = np.bincount(targets, minlength=len(classes))
+    largest = int(counts.argmax())
+    percent = 100 * int(counts[largest]) / max(len(targets), 1)
+    return {"chance": 100 / len(classes), "largest_class": {"name": classes[largest], "percent": percent}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A figure of a backbone on images, with what each image contributes.
+
+    `metric` takes weights of the images (r, n), such as those of a bootstrap, and the parts. It returns
+    (r, c), NaN where a column has nothing to judge by; what counts is the mean of the others, from 0 to 1.
+    """
+
+    title: str
+    images: NDArray[np.int64]  # (n,), in the source
+    parts: Sequence[Tensor]  # (n, ...) each, on the CPU
+    metric: Callable[..., Tensor]
+
+    def subset(self, images: NDArray[np.int64]) -> "Measured":
+        """Return the same of some of the images, which must be among them, in the order given."""
+        order = np.argsort(self.images)
+        rows = torch.from_numpy(order[np.searchsorted(self.images[order], images)])
+        return replace(self, images=images, parts=[part[rows] for part in self.parts])
+
+    @property
+    def mean(self) -> float:
+        return float(self.columns.nanmean())
+
+    @property
+    def columns(self) -> Tensor:
+        return self.metric(torch.ones(1, len(self.images), dtype=torch.double), *self.parts)[0]
+
+    @cached_property
+    def figure(self) -> Figure:
+        if self.parts[0].dtype == torch.bool:  # as of any accuracy, not that of a bootstrap
+            return accuracy(int(self.parts[0].sum()), len(self.images))
+        return Figure(100 * self.mean, *percent_interval(self.resampled()), len(self.images))
+
+    @property
+    def column_figures(self) -> list[Figure | None]:
+        """The figure of each column, None without anything to judge by."""
+        limits = self.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
+        rows = torch.stack([self.columns, *limits], dim=1).tolist()
+        return [None if math.isnan(row[0]) else Figure(*row, len(self.images), "") for row in rows]
+
+    def resampled(self) -> Tensor:
+        return self.draws.nanmean(1)
+
+    @cached_property
+    def draws(self) -> Tensor:
+        return self.draw(RESAMPLES)
+
+    def draw(self, resamples: int) -> Tensor:
+        """Return all columns for images drawn with replacement; the draws are the same for as many images."""
+        weights = _resample_weights(len(self.images), resamples)
+        return torch.cat([self.metric(block, *self.parts) for block in weights])
+
+
+def _resample_weights(images: int, resamples: int) -> Iterator[Tensor]:
+    """Yield how often each of so many images is drawn, (r, images), for some resamples at a time."""
+    generator, size = torch.Generator().manual_seed(0), max(1, _WEIGHTS // images)
+    for start in range(0, resamples, size):
+        rows = torch.randint(images, (min(size, resamples - start), images), generator=generator)
+        once = torch.ones((), dtype=torch.double).expand_as(rows)
+        yield torch.zeros(rows.shape, dtype=torch.double).scatter_add_(1, rows, once)
+
+
+def summed(figure: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Turn a figure of the sums of parts over images into a metric of weights and parts."""
+
+    def metric(weights: Tensor, *parts: Tensor) -> Tensor:
+        return figure(*(weights @ part.double() for part in parts)).view(len(weights), -1)
+
+    return metric
+
+
+def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> Measured:
+    """Return the mean of what each image has (n,): from 0 to 1, or whether it was judged rightly."""
+    metric = summed(lambda total, count: total / count)
+    return Measured(title=title, images=images, parts=[shares, torch.ones(len(shares))], metric=metric)
+
+
+def percent_interval(resampled: Tensor) -> tuple[float, float]:
+    return float(100 * resampled.nanquantile(0.025)), float(100 * resampled.nanquantile(0.975))
+
+
+Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _at_least(weights: Tensor, scores: Tensor) -> Tensor:
+    """Return for each image the weight of all that score as high or higher: (r, n)."""
+    ordered, order = scores.sort(descending=True)
+    last = torch.searchsorted(-ordered, -scores, right=True) - 1  # rank of the last with the same score
+    return weights[:, order].cumsum(1)[:, last]
+
+
+def average_precision(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
+    """Average, over the images with a label, the precision among all that score as high or higher."""
+    columns = []
+    for column, target in zip(scores.T, targets.T, strict=True):
+        positive = weights * target
+        precision = _at_least(positive, column) / _at_least(weights, column).clamp(min=1)
+        columns.append((positive * precision).sum(1) / positive.sum(1))
+    return torch.stack(columns, dim=1)
+
+
+def auroc(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
+    """Return how often one with the label (n, 1) scores higher than one without; equal scores count half."""
+    positive, negative, scores = weights * targets[:, 0], weights * (1 - targets[:, 0]), scores[:, 0]
+    total = positive.sum(1, keepdim=True)
+    higher = (_at_least(positive, scores) + total - _at_least(positive, -scores)) / 2
+    return (negative * higher / total).sum(1, keepdim=True) / negative.sum(1, keepdim=True)
+
+
+def f1(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
+    predicted = (scores > 0.5).float()
+    values = 2 * (weights @ (predicted * targets)) / (weights @ (predicted + targets))
+    return values.where(weights @ targets > 0, torch.nan)  # as of precision
+
+
+def r2(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
+    """Return the share of the variance that is explained."""
+    variance = _covariance(weights, targets, targets)
+    return 1 - _mean(weights, (predicted - targets).square()) / variance.where(variance > 0, torch.nan)
+
+
+def mae(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
+    return _mean(weights, (predicted - targets).abs())
+
+
+def correlation(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
+    spread = _covariance(weights, predicted, predicted) * _covariance(weights, targets, targets)
+    return _covariance(weights, predicted, targets) / spread.sqrt()
+
+
+def _mean(weights: Tensor, x: Tensor) -> Tensor:
+    return weights @ x / weights.sum(1, keepdim=True)
+
+
+def _covariance(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    x, y = x - x[:1], y - y[:1]  # the covariance of equal numbers is exactly 0
+    return _mean(weights, x * y) - _mean(weights, x) * _mean(weights, y)
+
+
+# What outputs are judged by; the first decides.
+METRICS: dict[Task, dict[str, Metric]] = {
+    "multiclass": {"AUROC": auroc},  # of two classes
+    "multilabel": {"AP": average_precision, "F1": f1},
+    "regression": {"R²": r2, "MAE": mae, "correlation": correlation},
+}
+TITLES: dict[Task, Title] = {
+    "multiclass": "top-1",
+    "multilabel": "mAP",
+    "regression": "R²",
+}
+
+
+def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[Measured]:
+    """Return all figures of outputs (n, c) of images; the first decides."""
+    parts = [outputs.cpu().double(), targets.cpu().double()]
+    return [
+        Measured(title=title, images=images, parts=parts, metric=metric)
+        for title, metric in METRICS[task].items()
+    ]

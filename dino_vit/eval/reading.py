@@ -1,0 +1,100 @@
+"""Images read and prepared in batches, the next one while the caller works on another."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.open import Source
+from dino_vit.views.eval_transform import EvalTransform
+
+T = TypeVar("T")
+R = TypeVar("R")
+PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features (n, ...) in float32, the indices of their images, and the images that could not be read."""
+
+    values: Tensor
+    indices: Tensor  # int64 (n,), on the CPU
+    unreadable: tuple[UnreadableImage, ...]
+
+
+def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
+    """Return the flattened normalised pixels of images: a baseline for any features."""
+    normalise = transform.normaliser(torch.device("cpu"))
+    batches = read_batches(source, transform, in_batches(indices, 256))
+    return concatenate([replace(batch, values=normalise(batch.values).flatten(1)) for batch in batches])
+
+
+def concatenate(parts: Sequence[Features]) -> Features:
+    return Features(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.indices for part in parts]),
+        tuple(image for part in parts for image in part.unreadable),
+    )
+
+
+def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
+    """Split indices into batches; the last may be smaller."""
+    return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
+
+
+def read_ahead(
+    read: Callable[[T], R], blocks: Iterable[Sequence[T]], threads: int | None
+) -> Iterator[list[R]]:
+    """Yield what is read of each block by threads, prefetching one while the caller works on another."""
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            # Each pair starts the block after the one that is yielded.
+            for started, _ in pairwise(chain((pool.map(read, block) for block in blocks), [None])):
+                assert started is not None
+                yield list(started)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early
+
+
+def read_batches(
+    source: Source,
+    transform: EvalTransform,
+    batches: Iterable[Sequence[int]],
+    *,
+    threads: int | None = None,
+    pin: bool = False,
+) -> Iterator[Features]:
+    """Yield batches of images as values (n, C, h, w), prefetching one while the caller works on another."""
+
+    buffers = deque[Tensor]()
+
+    def blocks() -> Iterator[Sequence[tuple[Tensor, int]]]:
+        for indices in batches:
+            buffers.append(transform.empty(len(indices), pin=pin))
+            yield list(zip(buffers[-1], indices, strict=True))
+
+    def read(image: tuple[Tensor, int]) -> UnreadableImage | None:
+        out, index = image
+        try:
+            out.copy_(transform.read(source, index))
+        except UnreadableImage as error:
+            return error
+        return None
+
+    # Threads suffice: decoding and resampling, 95 % of the work on an image of 500 × 375, hold no lock. By
+    # default there are no more than 8, so that other processes are not crowded out.
+    threads, batches = threads or min(8, os.cpu_count() or 1), list(batches)
+    for indices, failures in zip(batches, read_ahead(read, blocks(), threads), strict=True):
+        images, kept = buffers.popleft(), [row for row, failure in enumerate(failures) if failure is None]
+        yield Features(
+            images if len(kept) == len(indices) else images[kept],
+            torch.tensor([indices[row] for row in kept], dtype=torch.long),
+            tuple(failure for failure in failures if failure is not None),
+        )

@@ -1,0 +1,277 @@
+"""Labelled images as sets and as features, and few of them at random."""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dino_vit.config.commands import SupervisedConfig
+from dino_vit.config.objects import is_object
+from dino_vit.config.settings import Task
+from dino_vit.core import log
+from dino_vit.core.blocks import choose_blocks, numbers_of, series_of
+from dino_vit.core.distributed import agree
+from dino_vit.core.text import brief, plural, public
+from dino_vit.data.labels import choose_splits, describe_use
+from dino_vit.data.shards import ShardedSource
+from dino_vit.data.sources.index import IndexedSource
+from dino_vit.data.sources.open import PathSource, open_source
+from dino_vit.data.sources.source import Source, Subset
+from dino_vit.data.targets import read_targets, recognise
+from dino_vit.eval.features import FrozenBackbone, cached_features
+from dino_vit.eval.figures import Predictions
+from dino_vit.models.backbone import CLS, FeatureSpec
+
+Rows = NDArray[np.int64]
+_PIECE = 4096  # bytes from the middle of an image on that tell it from others of its size
+
+_VAL_SHARE = 5  # one in so many images is for validation where no training set is given
+_HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
+_DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
+
+
+@dataclass(frozen=True)
+class LabelledSubset:
+    """Images of a source that have a label, and what is to be predicted of them."""
+
+    name: str  # for messages
+    source: Source
+    indices: Rows  # in the source, ascending
+    targets: NDArray[Any]  # (n,) classes from 0 on; (n, c) several labels or numbers
+    classes: tuple[str, ...]  # or the names of labels or numbers
+    task: Task = "multiclass"
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def part(self, rows: NDArray[np.bool_], name: str) -> "LabelledSubset":
+        return replace(self, name=name, indices=self.indices[rows], targets=self.targets[rows])
+
+    @property
+    def is_whole_source(self) -> bool:
+        return len(self.indices) == len(self.source)
+
+    @property
+    def images(self) -> Source:
+        """These images as a source of their own."""
+        return self.source if self.is_whole_source else Subset(self.source, self.indices)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tell the images and their classes from others."""
+        return f"{self.images.fingerprint}-{hashlib.sha256(self.targets.tobytes()).hexdigest()[:16]}"
+
+    def require_two_classes(self) -> None:
+        """Raise an error unless there is something to predict."""
+        if (self.targets == self.targets[0]).all():
+            same = "have the same labels"
+            if self.task == "multiclass":
+                same = f"are of one class, {self.classes[int(self.targets[0])]}"
+            raise ValueError(f"all labelled images of {self.name} {same}; two or more are needed")
+
+    def require_one_class(self, what: str) -> None:
+        """Raise an error unless each image has one class."""
+        if self.task != "multiclass":
+            given = f"{self.name} has several labels or numbers"
+            advice = "task=multiclass takes each different label as a class"
+            raise ValueError(f"{what} needs one class for each image; {given}; {advice}")
+
+    def with_columns(self, names: Sequence[str]) -> "LabelledSubset":
+        """Order the labels or numbers by these names; labels that it has not are of no image."""
+        targets = np.zeros((len(self), len(names)), np.float32)
+        targets[:, [names.index(name) for name in self.classes]] = self.targets
+        return replace(self, targets=targets, classes=tuple(names))
+
+    def with_classes_of(self, train: "LabelledSubset") -> "LabelledSubset":
+        """Number the classes as the training set does, matched by name.
+
+        Two folders need not have the same classes, so equal numbers need not be equal classes.
+        """
+        number = {train.classes[target]: int(target) for target in np.unique(train.targets)}
+        present = [self.classes[target] for target in np.unique(self.targets)]
+        if unknown := [of_class for of_class in present if of_class not in number]:
+            raise ValueError(
+                f"{self.name} has classes that are not among the {len(number)} of the training set: "
+                f"{brief(', '.join(unknown), 200)}. They are matched by name"
+            )
+        numbers = np.array([number.get(of_class, -1) for of_class in self.classes], dtype=np.int64)
+        return replace(self, targets=numbers[self.targets], classes=train.classes)
+
+
+def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
+    """Open the training and the validation set: those given, or splits; with neither, all images are one.
+
+    All processes must see the same.
+    """
+
+    def describe(sets: tuple[LabelledSubset | None, LabelledSubset]) -> str:
+        counts = (
+            (plural(len(each), "image"), plural(len(each.classes), "class", "classes"), each.fingerprint)
+            for each in sets
+            if each
+        )
+        return " and ".join(
+            f"{images} of {classes} ({fingerprint})" for images, classes, fingerprint in counts
+        )
+
+    return agree("labelled images", lambda: _given_sets(config), describe)
+
+
+def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
+    source, train = open_source(config.source, config.labels), None
+    if config.train is None:
+        val = open_subset(config.source, source, config.task)
+    else:
+        of_train = open_source(config.train, config.train_labels)
+        # Of different tasks the later by name: a few whole numbers, or single labels, look like classes.
+        task = config.task or max(recognise(of_train.classes), recognise(source.classes))
+        train, val = open_subset(config.train, of_train, task), open_subset(config.source, source, task)
+        refuse_same_images(config.source, val.images, config.train, train.images)
+    if train is None and (splits := choose_splits(source)):
+        log.info("%s", describe_use(source, *splits, val.name))
+        train, val = (
+            val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
+            for name, images in splits
+        )
+    (val if train is None else train).require_two_classes()
+    if train is None or val.task == "multiclass":
+        return train, val if train is None else val.with_classes_of(train)
+    names = (*train.classes, *sorted({*val.classes} - {*train.classes}))
+    if val.task == "regression" and not len(names) == len(train.classes) == len(val.classes):
+        numbers = f"{brief(', '.join(train.classes))} and {brief(', '.join(val.classes))}"
+        raise ValueError(f"the two sets have different numbers: {numbers}; name the columns the same")
+    return train.with_columns(names), val.with_columns(names)
+
+
+def refuse_same_images(name: str, source: Source, of_train: str, train: Source) -> None:
+    """Refuse to judge by the very images that were learned from, and warn if some are."""
+    name, of_train = public(name), public(of_train)
+    shared = count_shared(source, train)
+    if shared == len(source):
+        text = f"all {plural(shared, 'image')} of {name} are in train={of_train} too"
+        raise ValueError(f"{text}; give other images, or leave out train")
+    if shared:
+        text = "%d of the %d images of %s are in train=%s too: the accuracy will be inflated"
+        log.warning(text, shared, len(source), name, of_train)
+
+
+def count_shared(source: Source, train: Source) -> int:
+    """Return how many images of a source are those of another, whatever paths lead to them."""
+    learned = set(_origins(train))
+    return sum(origin in learned for origin in _origins(source))
+
+
+def _origins(source: Source) -> list[Hashable]:
+    """Return the file of each image, its place in one, a checksum, or else its place in its source."""
+    if isinstance(source, Subset):
+        of_all = _origins(source.source)
+        return [of_all[index] for index in source.indices]
+    if isinstance(source, PathSource):
+        return [_file_at(source.path(index)) for index in range(len(source))]
+    if isinstance(source, ShardedSource):
+        files = [_file_at(path) for path in source.ranges.paths]
+        return [(files[shard], place) for shard, place in source.places()]
+    if isinstance(source, IndexedSource) and len(source.index.images):  # unpacked there
+        start, size = (source.index.columns[name] for name in ("start", "size"))
+        images = source.index.images
+        return [
+            (size, zlib.crc32(images[at + size // 2 : at + min(size, size // 2 + _PIECE)]))
+            for at, size in zip(start.tolist(), size.tolist(), strict=True)
+        ]
+    return [(source.fingerprint, index) for index in range(len(source))]
+
+
+def _file_at(path: str) -> Hashable:
+    """Return what no other file is, whatever links lead to it; of a remote or missing one its path."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return path
+    return status.st_dev, status.st_ino
+
+
+def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]:
+    """Open both sets; of a source without splits a fifth, in blocks by the seed, is for validation."""
+    train, val = given_sets(config)
+    if train is not None:
+        return train, val
+    name, indices = val.source.name, val.indices.tolist()
+    series: Sequence[Hashable] = series_of(name, indices)
+    if val.task == "multiclass":
+        series = list(zip(series, val.targets.tolist(), strict=True))
+    chosen = choose_blocks(series, _VAL_SHARE, config.seed, numbers_of(name, indices))
+    train = val.part(~chosen, f"the rest of {val.name}")
+    train.require_two_classes()
+    return train, val.part(chosen, f"a fifth of {val.name}")
+
+
+def open_subset(name: str, source: Source, task: Task | None = None) -> LabelledSubset:
+    """Return the labelled images of a source; without a task it is recognised by their labels."""
+    name = public(name)
+    targets = read_targets(source, task=task)
+    unlabelled = len(source) - len(targets.indices)
+    if unlabelled == len(source):
+        advice = "sort them into one folder per class, or give a CSV of names and labels: labels=FILE "
+        advice += "(train_labels=FILE for the train= of knn and linear)"
+        advice = "let it have `targets` or `label(i)`, or " + advice if is_object(name) else advice
+        raise ValueError(f"none of the {len(source)} images of {name} has a label; {advice}")
+    left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""
+    log.info("%s: %s%s", name, targets, left_out)
+    return LabelledSubset(name, source, targets.indices, targets.values, targets.names, targets.task)
+
+
+@dataclass(frozen=True)
+class LabelledFeatures:
+    """Features of images and what is to be predicted of them, as in a `LabelledSubset`."""
+
+    features: Tensor  # (n, D)
+    targets: Tensor  # (n,) or (n, c)
+    indices: Rows  # (n,), in the source
+    classes: tuple[str, ...]
+    task: Task = "multiclass"
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, rows: Rows) -> "LabelledFeatures":
+        features, targets, indices = self.features[rows], self.targets[rows], self.indices[rows]
+        return replace(self, features=features, targets=targets, indices=indices)
+
+    def predictions(self, ranked: Tensor) -> Predictions:
+        """Return the classes that a classifier ranks first for each image, (n, k)."""
+        return Predictions(
+            images=self.indices,
+            ranked=ranked.cpu().numpy(),
+            targets=self.targets.cpu().numpy(),
+            classes=self.classes,
+        )
+
+
+def labelled_features(
+    frozen: FrozenBackbone, subset: LabelledSubset, spec: FeatureSpec = CLS, title: str = "features"
+) -> LabelledFeatures:
+    """Return the features of the readable images of a subset, on the device if they fit there."""
+    indices = None if subset.is_whole_source else subset.indices.tolist()
+    stored, kept = cached_features(frozen, subset.source, spec=spec, indices=indices, title=title)
+    values = torch.from_numpy(stored)
+    targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, kept)])
+    device = frozen.device
+    if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
+        values, targets = values.to(device), targets.to(device)
+    return LabelledFeatures(values, targets, kept, subset.classes, subset.task)
+
+
+def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
+    """Split off a tenth in blocks for model selection; return the rest and the held-out part."""
+    if len(train) == 1:
+        raise ValueError("there is one image to train on, and none to choose the best head by: give more")
+    series = train.targets.tolist() if train.task == "multiclass" else [0] * len(train)
+    chosen = choose_blocks(series, _HELD_OUT_SHARE, seed)
+    return train[np.flatnonzero(~chosen)], train[np.flatnonzero(chosen)]

@@ -1,0 +1,236 @@
+"""The command and its program: figures equal to a loop over features, in one process or two."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dino_vit.eval.classification.knn
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import spread
+from dino_vit.eval.classification.knn import few_shots, rank_all
+from dino_vit.eval.figures import accuracy
+from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.models.backbone import CLS, FeatureSpec
+from dino_vit.weights import load_backbone
+from tests.support.backbones import extracted
+from tests.support.images import write_classes
+from tests.support.naive import ranked_classes
+from tests.support.processes import command_in_two
+from tests.support.runs import command_here
+
+
+def arguments(weights, source, output, *more):
+    settings = [f"weights={weights}", f"output={output}", "precision=no", *more]
+    return ["knn", str(source), *settings]
+
+
+def evaluate(weights, source, *more):
+    output = weights.parent / "found.json"
+    said = command_here(*arguments(weights, source, output, *more))
+    return json.loads(output.read_text()), said
+
+
+def features_of(weights, source, spec=CLS):
+    """Features as lists, and the names of the classes."""
+    source = open_source(str(source))
+    unit = torch.nn.functional.normalize(extracted(load_backbone(weights), source, spec=spec).double())
+    return unit, [source.classes[source.label(index)] for index in range(len(source))]
+
+
+@pytest.mark.parametrize("spec", [CLS, FeatureSpec(tokens="cls+mean", blocks=2)])
+def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights, spec):
+    """The queries lack a class of the bank, so that equal numbers are not equal classes."""
+    train = write_classes(tmp_path / "train", ["aa", "b", "c 1", "d", "e", "f", "g"], 7)
+    val = write_classes(tmp_path / "val", ["b", "d", "e"], 4, first=50)
+    Image.new("RGB", (16, 16)).save(val / "nobody.png")  # of no class
+    found, said = evaluate(
+        weights, val, f"train={train}", "k=[3,20,1000]", f"tokens={spec.tokens}", f"blocks={spec.blocks}"
+    )
+    bank, bank_labels = features_of(weights, train, spec)
+    (val / "nobody.png").unlink()
+    queries, labels = features_of(weights, val, spec)
+    assert (found["images"], found["bank"], found["classes"]) == (12, 49, 7)
+    for figures, k in zip(found["results"], (3, 20, 49), strict=True):
+        for top in (1, 5):
+            found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
+            right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
+            assert figures[f"top{top}"] == asdict(accuracy(sum(right), 12))
+            if top == 1:
+                of_class = {
+                    name: sum(r for r, label in zip(right, labels, strict=True) if label == name)
+                    for name in "bde"
+                }
+                assert {n: one["correct"] for n, one in figures["per_class"].items()} == of_class
+    relevant = [[of == label for of in bank_labels] for label in labels]
+    precision, recall = ranking_of(zip((queries @ bank.T).tolist(), relevant, strict=True))
+    assert found["ranking"]["map"]["value"] == pytest.approx(precision)
+    assert found["ranking"]["recall_at_1"]["value"] == pytest.approx(recall)
+    assert f"mAP {found['ranking']['map']['percent']:.2f} (" in said
+    assert "with k = 1000: the bank has only 49 images, and all of them vote" in said
+    assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
+    assert "always guessing b scores 33.3 %, random guessing 14.3 %" in said
+
+
+def ranking_of(queries):
+    """Return mAP and recall at 1 in per cent, from cosines and whether each image is relevant."""
+    judged = [(naive_precision(*query), query[1][np.argmax(query[0])]) for query in queries]
+    return 100 * np.mean(judged, axis=0)
+
+
+def naive_precision(cosines, relevant):
+    """The mean, over the relevant images, of the share of relevant ones among all that are as near."""
+    shares = []
+    for score in [score for score, is_relevant in zip(cosines, relevant, strict=True) if is_relevant]:
+        reached = [
+            is_relevant for other, is_relevant in zip(cosines, relevant, strict=True) if other >= score
+        ]
+        shares.append(sum(reached) / len(reached))
+    return sum(shares) / len(shares)
+
+
+def among_the_others(features, labels, queries):
+    """Yield the cosines of each query with all other images, and whether they are of its class."""
+    for query in queries:
+        others = [row for row in range(len(labels)) if row != query]
+        yield (features[others] @ features[query]).tolist(), [labels[row] == labels[query] for row in others]
+
+
+def first_class(features, labels, query, rows):
+    """Return the class of an image by its 5 nearest among some rows."""
+    near = [float(features[row] @ features[query]) for row in rows]
+    return ranked_classes(near, [labels[row] for row in rows], 5)[0]
+
+
+def test_one_set_is_classified_by_the_others(tmp_path, weights):
+    images = write_classes(tmp_path / "images", "abc", 8)
+    found, _ = evaluate(weights, images, "k=[5]")
+    bank, labels = features_of(weights, images)
+    right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in range(24)]
+    assert found["results"][0]["top1"]["correct"] == sum(right)
+    assert found["bank"] == 23
+    precision, recall = ranking_of(among_the_others(bank, labels, range(24)))
+    assert found["ranking"]["map"]["value"] == pytest.approx(precision)
+    assert found["ranking"]["recall_at_1"]["value"] == pytest.approx(recall)
+
+
+def test_an_image_alone_in_its_class_has_nothing_to_be_ranked_or_learned_by(tmp_path, weights):
+    images = write_classes(tmp_path / "images", "ab", 8)
+    write_classes(images, "c", 1)
+    found, said = evaluate(weights, images, "k=[5]")
+    assert (found["images"], found["ranking"]["queries"]) == (17, 16)
+    assert "1 class without an image to learn from, so only guessed: c" in said
+
+
+def test_the_others_are_classified_by_few_images_of_each_class(tmp_path, weights):
+    images = write_classes(tmp_path / "images", "abc", 8)
+    found, said = evaluate(weights, images, "k=[5]", "shots=2", "seed=4")
+    features, labels = features_of(weights, images)
+    targets = torch.tensor(["abc".index(label) for label in labels])
+    everything = LabelledFeatures(features, targets, np.arange(24), tuple("abc"))
+    bank, queries = few_shots(everything, everything, 2, seed=4)
+    assert sorted([*bank.indices.tolist(), *queries.indices.tolist()]) == list(range(24))
+    right = [first_class(features, labels, i, bank.indices.tolist()) == labels[i] for i in queries.indices]
+    assert found["results"][0]["top1"]["correct"] == sum(right)
+    assert (found["bank"], found["images"]) == (6, 18)
+    assert "on 18 images" in said
+
+
+def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(dino_vit.eval.classification.knn, "_PAIRS_RANKED", 5 * 24 + 23)
+    images = write_classes(tmp_path / "images", "abc", 8)
+    settings = {"weights": weights, "k": 5, "output": tmp_path / "few.json", "precision": "no"}
+    result = dino_vit.knn(images, **settings, verbose=False)
+    assert (result.details["images"], result.details["ranking"]["queries"]) == (24, 5)
+    precision, recall = ranking_of(among_the_others(*features_of(weights, images), spread(24, 5)))
+    assert result.details["ranking"]["map"]["value"] == pytest.approx(precision)
+    assert result.details["ranking"]["recall_at_1"]["value"] == pytest.approx(recall)
+    assert "by cosine for 5 queries: mAP" in str(result)
+
+
+@pytest.mark.parametrize("command", ["knn", "linear"])
+def test_two_classes_of_which_one_is_judged_have_no_auroc(tmp_path, weights, command):
+    write_classes(tmp_path / "set" / "train", ["cat", "dog"], 5)
+    write_classes(tmp_path / "set" / "val", ["cat"], 4, first=50)
+    said = command_here(command, tmp_path / "set", f"weights={weights}", "precision=no")
+    assert "top-1" in said
+    assert "AUROC" not in said
+
+
+def test_labels_of_a_training_set_that_is_not_given_are_refused(tmp_path, weights):
+    folder = write_classes(tmp_path / "set", ["cat", "dog"], 3)
+    said = command_here("knn", folder, f"weights={weights}", "train_labels=labels.csv", code=2)
+    assert "train_labels are those of train, which is not given" in said
+
+
+def test_two_processes_of_the_program_find_what_the_command_does(tmp_path, weights):
+    """Each image by the others, so a share of the queries must know which rows of the bank they are."""
+    images, output = write_classes(tmp_path / "images", "ab", 26), tmp_path / "two.json"
+    one, _ = evaluate(weights, images, "k=[5,10]")
+    command, *settings = arguments(weights, images, output, "k=[5,10]")
+    first, second = command_in_two(tmp_path / "two", f"eval/{command}.py", *settings)
+    two = json.loads(output.read_text())
+    # Cosines near 1 are rounded one way or the other, which may swap two images.
+    assert two["ranking"]["map"] == pytest.approx(one["ranking"]["map"], abs=0.1)
+    for ours, theirs in zip(two["results"], one["results"], strict=True):
+        assert ours.pop("auroc") == pytest.approx(theirs.pop("auroc"), abs=0.3)
+    assert two["results"] == one["results"]
+    assert "top-1" in first
+    assert str(output) in first
+    assert "top-1" not in second, "only the first process speaks"
+
+
+def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):
+    two, output = write_classes(tmp_path / "two", "ab", 3), tmp_path / "none.json"
+    assert "shots=3 takes all 6 images" in command_here(*arguments(weights, two, output, "shots=3"), code=2)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("self_offset", [None, 0, 30])
+def test_ranking_all_images_equals_the_loop(monkeypatch, self_offset):
+    """One class of the queries has no image in the bank, one no other image; coordinates of ±1 tie often."""
+    monkeypatch.setattr(dino_vit.eval.classification.knn, "_COSINES", 150)
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = (torch.randn(count, 4, generator=generator).sign() for count in (60, 25))
+    labels, query_labels = (torch.randint(7, (count,), generator=generator) for count in (60, 25))
+    labels[50], query_labels[3] = 1000, -1
+    if self_offset is not None:
+        queries, query_labels = bank[self_offset:], labels[self_offset:]
+    of_bank = asked = LabelledFeatures(bank, labels, np.arange(60), ())
+    if self_offset is None:
+        asked = LabelledFeatures(queries, query_labels, np.arange(25), ())
+    rows = torch.arange(self_offset or 0, len(asked))
+    precision, first = rank_all(of_bank, asked, rows)
+    for query in range(len(queries)):
+        others = [row for row in range(60) if self_offset is None or row != self_offset + query]
+        relevant = [bool(labels[row] == query_labels[query]) for row in others]
+        if any(relevant):
+            cosines = [int(bank[row] @ queries[query]) for row in others]  # of whole numbers: ties are exact
+            assert float(precision[query]) == pytest.approx(naive_precision(cosines, relevant))
+            nearest_are = {flag for c, flag in zip(cosines, relevant, strict=True) if c == max(cosines)}
+            assert bool(first[query]) == (nearest_are == {True})
+        else:
+            assert precision[query].isnan()
+    assert int(precision.isnan().sum()) == (self_offset is None or self_offset <= 50)
+
+
+def test_few_shots_are_of_each_class_and_a_function_of_the_seed():
+    labels, keys = torch.tensor([7] * 50 + [-2] * 3 + [1000] * 20), np.arange(500, 573)
+    features = torch.zeros(73, 1)
+    images, backwards = (
+        LabelledFeatures(features, labels[rows], keys[rows], ())
+        for rows in (np.arange(73), np.arange(73)[::-1].copy())
+    )
+
+    def drawn(of=images, shots=5, seed=1):
+        return few_shots(of, images, shots, seed)[0].indices.tolist()
+
+    counts = few_shots(backwards, images, 5, 1)[0].targets.unique(return_counts=True)
+    assert [part.tolist() for part in counts] == [[-2, 7, 1000], [3, 5, 5]]
+    assert drawn() == sorted(set(drawn())) == sorted(drawn(backwards)), "the same images in another order"
+    assert drawn() == drawn() != drawn(seed=2)
+    chosen = {index for seed in range(300) for index in drawn(shots=1, seed=seed)}
+    assert chosen == set(keys.tolist()), "everyone has its turn"

@@ -1,0 +1,352 @@
+"""From a few labels to a table of labels, to the images to label next, and to a classifier that is kept."""
+
+import csv
+import json
+
+import numpy as np
+import onnxruntime
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+import dino_vit
+from dino_vit.core.storage import StorageError
+from dino_vit.eval.classification.choice import (
+    Candidate,
+    calibrate,
+    calibration_error,
+    cross_validate,
+    folds_of,
+)
+from dino_vit.eval.classification.predict import choose_next
+from dino_vit.eval.neighbours import weighted_knn
+from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.weights import WeightsError, load_backbone
+from tests.support.processes import command_in_two
+from tests.support.runs import command_here
+
+COLOURS = {"blue": (40, 60, 200), "green": (40, 180, 60), "red": (200, 40, 50), "white": (230, 230, 230)}
+IMAGES = 96
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    """Images of four colours, of which every second has its colour, and its brightness, in a file."""
+    monkeypatch.chdir(tmp_path)  # where commands write by default
+    random, names = np.random.default_rng(0), [*COLOURS]
+    (tmp_path / "photos").mkdir()
+    labels, tags, numbers = ["name,label"], ["name,tags"], ["name,light"]
+    for row in range(IMAGES):
+        colour = names[row // 2 % len(names)]
+        light = random.uniform(0.7, 1.0)
+        pixels = light * np.array(COLOURS[colour]) + random.normal(0, 12, (32, 32, 3))
+        name = f"{row:03}.png"
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(tmp_path / "photos" / name)
+        if row % 2 == 0:
+            labels.append(f"{name},{colour}")
+            tags.append(f"{name},{colour};{'dark' if light < 0.85 else 'light'}")
+            numbers.append(f"{name},{light:.4f}")
+    for name, lines in {"labels": labels, "tags": tags, "numbers": numbers}.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines))
+    return tmp_path
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def predict(photos, weights, *more, labels="labels.csv", code=0):
+    given = ["predict", str(photos / "photos"), str(weights), f"labels={photos / labels}", "precision=no"]
+    return command_here(*given, *more, code=code)
+
+
+def colour_of(name):
+    return [*COLOURS][int(name[:3]) // 2 % len(COLOURS)]
+
+
+def features(*, task="multiclass", images=60, classes=3, width=8):
+    """Features of classes that overlap."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.arange(images) % classes
+    values = torch.randn(images, width, generator=generator)
+    values[torch.arange(images), targets] += 1.5
+    names = tuple("abcdefgh"[:classes])
+    return LabelledFeatures(values, targets, np.arange(images), names, task)
+
+
+def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
+    output = photos / "rest.csv"
+    said = predict(photos, weights, f"output={output}")
+    rows = rows_of(output)
+    assert [row["name"] for row in rows] == [f"{row:03}.png" for row in range(1, IMAGES, 2)]
+    right = [row["label"] == colour_of(row["name"]) for row in rows]
+    assert sum(right) >= 0.9 * len(rows)
+    for row in rows:
+        assert 1 / len(COLOURS) <= float(row["confidence"]) <= 1
+        assert row["second"] in {*COLOURS} - {row["label"]}
+        assert float(row["confidence"]) + float(row["second_confidence"]) <= 1.0001
+        assert int(row["nearest"][:3]) % 2 == 0
+        assert -1 <= float(row["similarity"]) <= 1
+    found = json.loads((photos / "rest.json").read_text())
+    assert (found["labelled"], found["images"], found["classes"]) == (IMAGES // 2, IMAGES // 2, 4)
+    percent = found["cross_validated"]["value"]
+    assert percent == max(found["tried"].values())
+    assert f"cross-validated accuracy {percent:.2f}" in said
+    assert "raw pixels" in said
+    assert "always guessing" in said
+    before = output.read_bytes()
+    predict(photos, weights, f"output={output}")
+    assert output.read_bytes() == before, "the same again is the same"
+
+
+def test_labelled_images_may_be_a_set_of_their_own(photos, weights):
+    for part in ("new", "labelled"):
+        (photos / part).mkdir()
+    for row in range(IMAGES):
+        folder = photos / "new" if row % 2 else photos / "labelled" / colour_of(f"{row:03}")
+        folder.mkdir(exist_ok=True)
+        (photos / "photos" / f"{row:03}.png").rename(folder / f"{row:03}.png")
+    found = dino_vit.predict(photos / "new", weights, train=photos / "labelled", verbose=False)
+    assert found.path is None
+    assert not list(photos.glob("*.json"))
+    assert len(found.names) == len(found.labels) == len(found.outputs) == IMAGES // 2
+    assert found.labels == [found.classes[number] for number in found.outputs.argmax(1)]
+    np.testing.assert_allclose(found.outputs.sum(1), 1, rtol=1e-5)
+    assert found.columns["nearest"][0].endswith(".png")
+    with pytest.raises(ValueError, match="nothing left to label"):
+        dino_vit.predict(photos / "labelled", weights, train=photos / "labelled", verbose=False)
+
+
+@pytest.mark.parametrize(("labels", "task"), [("tags.csv", "multilabel"), ("numbers.csv", "regression")])
+def test_several_labels_and_numbers_are_written_as_labels_are(photos, weights, labels, task):
+    table = photos / "rest.parquet"
+    said = predict(photos, weights, f"output={table}", labels=labels)
+    columns = pq.read_table(table).to_pydict()
+    read_back = photos / "read.csv"
+    lines = [f"{name},{label}" for name, label in zip(columns["name"], columns["label"], strict=True)]
+    read_back.write_text("\n".join(["name,label", *lines]))
+    again = dino_vit.predict(photos / "photos", weights, labels=read_back, verbose=False)
+    assert again.names == [f"{row:03}.png" for row in range(0, IMAGES, 2)]
+    assert again.details["settings"]["task"] is None
+    if task == "multilabel":
+        assert all({*label.split(";")} <= {*COLOURS, "dark", "light", ""} for label in columns["label"])
+        assert "cross-validated mAP" in said
+    else:
+        assert "cross-validated R²" in said
+        assert "mean error" in said
+        assert {float(label) for label in columns["label"]}
+        assert "confidence" not in columns
+
+
+def test_the_images_to_label_next_are_read_back_as_labels(photos, weights):
+    output, to_label, sheet = photos / "rest.csv", photos / "rest-to-label.csv", photos / "sheet.png"
+    predict(photos, weights, f"output={output}", "unsure=6", f"sheet={sheet}")
+    with Image.open(sheet) as picture:
+        assert picture.width > 500
+    rows = rows_of(to_label)
+    assert len(rows) == 6 + IMAGES // 2, "and those that have labels, so that one file has all"
+    asked = [row["name"] for row in rows[:6]]
+    assert all(not row["label"] and row["guess"] for row in rows[:6])
+    assert all(row["label"] == colour_of(row["name"]) for row in rows[6:])
+    predict(photos, weights, f"output={output}", "unsure=6")  # nobody has filled it in
+    filled = [["name", "label"], *([row["name"], row["label"] or colour_of(row["name"])] for row in rows)]
+    to_label.write_text("\n".join(map(",".join, filled)))
+    assert "dino-vit did not write it" in predict(photos, weights, f"output={output}", "unsure=6", code=2)
+    assert to_label.read_text() == "\n".join(map(",".join, filled)), "what a user wrote stays"
+    said = predict(photos, weights, f"output={photos / 'next.csv'}", labels="rest-to-label.csv")
+    assert f"{IMAGES // 2 + 6} labelled images" in said
+    assert not {*asked} & {row["name"] for row in rows_of(photos / "next.csv")}
+
+
+def test_the_images_to_label_next_come_with_the_labels_of_train(photos, weights):
+    (photos / "new").mkdir()
+    for row in range(1, IMAGES, 2):
+        (photos / "photos" / f"{row:03}.png").rename(photos / "new" / f"{row:03}.png")
+    settings = {"train": photos / "photos", "labels": photos / "labels.csv", "output": photos / "rest.csv"}
+    dino_vit.predict(photos / "new", weights, **settings, unsure=3, verbose=False)
+    rows = rows_of(photos / "rest-to-label.csv")
+    assert [bool(row["label"]) for row in rows] == [False] * 3 + [True] * (IMAGES // 2)
+    assert all(row["label"] == colour_of(row["name"]) for row in rows[3:])
+
+
+@pytest.mark.parametrize(
+    ("labels", "more"),
+    [("labels.csv", {}), ("numbers.csv", {}), ("labels.csv", {"size": 24, "fit": "whole"})],
+)
+def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, labels, more):
+    head, table = photos / "head.safetensors", photos / "rest.csv"
+    settings = [f"{key}={value}" for key, value in more.items()]
+    for _ in range(2):  # the second takes the place of the first
+        predict(photos, weights, f"output={table}", f"head={head}", *settings, labels=labels)
+    rows = rows_of(table)
+    classifier = dino_vit.load_classifier(head, verbose=False)
+    if more:
+        assert (classifier.transform.size, classifier.transform.fit) == ((24, 24), "whole")
+    found = dino_vit.predict(
+        photos / "photos",
+        weights,
+        labels=photos / labels,
+        precision="no",
+        verbose=False,
+        **more,
+    )
+    assert classifier.facts.temperature == found.details.get("temperature", 1.0)
+    files = [photos / "photos" / row["name"] for row in rows]
+    given, outputs = classifier.predict(files)
+    if labels == "labels.csv":
+        assert given == [row["label"] for row in rows]
+        confidence = [float(row["confidence"]) for row in rows]
+        np.testing.assert_allclose(outputs.max(dim=1).values, confidence, atol=1e-4)  # rounded in the table
+    else:
+        np.testing.assert_allclose(
+            [float(text) for text in given], [float(row["label"]) for row in rows], rtol=1e-4
+        )
+    np.testing.assert_allclose(outputs, found.outputs, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        images = torch.stack([classifier.transform(file) for file in files[:3]])
+        torch.testing.assert_close(classifier(images), outputs[:3])
+    theirs, ours = load_backbone(weights).state_dict(), load_backbone(head).state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+    again = dino_vit.predict(photos / "photos", head, precision="no", verbose=False)
+    assert len(again.names) == IMAGES
+    assert again.classes == classifier.classes
+    of_rest = [again.names.index(row["name"]) for row in rows]
+    np.testing.assert_allclose(again.outputs[of_rest], outputs, rtol=1e-4, atol=1e-5)
+    graph = photos / "head.onnx"
+    said = str(dino_vit.export(head, graph, format="onnx", head=True, verbose=False))
+    session = onnxruntime.InferenceSession(graph)
+    np.testing.assert_allclose(
+        session.run(None, {"images": images.numpy()})[0], outputs[:3], rtol=1e-4, atol=1e-5
+    )
+    (photos / "photo.png").write_bytes(files[0].read_bytes())
+    names = dict[str, object]()
+    exec(said.replace("photo.jpg", str(photos / "photo.png")), names)  # the lines run, and prepare alike
+    np.testing.assert_allclose(
+        names["probabilities"], outputs[:1], atol=0.02
+    )  # Pillow rounds to whole pixels
+
+
+def test_neighbours_are_kept_too(photos, weights, monkeypatch):
+    monkeypatch.setattr("dino_vit.eval.classification.choice.LOGISTIC_IMAGES", 1)
+    head = photos / "head.safetensors"
+    found = dino_vit.predict(
+        photos / "photos", weights, labels=photos / "labels.csv", head=head, verbose=False
+    )
+    assert found.details["classifier"].startswith("k-NN")
+    classifier = dino_vit.load_classifier(head, verbose=False)
+    files = [photos / "photos" / name for name in found.names]
+    assert classifier.predict(files)[0] == found.labels
+    command_here("export", str(head), str(photos / "head.onnx"), "--format", "onnx", "--head")
+
+
+def test_two_processes_say_the_same(photos, weights):
+    arguments = [
+        "predict",
+        str(photos / "photos"),
+        str(weights),
+        f"labels={photos}/labels.csv",
+        "precision=no",
+    ]
+    command_here(*arguments, f"output={photos}/one.csv")
+    command_in_two(photos / "log", *arguments, f"output={photos}/two.csv")
+    assert (photos / "one.csv").read_text() == (photos / "two.csv").read_text()
+
+
+def test_mistakes_are_said(photos, weights):
+    folder = photos / "photos"
+    given = {"labels": photos / "labels.csv", "verbose": False}
+    whole = photos / "whole.csv"
+    whole.write_text("\n".join(f"{row:03}.png,{colour_of(f'{row:03}')}" for row in range(IMAGES)))
+    with pytest.raises(ValueError, match="have labels: give others, and these as train="):
+        dino_vit.predict(folder, weights, labels=whole, verbose=False)
+    with pytest.raises(ValueError, match=r"none of the 96 images .* has a label"):
+        dino_vit.predict(folder, weights, verbose=False)
+    dino_vit.predict(folder, weights, head=photos / "head.safetensors", **given)
+    with pytest.raises(ValueError, match="task= is of labels to learn from"):
+        dino_vit.predict(folder, photos / "head.safetensors", task="multilabel", verbose=False)
+    with pytest.raises(ValueError, match="head would overwrite weights"):
+        dino_vit.predict(folder, weights, head=str(weights), **given)
+    one = photos / "one.csv"
+    one.write_text("000.png,blue\n002.png,blue")
+    with pytest.raises(ValueError, match="are of one class, blue"):
+        dino_vit.predict(folder, weights, labels=one, verbose=False)
+    with pytest.raises(WeightsError, match="holds weights, but no classifier"):
+        dino_vit.load_classifier(weights)
+    with pytest.raises(ValueError, match="--head is for --format onnx"):
+        dino_vit.export(weights, photos / "a.pth", format="timm", head=True)
+    other = photos / "mine.csv"
+    other.write_text("mine")
+    with pytest.raises(StorageError, match="dino-vit did not write it"):
+        dino_vit.predict(folder, weights, output=other, **given)
+
+
+def test_a_class_of_one_image_is_named(photos, weights):
+    few = photos / "few.csv"
+    few.write_text("\n".join([*(photos / "labels.csv").read_text().splitlines(), "001.png,odd"]))
+    assert "1 class with one labelled image, so never tested and rarely predicted: odd" in predict(
+        photos, weights, labels="few.csv"
+    )
+
+
+def test_two_labels_are_enough(photos, weights):
+    (photos / "two.csv").write_text("000.png,blue\n002.png,green")
+    found = dino_vit.predict(photos / "photos", weights, labels=photos / "two.csv", verbose=False)
+    assert {*found.labels} <= {"blue", "green"}
+    assert found.details["cross_validated"]["value"] == 0, "each is left out once, with its class"
+
+
+def test_cross_validation_is_that_of_scikit_learn():
+    train = features()
+    folds, c = folds_of(train), 0.3
+    found, neighbours = cross_validate(train, [Candidate("logistic regression", c), Candidate("k-NN", 5)], "")
+    x, y = train.features.numpy(), train.targets.numpy()
+    for fold in range(5):
+        held = folds == fold
+        scaler = StandardScaler().fit(x[~held])
+        peer = LogisticRegression(C=c, tol=1e-8, max_iter=1000).fit(scaler.transform(x[~held]), y[~held])
+        np.testing.assert_allclose(
+            found.scores[held].softmax(1), peer.predict_proba(scaler.transform(x[held])), atol=1e-3
+        )
+        bank, rows = torch.from_numpy(~held), torch.from_numpy(held)
+        voted = weighted_knn(train.features[bank], train.targets[bank], train.features[rows], k=[5])[5][:, 0]
+        assert torch.equal(neighbours.scores[rows].argmax(1), voted)
+    assert found.figure.value == pytest.approx(
+        100 * float((found.scores.argmax(1) == train.targets).float().mean())
+    )
+
+
+def test_folds_have_stretches_of_every_class():
+    train = features(images=63)
+    folds = folds_of(train)
+    for target in range(3):
+        of_class = folds[train.targets.numpy() == target]
+        assert set(np.bincount(of_class, minlength=5).tolist()) <= {4, 5}
+        assert (np.diff(of_class) != 0).sum() == 4, "neighbours are in one fold"
+
+
+def test_a_temperature_makes_confidences_true():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 5, generator=generator) * 1.5
+    targets = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    (tested,) = cross_validate(features(), [Candidate("k-NN", 3)], "")
+    over = tested.__class__(tested.candidate, tested.figure, 0.0, 4 * logits, torch.arange(4000))
+    temperature = calibrate(over, targets, "multiclass")
+    assert temperature == pytest.approx(4, rel=0.15)
+    losses = [torch.nn.functional.cross_entropy(4 * logits / t, targets) for t in (0.9, 1, 1.1)]
+    assert losses[1] > losses[2], "a higher temperature is better at first"
+    before = calibration_error(4 * logits, targets, "multiclass", 1.0)
+    after = calibration_error(4 * logits, targets, "multiclass", temperature)
+    assert before > 15
+    assert after < 3
+
+
+def test_the_next_images_are_unsure_and_unlike_each_other():
+    points = torch.nn.functional.one_hot(torch.arange(12) % 3, 3).float()  # three kinds, four of each
+    sureness = torch.arange(12).float()
+    assert sorted(row % 3 for row in choose_next(sureness, points, 3)) == [0, 1, 2]
+    assert choose_next(sureness, points, 3)[0] == 0
+    assert sorted(choose_next(sureness, points, 50)) == list(range(12)), "there are no more"

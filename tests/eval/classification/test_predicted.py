@@ -1,0 +1,192 @@
+"""Several labels an image, and numbers, from files of labels to JSON and a plot; classes with few images."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.linear_model import Ridge
+from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score, roc_auc_score
+from sklearn.neighbors import KNeighborsRegressor
+from torch.nn.functional import normalize
+
+import dino_vit
+from dino_vit.data.sources.open import open_source
+from dino_vit.eval.classification.probes import PENALTIES
+from dino_vit.eval.sets import open_subset
+from tests.support.images import write_classes
+from tests.support.runs import command_here
+
+SETTINGS = {"precision": "no", "verbose": False}
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Images whose labels are their brightest colours, and whose numbers are their mean colours."""
+    colours = np.random.default_rng(0).integers(256, size=(90, 3))
+    tags, numbers = ["path,tags"], ["path,red,green"]
+    for split, rows in (("train", range(60)), ("val", range(60, 90))):
+        (tmp_path / split).mkdir()
+        for row in rows:
+            name, colour = f"{split}/{row}.png", colours[row].tolist()
+            Image.new("RGB", (16, 16), tuple(colour)).save(tmp_path / name)
+            labels = [
+                text for text, value in zip(("red", "green", "blue"), colour, strict=True) if value > 128
+            ]
+            labels += ["early"] * (row < 3) + ["late"] * (row > 87)  # each in one split only
+            tags.append(f"{name},{';'.join(labels) or ';'}")
+            numbers.append(f"{name},{colour[0] / 10},{colour[1]}")
+    (tmp_path / "tags.csv").write_text("\n".join(tags))
+    (tmp_path / "numbers.csv").write_text("\n".join(numbers))
+    return tmp_path
+
+
+def features_of(photos, weights, labels):
+    """Return features and targets of train and of val, and the names of the targets."""
+    subset = open_subset(str(photos), open_source(str(photos), photos / labels))
+    names = [subset.source.name(index) for index in subset.indices]
+    features = normalize(dino_vit.load_backbone(weights).embed([photos / name for name in names]).double())
+    val = np.array([name.startswith("val") for name in names])
+    return features[~val], subset.targets[~val], features[val], subset.targets[val], subset.classes
+
+
+def neighbours_mean(bank, targets, queries, k):
+    peer = KNeighborsRegressor(k, weights=lambda far: np.exp(-far / 0.07), metric="cosine")
+    return peer.fit(bank, targets).predict(queries)
+
+
+def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
+    output = photos / "tags.json"
+    arguments = ["knn", photos, weights, f"labels={photos}/tags.csv", f"output={output}", "k=[5,20]"]
+    said = command_here(*map(str, arguments), "precision=no")
+    found = json.loads(output.read_text())
+    bank, targets, queries, true, classes = features_of(photos, weights, "tags.csv")
+    assert found["task"] == "multilabel"
+    for k, result in zip((5, 20), found["results"], strict=True):
+        scores = neighbours_mean(bank, targets, queries, k)
+        judged = [c for c in range(len(classes)) if true[:, c].any()]
+        aps = {classes[c]: average_precision_score(true[:, c], scores[:, c]) for c in judged}
+        assert result["score"]["value"] == pytest.approx(100 * np.mean(list(aps.values())), abs=1e-3)
+        if k == 5:
+            of_labels = {
+                name: figures["AP"] and figures["AP"]["value"]
+                for name, figures in found["per_target"].items()
+            }
+            assert of_labels == pytest.approx({**aps, "early": None}, abs=1e-5)
+            f1s = [f1_score(true[:, c], scores[:, c] > 0.5) for c in judged]
+            assert found["mean"]["F1"]["value"] == pytest.approx(100 * np.mean(f1s))
+    assert found["figure"]["title"] == "k-NN mAP, k=5"
+    assert found["figure"]["low"] < found["figure"]["value"] < found["figure"]["high"]
+    assert list(found["few_images"].values()) == [["late"], ["early"], ["late"]]
+    assert "1 class without an image to learn from, so only guessed: late" in said
+    assert "1 class without an image to judge by, so in no figure: early" in said
+    assert "several labels for each of 90 images" in said
+    assert found["per_target"]["late"]["images"] == 2
+
+
+def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
+    labels, output = photos / "numbers.csv", photos.parent / f"{photos.name} results" / "knn.json"
+    bank, targets, queries, true, classes = features_of(photos, weights, "numbers.csv")
+    assert classes == ("red", "green")
+    knn = dino_vit.knn(photos, weights, labels=labels, k=7, output=output, **SETTINGS)
+    predicted = neighbours_mean(bank, targets, queries, 7)
+    assert knn.outputs == pytest.approx(predicted, rel=1e-4)
+    assert knn.figure.value == pytest.approx(100 * r2_score(true, predicted), abs=1e-3)
+    assert knn.details["per_target"]["red"]["MAE"]["value"] == pytest.approx(
+        mean_absolute_error(true[:, 0], predicted[:, 0])
+    )
+    assert knn.details["per_target"]["green"]["correlation"]["value"] == pytest.approx(
+        np.corrcoef(true[:, 1], predicted[:, 1])[0, 1], rel=1e-5
+    )
+    of_mean = np.abs(true[:, 0] - targets[:, 0].mean()).mean()
+    assert knn.details["per_target"]["red"]["MAE of a guess"] == pytest.approx(of_mean, rel=1e-5)
+    with Image.open(output.with_suffix(".png")) as plot:
+        assert plot.width > plot.height > 100
+    linear = dino_vit.linear(photos, weights, labels=labels, select="source", **SETTINGS)
+    cells = linear.details["table"]
+    plain = [cell["score"] for cell in cells if (cell["blocks"], cell["mean"]) == (1, False)]
+    backbone = dino_vit.load_backbone(weights)
+    x, y = (backbone.embed(sorted((photos / split).iterdir())).double().numpy() for split in ("train", "val"))
+    for penalty, percent in zip(PENALTIES, plain, strict=True):
+        peer = Ridge(alpha=penalty * 60 * x.var(axis=0).mean()).fit(x, targets)
+        assert percent == pytest.approx(100 * r2_score(true, peer.predict(y)), abs=0.1)
+    assert linear.figure.value == pytest.approx(max(cell["score"] for cell in cells))
+    assert linear.outputs.shape == (30, 2)
+
+
+@pytest.mark.parametrize("method", ["grid", "logistic"])
+def test_linear_classifiers_learn_several_labels(photos, weights, method):
+    settings = {"labels": photos / "tags.csv", "method": method, **SETTINGS}
+    settings |= {"steps": 300, "rates": [0.01, 1]} if method == "grid" else {"cs": [10]}
+    result = dino_vit.linear(photos, weights, **settings)
+    red = result.details["per_target"]["red"]
+    assert red["AP"]["value"] == result.per_class["red"].value > red["AP of a guess"] + 0.3
+    assert result.details["per_target"]["early"]["AP"] is result.per_class["early"] is None
+    assert ((result.outputs >= 0) & (result.outputs <= 1)).all()
+    assert "held_out" in result.details["best"]
+
+
+def test_two_classes_have_an_auroc(tmp_path, weights):
+    images = write_classes(tmp_path / "images", "ab", 30)
+    result = dino_vit.knn(images, weights, k=[3, 9], **SETTINGS)
+    features = normalize(dino_vit.load_backbone(weights).embed(sorted(images.rglob("*.png"))))
+    similar = (features @ features.T).double().fill_diagonal_(-np.inf).numpy()
+    true = np.repeat([0, 1], 30)
+    for figures, k in zip(result.details["results"], (3, 9), strict=True):
+        nearest = np.argsort(-similar, axis=1)[:, :k]
+        votes = np.exp(np.take_along_axis(similar, nearest, 1) / 0.07)
+        scores = (votes * true[nearest]).sum(1) / votes.sum(1)
+        assert figures["auroc"]["value"] == pytest.approx(100 * roc_auc_score(true, scores), abs=0.2)
+    assert "AUROC" in str(result)
+    linear = dino_vit.linear(images, weights, steps=20, rates=[0.1], **SETTINGS)
+    assert 0 <= linear.details["best"]["auroc"]["low"] <= linear.details["best"]["auroc"]["value"]
+    assert "AUROC" in str(linear)
+
+
+def test_few_images_of_a_class_are_said(tmp_path, weights):
+    train = write_classes(tmp_path / "train", "abc", 12)
+    val = write_classes(tmp_path / "val", "a", 11, first=20)
+    write_classes(val, "b", 2, first=20)
+    text = str(dino_vit.knn(val, weights, train=train, k=3, **SETTINGS))
+    assert "1 class without an image to judge by, so in no figure: c" in text
+    assert "1 class with fewer than 10 images to judge by, too few to be reliable: b" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "message"),
+    [
+        ("knn", {"shots": 1}, "shots=1 needs one class for each image; .*; task=multiclass takes each"),
+        ("linear", {"method": "logistic"}, "predict numbers with method=grid"),
+        ("knn", {"labels": "tags.csv", "task": "regression"}, "task=regression needs the same numbers"),
+    ],
+)
+def test_what_does_not_fit_the_labels_is_refused(photos, weights, command, settings, message, monkeypatch):
+    monkeypatch.chdir(photos)
+    with pytest.raises(ValueError, match=message):
+        getattr(dino_vit, command)(photos, weights, **{"labels": "numbers.csv", **settings}, verbose=False)
+
+
+def test_one_set_by_another_reads_labels_alike(photos, weights):
+    """The numbers of val are whole, and look like classes."""
+    (photos / "whole.csv").write_text("path,x\n" + "".join(f"{row}.png,{row}\n" for row in range(60, 90)))
+    (photos / "mixed.csv").write_text("path,x\n" + "".join(f"{row}.png,{row / 2}\n" for row in range(60)))
+    sets = {"labels": photos / "whole.csv", "train": photos / "train", "train_labels": photos / "mixed.csv"}
+    assert dino_vit.knn(photos / "val", weights, k=3, **sets, **SETTINGS).details["task"] == "regression"
+    (photos / "two.csv").write_text("path,x,y\n" + "".join(f"{row}.png,{row / 2},1\n" for row in range(60)))
+    with pytest.raises(ValueError, match="the two sets have different numbers: x, y and number; name"):
+        dino_vit.knn(photos / "val", weights, **(sets | {"train_labels": photos / "two.csv"}), **SETTINGS)
+
+
+@pytest.mark.parametrize("command", ["knn", "linear"])
+def test_labels_that_no_image_to_judge_by_has_are_an_error(photos, weights, command):
+    tags = (photos / "tags.csv").read_text().splitlines()
+    rows = [f"{line.split(',')[0]},;" if line.startswith("val") else line for line in tags]
+    (photos / "none.csv").write_text("\n".join(rows))
+    with pytest.raises(ValueError, match="the 30 images to judge by have no labels, or all the same numbers"):
+        getattr(dino_vit, command)(photos, weights, labels=photos / "none.csv", **SETTINGS)
+
+
+def test_backbones_are_compared_by_several_labels(photos, weights):
+    sets = {"labels": photos / "tags.csv", "measures": ["knn"]}
+    result = dino_vit.compare(photos, [weights], untrained=True, **sets, **SETTINGS)
+    assert list(result.figures) == ["k-NN mAP"]

@@ -1,0 +1,213 @@
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+from torch.nn import functional as F
+
+from dino_vit.eval.classification import probes
+from dino_vit.eval.classification.probes import (
+    count_correct,
+    grid_steps,
+    head_losses,
+    head_scores,
+    initial_weight,
+    on_standardised,
+    ridge,
+    top_classes,
+    train_heads,
+    train_logistic,
+)
+from dino_vit.views.sampler import Sampler
+
+CPU = torch.device("cpu")
+COLUMNS = (slice(8, 16), slice(0, 24), slice(8, 24))
+RATES = (0.024, 2.4, 24.0)  # at a batch of 256
+CS = (1e-6, 1e-2, 1.0, 30.0)
+
+
+def labelled(count, seed, classes=5, width=24):
+    """Features whose classes overlap, so that the accuracy of a good probe is far from 0 and 100 %."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(classes, (count,), generator=generator)
+    centers = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
+    return 0.5 * centers[targets] + torch.randn(count, width, generator=generator), targets
+
+
+def trained(features, targets, **changes):
+    setting = {"columns": COLUMNS, "rates": RATES, "classes": 5, "steps": 60, "batch_size": 32, "seed": 3}
+    return train_heads(features, targets, **{**setting, **changes}, device=CPU)
+
+
+def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
+    """One cell by torch's own layer, loss, optimiser and schedule, from the same start in the same order."""
+    (start,) = trained(features, targets, columns=[columns], rates=[0.0], steps=1)
+    probe = nn.Linear(start.weight.shape[-1], 5)
+    with torch.no_grad():
+        probe.weight.copy_(start.weight[0])
+        probe.bias.zero_()
+    optimizer = torch.optim.SGD(probe.parameters(), lr=rate * batch_size / 256, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    plans = Sampler(length=len(features), batch_size=batch_size, seed=3).batch_specs()
+    for _, plan in zip(range(steps), plans, strict=False):
+        loss = nn.functional.cross_entropy(
+            probe(features[plan.samples][:, columns]), targets[plan.samples], reduction="mean"
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return probe
+
+
+@pytest.mark.parametrize("task", ["multiclass", "multilabel", "regression"])
+def test_the_loss_of_each_head_is_that_of_its_scores(task, monkeypatch):
+    monkeypatch.setattr(probes, "_MAX_SCORES", 40)  # a few images at a time
+    features, targets = labelled(23, seed=1)
+    if task != "multiclass":
+        targets = F.one_hot(targets, 5).float()
+    (heads,) = trained(*labelled(40, seed=2), columns=[slice(0, 24)], steps=5)
+    naive = {
+        "multiclass": F.cross_entropy,
+        "multilabel": F.binary_cross_entropy_with_logits,
+        "regression": F.mse_loss,
+    }[task]
+    expected = [naive(features @ w.T + b, targets) for w, b in zip(heads.weight, heads.bias, strict=True)]
+    found = head_losses(heads, features, targets, task)
+    torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=0)
+
+
+def test_every_cell_of_the_grid_is_the_single_probe_with_that_setting():
+    features, targets = labelled(400, seed=0)
+    images, truth = labelled(2000, seed=1)
+    percents = []
+    for heads in trained(features, targets):
+        right = count_correct(heads, images, truth)
+        for cell, rate in enumerate(RATES):
+            probe = single_probe(features, targets, heads.columns, rate)
+            torch.testing.assert_close(heads.weight[cell], probe.weight.data, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(heads.bias[cell], probe.bias.data, atol=1e-4, rtol=1e-4)
+            alone = (probe(images[:, heads.columns]).argmax(1) == truth).sum()
+            percents.append(100 * float(right[cell]) / len(truth))
+            assert percents[-1] == pytest.approx(100 * float(alone) / len(truth), abs=0.2)
+    assert max(percents) - min(percents) > 5, "the cells differ, or this would show nothing"
+
+
+def test_classifying_in_blocks_equals_classifying_at_once(monkeypatch):
+    features, targets = labelled(50, seed=0)
+    heads = trained(features, targets, steps=10)[1]
+    expected = heads.scores(features[:, heads.columns])
+    monkeypatch.setattr(probes, "_MAX_SCORES", 7 * heads.bias.numel())
+    right = [int((expected[:, head].argmax(1) == targets).sum()) for head in range(3)]
+    assert count_correct(heads, features, targets).tolist() == right
+    for best, columns in ((5, 5), (3, 3), (9, 5)):
+        ranked = top_classes(heads, features, head=2, k=best)
+        assert torch.equal(ranked, expected[:, 2].argsort(dim=1, descending=True)[:, :columns])
+
+
+def shifted(count, classes=4, width=6):
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(classes, (count,), generator=generator)
+    centers = torch.randn(classes, width, generator=generator)
+    noise = torch.randn(count, width, generator=generator) * torch.tensor([1, 1, 5, 0.2, 1, 1])
+    shift = torch.tensor([0, 30, 0, -7, 0, 1])  # far from 0, as features are
+    return (centers[targets] + noise + shift).double(), targets
+
+
+def objective(features, targets, weight, bias, c):
+    """Return scikit-learn's objective, image by image."""
+    losses = [
+        torch.logsumexp(weight @ x + bias, 0) - (weight[target] @ x + bias[target])
+        for x, target in zip(features, targets, strict=True)
+    ]
+    return weight.square().sum() / 2 + c * sum(losses)
+
+
+@pytest.mark.parametrize("scores", [1 << 24, 4 * 17])
+def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores):
+    """The objective is convex, so a zero gradient is the optimum, and strictly convex in W."""
+    monkeypatch.setattr(probes, "_MAX_SCORES", scores)
+    features, targets = shifted(60)
+    heads = train_logistic(features, targets, cs=CS[::-1], classes=4, tolerance=1e-10)
+    for c, *head in zip(CS, heads.weight, heads.bias, strict=True):
+        weight, bias = (part.clone().requires_grad_() for part in head)
+        value = objective(features, targets, weight, bias, c)
+        slopes = torch.autograd.grad(value, (weight, bias))
+        scale = c * float(features.abs().sum(dim=0).max())  # of a gradient in which nothing cancels
+        for slope in slopes:
+            assert float(slope.abs().max()) < 1e-6 * scale, c
+        for _ in range(5):
+            other = weight + 0.01 * weight.norm() * torch.randn_like(weight)
+            assert objective(features, targets, other, bias, c) > value
+
+
+def test_a_logistic_regression_that_is_not_at_its_optimum_is_named(caplog):
+    features, targets = shifted(60)
+    train_logistic(features, targets, cs=[10], classes=4)
+    assert not caplog.records
+    train_logistic(features, targets, cs=[10], classes=4, max_iterations=2)
+    assert "L-BFGS stopped before the optimum for C = 1.0e+01: the largest gradient is" in caplog.text
+
+
+def test_a_grid_trains_ten_epochs_but_neither_too_few_nor_too_many_steps():
+    assert [grid_steps(images, 100) for images in (100, 50_000, 10_000_000)] == [1250, 5000, 12_500]
+
+
+def test_several_labels_are_logistic_regressions_of_their_own():
+    features = torch.randn(150, 6, dtype=torch.double)
+    targets = (features[:, :3] + torch.randn(150, 3) > 0.5).double()
+    heads = train_logistic(features, targets, cs=[0.1], classes=3)
+    for label in range(3):
+        peer = LogisticRegression(C=0.1, tol=1e-10, max_iter=10_000).fit(features, targets[:, label])
+        assert heads.weight[0, label].numpy() == pytest.approx(peer.coef_[0], abs=1e-4)
+        assert float(heads.bias[0, label]) == pytest.approx(peer.intercept_[0], abs=1e-4)
+
+
+def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():
+    features, targets = torch.randn(64, 5), (torch.rand(64, 3) < 0.4).float()
+    settings = {"columns": [slice(1, 5)], "rates": [2.0], "batch_size": 64, "seed": 0, "classes": 3}
+    (head,) = train_heads(features, targets, **settings, steps=1, device=CPU)
+    start = initial_weight(3, 4, 0).requires_grad_()
+    bias = torch.zeros(3, requires_grad=True)
+    logits = features[:, 1:] @ start.T + bias
+    loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / 64
+    loss.backward()
+    torch.testing.assert_close(head.weight[0], start.detach() - 0.5 * start.grad)
+    torch.testing.assert_close(head.bias[0], -0.5 * bias.grad)
+
+
+def test_a_ridge_regression_is_that_of_scikit_learn():
+    features, targets = torch.randn(80, 7) * torch.logspace(-1, 1, 7) + 3, torch.randn(80, 2)
+    heads = ridge(features, targets, [1e-4, 0.3], slice(2, 7))
+    x = features[:, 2:].double()
+    for penalty, weight, bias in zip([1e-4, 0.3], heads.weight, heads.bias, strict=True):
+        alpha = penalty * 80 * float(x.var(dim=0, correction=0).mean())
+        peer = Ridge(alpha=alpha).fit(x, targets)
+        assert weight.numpy() == pytest.approx(peer.coef_, abs=1e-5)
+        assert bias.numpy() == pytest.approx(peer.intercept_, abs=1e-5)
+    assert head_scores(heads, features).shape == (80, 2, 2)
+
+
+def test_heads_on_standardised_features_read_them_as_they_are():
+    """As scikit-learn's pipeline of a scaler and a regression does; a constant column counts for nothing."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([100.0, 1.0, 0.01, 0.0])
+    x = sizes * torch.randn(300, 4, generator=generator) + torch.tensor([5.0, -3.0, 0.0, 7.0])
+    score = x[:, 0] / 100 + x[:, 2] / 0.01 + torch.randn(300, generator=generator)
+    y = torch.bucketize(score, torch.tensor([-1.0, 1.0]))
+    columns = [slice(None), slice(1, 4)]
+
+    def train(features):
+        fits = [
+            train_logistic(features[:, part], y, cs=[0.3], classes=3, tolerance=1e-10) for part in columns
+        ]
+        return [fit._replace(columns=part) for fit, part in zip(fits, columns, strict=True)]
+
+    plain = on_standardised(train, x, enabled=False)
+    for heads, unscaled, part in zip(on_standardised(train, x), plain, columns, strict=True):
+        pipeline = make_pipeline(StandardScaler(), LogisticRegression(C=0.3, tol=1e-8, max_iter=1000))
+        expected = pipeline.fit(x[:, part].double(), y).predict_proba(x[:, part].double())
+        found = head_scores(heads, x)[:, 0].softmax(dim=-1)
+        assert torch.allclose(found.double(), torch.from_numpy(expected), atol=1e-3)  # of 1
+        assert not torch.allclose(found, head_scores(unscaled, x)[:, 0].softmax(dim=-1), atol=1e-2)

@@ -1,0 +1,249 @@
+"""The command that compares backbones: its figures are those of the evaluators, its page loads nothing."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dino_vit
+from dino_vit import VisionTransformer, save_backbone
+from dino_vit.config.commands import BackboneConfig, CompareConfig
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.comparison.compare import choose_evaluators, names_of, open_compared, untrained_like
+from dino_vit.eval.features import frozen_backbone
+from dino_vit.eval.maps import segmentation
+from dino_vit.eval.neighbours import weighted_knn
+from dino_vit.eval.online import rankme
+from dino_vit.eval.reading import pixel_features
+from tests.support.images import write_synthetic
+from tests.support.reports import ParsedPage, picture_of
+from tests.support.runs import arguments, command_here
+
+SETTINGS = {"precision": "no", "verbose": False}
+
+
+@pytest.fixture
+def others(tmp_path, weights):
+    """Weights of two backbones, in folders of their own."""
+    torch.manual_seed(1)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2)
+    save_backbone(model, tmp_path / "b.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return [str(weights), str(tmp_path / "b.safetensors")]
+
+
+def test_raw_pixels_have_a_row_and_are_named_where_nothing_is_better(tmp_path, others):
+    found = dino_vit.compare("synthetic:60:16", weights=others, output=tmp_path / "out", **SETTINGS)
+    frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=others[0], precision="no"))
+    source = open_source("synthetic:60:16")
+    pixels = pixel_features(source, range(60), transform=frozen.transform).values
+    labels = torch.tensor([source.label(index) for index in range(60)])
+    said = weighted_knn(pixels, labels, pixels, k=[20], self_offset=0)[20][:, 0]
+    percent = 100 * float((said == labels).float().mean())
+    assert found.raw_pixels["k-NN top-1"].value == pytest.approx(percent)
+    assert found.raw_pixels.keys() == found.figures.keys()
+    written = json.loads((tmp_path / "out" / "0-knn.json").read_text())
+    assert written["weights"]["source"] == "raw pixels"
+    best = max(figure.value for figure in found.figures["k-NN top-1"].values())
+    assert ("By k-NN top-1 none is better than raw pixels" in found.verdict) == (best <= percent)
+    row = next(line for line in str(found).splitlines() if line.startswith("raw pixels"))
+    assert f"{percent:.2f} (" in row
+    assert "raw pixels" in ParsedPage(found.page.read_text()).text
+
+
+def test_figures_are_those_of_the_evaluators(tmp_path, others):
+    command_here(*arguments(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0}))
+    paths = [others[1], str(tmp_path / "run")]
+    found = dino_vit.compare(
+        "synthetic:60:16", weights=paths, output=tmp_path / "out", cache=tmp_path, **SETTINGS
+    )
+    assert list(found.figures) == ["k-NN top-1", "linear top-1"]
+    names = list(found.ranks)
+    for name, path in zip(names, paths, strict=True):
+        shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
+        knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
+        of_knn = found.figures["k-NN top-1"][name]
+        for part in ("percent", "low", "high"):
+            assert getattr(of_knn, part) == pytest.approx(getattr(knn.figure, part))
+        frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=path, precision="no"))
+        (batch,) = frozen.features(open_source("synthetic:60:16"), [range(60)])
+        assert found.ranks[name] == pytest.approx(rankme(batch.values), rel=1e-3)
+    linear = dino_vit.linear("synthetic:60:16", **shared)  # of the last
+    assert found.figures["linear top-1"][name].value == pytest.approx(linear.figure.value)
+    written = json.loads(found.path.read_text())
+    assert written["figures"]["k-NN top-1"][name] == vars(found.figures["k-NN top-1"][name])
+    assert written["effective_rank"] == found.ranks
+    assert written["weights"] == dict(zip(names, paths, strict=True))
+    assert len(found.pairs) == 2
+    page = ParsedPage(found.page.read_text())
+    for text in (found.text, page.text):
+        assert found.verdict in text
+        assert all(name in text for name in names)
+    loaded = [value for _, name, value in page.attributes if name in ("src", "href", "srcset", "action")]
+    assert all(value.startswith(("data:", "#")) for value in loaded)
+    assert not any(name.startswith("on") or name == "style" for _, name, _ in page.attributes)
+
+
+def test_each_line_is_said_once_and_the_title_names_what_is_compared(tmp_path, others, caplog):
+    caplog.set_level("INFO", "dino_vit")
+    found = dino_vit.compare(
+        "synthetic:40:16",
+        others,
+        train="synthetic:60:16",
+        untrained=True,
+        measures=["knn", "linear"],
+        output=tmp_path / "out",
+        cache=tmp_path,
+        precision="no",
+    )
+    assert sum("one class for each of 40 images" in message for message in caplog.messages) == 1
+    assert len(set(caplog.messages)) == len(caplog.messages)
+    images = "on 40 images of synthetic:40:16, learned from synthetic:60:16"
+    assert found.text.startswith(f"a.safetensors, b.safetensors, untrained {images}\n")
+    page = ParsedPage(found.page.read_text()).text
+    assert "a.safetensors, b.safetensors, untrained" in page
+    assert f"3 backbones {images}" in page
+
+
+def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, others):
+    found = dino_vit.compare(
+        "synthetic:60:16", weights=others, measures=["knn"], output=tmp_path / "out", **SETTINGS
+    )
+    text = ParsedPage(found.page.read_text()).text
+    predictions = [
+        dino_vit.knn(
+            "synthetic:60:16", weights=path, k=20, output=tmp_path / "one.json", **SETTINGS
+        ).predictions
+        for path in others
+    ]
+    right = [of.right for of in predictions]
+    best = int(right[1].sum() > right[0].sum())
+    missed = right[1 - best] & ~right[best]
+    assert f"is right: {(right[best] & ~right[1 - best]).sum()} of 60 images" in text
+    assert f"another is right: {missed.sum()} of 60 images" in text
+    said = SyntheticSource(length=60).classes[predictions[best].ranked[missed.nonzero()[0][0], 0]]
+    assert f"✗ {'ab'[best]}.safetensors: {said}" in text
+
+
+def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(segmentation, "FEWEST_STEPS", 3)
+    found = dino_vit.compare(
+        "synthetic:scenes:12:16",
+        weights=[weights],
+        untrained=True,
+        measures=["dense"],
+        output=tmp_path / "out",
+        **SETTINGS,
+    )
+    of_masks = dino_vit.dense(
+        "synthetic:scenes:12:16", weights=weights, output=tmp_path / "one.json", **SETTINGS
+    )
+    assert found.figures["mIoU, linear head"]["a.safetensors"] == of_masks.linear.mean_iou
+    assert list(found.ranks) == ["a.safetensors", "untrained"]
+    assert found.ranks["untrained"] != found.ranks["a.safetensors"]
+
+
+def test_an_untrained_network_sees_images_as_the_trained_one_does(tmp_path, weights):
+    model = dino_vit.load_backbone(weights)
+    told = {"size": (12, 12), "preparation": {"interpolation": "bilinear"}}
+    model.provenance = replace(model.provenance, **told)
+    save_backbone(model, tmp_path / "other.safetensors")
+    config = {"source": "synthetic", "weights": str(tmp_path / "other.safetensors"), "precision": "no"}
+    trained = frozen_backbone(BackboneConfig(**config))
+    untrained = untrained_like(trained, seed=0)
+    assert untrained.transform == trained.transform
+    assert untrained.transform.size == (12, 12)
+    assert untrained.model.architecture == trained.model.architecture
+    assert untrained.weights_digest != trained.weights_digest
+
+
+def test_masks_that_the_images_to_learn_from_lack_are_not_judged(tmp_path, others):
+    for number in range(16):
+        name, split = f"{'ab'[number % 2]}/{number}.png", ("val", "train")[number // 8]
+        write_synthetic(tmp_path / split / "images" / name, number, size=16)
+        if split == "val":
+            (tmp_path / "val" / "masks" / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (16, 16), 1).save(tmp_path / "val" / "masks" / name)
+    config = CompareConfig(source=str(tmp_path / "val" / "images"), weights=others)
+    assert "dense" in choose_evaluators(config, open_compared(config))
+    config = config.model_copy(update={"train": str(tmp_path / "train" / "images")})
+    assert choose_evaluators(config, open_compared(config)) == ["knn", "linear"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": ["a"]}, "give two weights or more, or one and untrained=true"),
+        ({"weights": ["a", "a"]}, "weights are given twice"),
+        ({"weights": ["a", "b"], "measures": ["dense"]}, "measures=dense: .* has no masks"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        dino_vit.compare("synthetic:60:16", output=tmp_path / "out", **settings, **SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_cannot_be_loaded_are_said_before_anything_is_measured(tmp_path, weights):
+    paths = [weights, tmp_path / "missing.safetensors"]
+    with pytest.raises(ValueError, match=r"missing\.safetensors does not exist"):
+        dino_vit.compare("synthetic:60:16", weights=paths, output=tmp_path / "out", **SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_without_labels_are_compared_by_the_rank_which_does_not_tell(tmp_path):
+    """The images have five channels, of which the page shows the first, beside attention and patches."""
+    images = np.random.default_rng(0).integers(0, 255, (6, 16, 24, 5), dtype=np.uint8)
+    np.save(tmp_path / "scenes.npy", images)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=5)
+    save_backbone(model, tmp_path / "five.safetensors", mean=(0.5,) * 5, std=(0.5,) * 5)
+    found = dino_vit.compare(
+        tmp_path / "scenes.npy",
+        weights=tmp_path / "five.safetensors",
+        untrained=True,
+        output=tmp_path / "out",
+        **SETTINGS,
+    )
+    assert not found.figures
+    assert list(found.ranks) == ["five.safetensors", "untrained"]
+    assert "The effective rank alone does not tell which features are better." in found.verdict
+    page = ParsedPage(found.page.read_text())
+    pictures = [picture_of(value) for _, name, value in page.attributes if name == "src"]
+    assert len(pictures) == 4 * (1 + 2 * 2)
+    assert all(np.ptp(picture) > 0 for picture in pictures)
+    assert {picture.shape[0] / picture.shape[1] for picture in pictures} == {2 / 3}, "whole, as the maps"
+    with pytest.raises(ValueError, match="measures=knn: the images need labels of two classes or more"):
+        dino_vit.compare(tmp_path / "scenes.npy", weights=["a", "b"], measures=["knn"], **SETTINGS)
+
+
+def test_two_images_are_compared_by_k_nn_and_are_too_few_for_a_linear_classifier(tmp_path, others):
+    for number, name in enumerate("ab"):
+        write_synthetic(tmp_path / "two" / name / "0.png", number)
+    settings = {"weights": others, "output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
+    found = dino_vit.compare(tmp_path / "two", measures=["knn"], **settings)
+    figures = found.figures["k-NN top-1"].values()  # each image by the other alone
+    assert [figure.value for figure in figures] == [0, 0]
+    assert "no significant difference on these images by" in found.verdict
+    message = r"linear: all labelled images .* of one class, a; two or more .* measures= chooses"
+    with pytest.raises(ValueError, match=message):
+        dino_vit.compare(tmp_path / "two", **settings)
+
+
+def test_one_labelled_image_is_not_classified(tmp_path, others):
+    for number, name in enumerate(("photos/a/0.png", "photos/1.png")):
+        write_synthetic(tmp_path / name, number)
+    config = CompareConfig(source=str(tmp_path / "photos"), weights=others)
+    assert choose_evaluators(config, open_compared(config)) == []
+
+
+def test_names_are_short_and_differ():
+    steps = ["runs/a/checkpoints/step-00000100.safetensors", "runs/a/checkpoints/step-00001200.safetensors"]
+    assert names_of(steps) == ["a (step 100)", "a (step 1200)"]
+    assert names_of(["runs/a", "runs/b/c"]) == ["a", "b/c"]
+    assert names_of(["runs/a", "hf:facebook/dinov2-small"]) == ["a", "hf:facebook/dinov2-small"]
+    assert names_of(["runs/a", "./runs/a"]) == ["runs/a", "./runs/a"]
+    assert names_of(["runs/a", "runs/untrained"]) == ["runs/a", "runs/untrained"]  # not those of the seed
+    assert names_of(["untrained", "a"]) == ["./untrained", "a"]

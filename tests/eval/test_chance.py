@@ -1,0 +1,79 @@
+"""Of labels and masks that were drawn at random, every evaluator says what chance says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import dino_vit
+from dino_vit.eval.figures import accuracy
+from tests.support.images import write_synthetic
+
+DRAWS, LEARNED, JUDGED = 8, 80, 60
+SETTINGS = {"precision": "no", "verbose": False}
+
+
+@pytest.fixture
+def drawn(tmp_path) -> list[dict[str, Path]]:
+    """Images to learn from and others to judge by, and draws of one of two classes for each by itself.
+
+    Without a training set each image is told by the others, of which fewer have its class than the other one:
+    then chance is a little below a half.
+    """
+    folders = {"source": ("labels", JUDGED), "train": ("train_labels", LEARNED)}
+    names = dict[str, list[str]]()
+    for number, (folder, (_, count)) in enumerate(folders.items()):
+        names[folder] = [f"{index}.png" for index in range(count)]
+        for index, name in enumerate(names[folder]):
+            write_synthetic(tmp_path / folder / name, 1000 * number + index, size=16)
+    draws = []
+    for seed in range(DRAWS):
+        draw, random = {folder: tmp_path / folder for folder in folders}, np.random.default_rng(seed)
+        for folder, (key, count) in folders.items():
+            labels = random.integers(2, size=count)
+            rows = (f"{name},{label}\n" for name, label in zip(names[folder], labels, strict=True))
+            draw[key] = tmp_path / f"{folder}-{seed}.csv"
+            draw[key].write_text("name,label\n" + "".join(rows))
+        draws.append(draw)
+    return draws
+
+
+@pytest.mark.parametrize("evaluate", [dino_vit.knn, dino_vit.linear], ids=["knn", "linear"])
+def test_random_classes_are_told_by_chance(drawn, weights, evaluate):
+    results = [evaluate(weights=weights, seed=seed, **draw, **SETTINGS) for seed, draw in enumerate(drawn)]
+    interval = accuracy(sum(result.figure.correct for result in results), JUDGED * DRAWS)
+    assert interval.low < 50 < interval.high
+
+
+def test_no_backbone_is_called_better_by_random_classes(drawn, weights):
+    """Neither a trained nor an untrained one, nor raw pixels; one draw of eight may look like something."""
+    seen, right = 0, dict.fromkeys(("untrained", "raw pixels"), 0)
+    for draw in drawn:
+        found = dino_vit.compare(weights=[str(weights)], untrained=True, **draw, **SETTINGS)
+        for name, interval in (
+            ("untrained", found.figures["k-NN top-1"]["untrained"]),
+            ("raw pixels", found.raw_pixels["k-NN top-1"]),
+        ):
+            right[name] += round(interval.value * JUDGED / 100)
+        seen += any(pair.difference.p < 0.01 for pair in found.pairs)
+    for correct in right.values():
+        interval = accuracy(correct, JUDGED * DRAWS)
+        assert interval.low < 50 < interval.high
+    assert seen <= 1
+
+
+def test_random_masks_are_told_by_chance(tmp_path, weights):
+    """Half of the pixels have each class, whatever the image: a guess is right for half of them."""
+    random = np.random.default_rng(0)
+    (tmp_path / "masks").mkdir()
+    for number in range(80):
+        path = tmp_path / "photos" / f"{number}.png"
+        write_synthetic(path, number, size=16)
+        kinds = np.repeat(np.repeat(random.integers(2, size=(4, 4), dtype=np.uint8), 4, 0), 4, 1)
+        Image.fromarray(kinds).save(tmp_path / "masks" / path.name)
+    settings = {"masks": tmp_path / "masks", "k": 3, "steps": 60, **SETTINGS}
+    result = dino_vit.dense(tmp_path / "photos", weights, **settings)
+    for figures in (result.knn, result.linear):
+        assert figures.pixel_accuracy.low < 50 < figures.pixel_accuracy.high
+        assert figures.mean_iou.value < 40, "a third of the union is what a guess gets"

@@ -1,0 +1,197 @@
+import os
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit.config.commands import SupervisedConfig
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import Subset
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.classification.supervised import SupervisedLoader
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets, open_subset
+from dino_vit.views.eval_transform import EvalTransform
+from dino_vit.views.geometry import View, ViewAugment
+from tests.support.backbones import backbone
+from tests.support.image_sets import image_file, write_parquet, write_tar
+from tests.support.images import write_classes
+
+
+def sets_of(source, **settings):
+    return open_sets(SupervisedConfig(source=source, **settings))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(name, classes):
+        return str(write_classes(tmp_path / name, classes, 3))
+
+    return make
+
+
+def test_one_set_is_split_by_the_seed():
+    whole = SyntheticSource(length=103)
+    train, val = sets_of("synthetic:103:32", seed=1)
+    assert train.classes == val.classes == tuple(whole.classes)
+    assert (len(train), len(val)) == (83, 20)
+    assert sorted([*train.indices, *val.indices]) == list(range(103))
+    for part in (train, val):
+        assert list(part.indices) == sorted(part.indices)
+        assert part.targets.tolist() == [index % 10 for index in part.indices]
+    assert len(set(val.targets.tolist())) > 5, "not a run of a sorted set"
+    again, other = (sets_of("synthetic:103:32", seed=seed)[1] for seed in (1, 2))
+    assert again.indices.tolist() == val.indices.tolist() != other.indices.tolist()
+
+
+def test_splits_are_the_sets(folder, tmp_path, caplog):
+    for split in ("train", "test"):
+        folder(f"photos/{split}", "ab")
+    with caplog.at_level("INFO"):
+        train, val = sets_of(str(tmp_path / "photos"))
+    assert (len(train), len(val), val.classes) == (6, 6, ("a", "b"))
+    for subset, split in ((train, "train"), (val, "test")):
+        assert {subset.source.name(index)[: len(split)] for index in subset.indices} == {split}
+        assert subset.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert "has the splits test (6 images), train (6 images): test is classified from train" in caplog.text
+    folder("photos/test", "c")
+    with pytest.raises(ValueError, match=r"photos/test has classes that are not among the 2 .*: c\."):
+        sets_of(str(tmp_path / "photos"))
+
+
+def test_a_part_is_a_source_of_its_images_alone():
+    train, val = sets_of("synthetic:50:32")
+    images = val.images
+    assert isinstance(images, Subset)
+    assert images.indices.tolist() == val.indices.tolist()
+    assert [images.label(place) for place in range(10)] == val.targets.tolist()
+    relabelled = replace(val, targets=val.targets[::-1].copy())
+    prints = {each.fingerprint for each in (val, train, val.source, relabelled)}
+    assert len(prints) == 4
+
+
+def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
+    two, same = folder("two", "ab"), tmp_path / "same.csv"
+    same.write_text("".join(f"{label}/{number}.png,a\n" for label in "ab" for number in range(3)))
+    (tmp_path / "flat").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "x.png")
+    with pytest.raises(ValueError, match="of one class, a; two or more are needed"):
+        sets_of(folder("other", "ab"), train=two, train_labels=str(same))
+    with pytest.raises(ValueError, match="are of one class"):
+        sets_of(two, labels=str(same))
+    with pytest.raises(ValueError, match=r"none of the 1 images of .*flat has a label; .* labels=FILE"):
+        sets_of(str(tmp_path / "flat"))
+    with pytest.raises(ValueError, match="not among the 2 of the training set: c"):
+        sets_of(folder("three", "abc"), train=two)
+
+
+def test_images_in_two_tables_are_the_same_images(tmp_path):
+    names = [f"{label}/{number}.png" for label in "ab" for number in range(3)]
+    files = {name: image_file(number, name) for number, name in enumerate(names)}
+    write_parquet(tmp_path / "all.parquet", files, classes=["a", "b"])
+    write_parquet(tmp_path / "test.parquet", dict([*files.items()][1:5]), classes=["a", "b"])
+    with pytest.raises(ValueError, match=r"all 4 images of .* are in train="):
+        sets_of(str(tmp_path / "test.parquet"), train=str(tmp_path / "all.parquet"))
+
+
+def feed_of(train, batch_size, **settings):
+    """Return a loader that leaves images as they are, but for their size."""
+    transform = EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3)
+    frozen = FrozenBackbone(model=backbone(), transform=transform, batch_size=batch_size)
+    view = View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0))
+    return SupervisedLoader(train, frozen, view=view, seed=0, workers=0, **settings)
+
+
+def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
+    """Every image is as bright as its class says."""
+    for label in range(3):
+        (tmp_path / str(label)).mkdir()
+        for number in range(8):
+            Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
+    for label in range(3):
+        (tmp_path / str(label) / "0.png").write_bytes(b"no image")
+    train = open_subset(str(tmp_path), open_source(str(tmp_path)))
+    feed = feed_of(train, 50)
+    assert (feed.global_batch, feed.steps_per_epoch) == (24, 1), "no more than there are"
+    with closing(feed.batches()) as batches:
+        for images, targets in islice(batches, 3):
+            brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
+            torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)
+
+
+SPELLINGS = {
+    "alike": "hard",
+    "by a dot": "./hard",
+    "with a slash": "hard/",
+    "whole": "{root}/hard",
+    "by a link": "link",
+    "as links": "links",
+    "as a list": "hard.txt",
+}
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_images_to_learn_from_are_no_images_to_judge_by_however_they_are_spelt(
+    folder, tmp_path, monkeypatch, kind
+):
+    monkeypatch.chdir(tmp_path)
+    folder("hard", "ab")
+    (tmp_path / "link").symlink_to("hard")
+    paths = sorted((tmp_path / "hard").rglob("*.png"))
+    for path in paths:
+        link = tmp_path / "links" / path.relative_to(tmp_path / "hard")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+    (tmp_path / "hard.txt").write_text("".join(f"{path},{path.parent.name}\n" for path in paths))
+    with pytest.raises(ValueError, match=r"all 6 images of hard are in train=.* too"):
+        sets_of("hard", train=SPELLINGS[kind].format(root=tmp_path))
+
+
+def test_images_of_both_sets_are_counted(folder, tmp_path, caplog):
+    images, other = folder("images", "ab"), folder("other", "ab")
+    os.link(f"{images}/a/0.png", f"{other}/a/from-elsewhere.png")
+    sets_of(images, train=other)
+    assert f"1 of the 6 images of {images} are in train={other} too" in caplog.text
+
+
+def test_shards_and_arrays_are_compared_too(tmp_path, caplog):
+    for number, name in enumerate("ab"):
+        files = [f"{label}/{name}{i}.png" for i in range(3) for label in "xy"]
+        write_tar(tmp_path / f"{name}.tar", {file: image_file(number, file) for file in files})
+    two = {"train": np.zeros((4, 8, 8), np.uint8), "test": np.ones((4, 8, 8), np.uint8)}
+    np.savez(tmp_path / "a.npz", y=np.arange(4) % 2, **two)
+    with pytest.raises(ValueError, match=r"all 6 images of .*a\.tar are in"):
+        sets_of(str(tmp_path / "a.tar"), train=str(tmp_path / "*.tar"))
+    sets_of(str(tmp_path / "*.tar"), train=str(tmp_path / "a.tar"))
+    assert "6 of the 12 images of" in caplog.text
+    sets_of(f"{tmp_path}/a.npz:test", train=f"{tmp_path}/a.npz:train")
+
+
+def test_a_fifth_of_few_images_leaves_two_classes_to_learn_from(folder, tmp_path):
+    images = Path(folder("images", "ab"))
+    for path in sorted(images.rglob("*.png"))[1:5]:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"all labelled images of the rest of .* are of one class"):
+        sets_of(str(images))
+
+
+def test_one_image_cannot_be_held_out():
+    target = torch.zeros(1, dtype=torch.long)
+    one = LabelledFeatures(torch.zeros(1, 3), target, np.zeros(1, np.int64), ("a",))
+    with pytest.raises(ValueError, match="one image to train on, and none to choose the best head by"):
+        hold_out(one, 0)
+
+
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_the_last_incomplete_batch_is_dropped_or_kept(keep_last):
+    train, _ = sets_of("synthetic:75:16")
+    feed = feed_of(train, 32, keep_last=keep_last)
+    assert len(train) == 60
+    with closing(feed.batches()) as batches:
+        sizes = [len(targets) for _, targets in islice(batches, 3)]
+    assert (feed.steps_per_epoch, sizes) == ((2, [32, 28, 32]) if keep_last else (1, [32] * 3))
