@@ -152,7 +152,7 @@ class _Loss(TypedDict, total=False):
 class _Optim(TypedDict, total=False):
     """The student's optimiser and its schedules."""
 
-    name: Literal["adamw", "sgd", "lars"]
+    name: Literal["adamw", "sgd"]
     lr: float
     lr_scaling: Literal["linear", "sqrt", "none"]
     min_lr: float
@@ -408,7 +408,7 @@ def pretrain(
       loss.centering=ema                  a mean over steps, or equal use in a micro-batch [ema|sinkhorn]
       loss.koleo_weight=0                 weight of KoLeo, which keeps images apart; 0.1 in DINOv2
       loss.patch_weight=0                 weight of the loss of masked patches (iBOT); 1 in DINOv2
-      optim.name=adamw                    optimiser [adamw|sgd|lars]
+      optim.name=adamw                    optimiser [adamw|sgd]
       optim.lr=0.0005                     peak learning rate at a global batch of 256
       optim.lr_scaling=linear             of lr with the global batch over 256 [linear|sqrt|none]
       optim.min_lr=1.0e-06                learning rate at the end

@@ -55,7 +55,7 @@ AUTO_KEYS = frozenset(
     )
 )
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
-SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0), "lars": (1e-6, 50.0)}
+SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0)}
 _KEY = re.compile(r"[a-z]+\.\w+")  # of a setting, in the sentence about a problem
 # At the start of a run, in epochs.
 PHASES = (
@@ -269,7 +269,7 @@ def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
         text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
         yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
     decay = max(optim.weight_decay, optim.weight_decay_end)
-    if optim.name != "lars" and lr * decay >= 1:  # which scales updates to the weights
+    if lr * decay >= 1:
         key = "weight_decay" if decay == optim.weight_decay else "weight_decay_end"
         text = f"optim.{key}={decay:g} at a learning rate of {lr:.3g} takes more than the weights in a step"
         yield f"{text}; lower it"

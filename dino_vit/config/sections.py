@@ -265,7 +265,7 @@ class Gram(Settings):
 class Optim(Settings):
     """The student's optimiser and its schedules."""
 
-    name: Literal["adamw", "sgd", "lars"] = setting("adamw", "optimiser")
+    name: Literal["adamw", "sgd"] = setting("adamw", "optimiser")
     lr: Positive = setting(5e-4, "peak learning rate at a global batch of 256")
     lr_scaling: Literal["linear", "sqrt", "none"] = setting("linear", "of lr with the global batch over 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
