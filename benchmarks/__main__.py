@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
 NO_PROGRAMS = ("__main__", "gradients", "kernels", "machines", "measure", "peer", "reference", "rehearsal")
-LONG = ("cifar10", "curated", "distillation", "hours", "small", "small_peer", "soak", "terms")
+LONG = ("cifar10", "distillation", "hours", "small", "small_peer", "soak", "terms")
 HEAD = """# Results
 
 Written by `python -m benchmarks`, or by `make bench` for all but the longest; nothing here is typed by hand.

@@ -13,7 +13,6 @@ from dino_vit.commands.classification.predicted import Predicted
 from dino_vit.commands.compare import ComparisonResult
 from dino_vit.commands.demo import DemoResult
 from dino_vit.commands.dense import DenseResult
-from dino_vit.commands.embeddings.curate import CurateResult
 from dino_vit.commands.embeddings.duplicates import DuplicatesResult
 from dino_vit.commands.embeddings.embed import ImageEmbeddings
 from dino_vit.commands.embeddings.search import SearchResult
@@ -32,7 +31,7 @@ from dino_vit.config.commands import (
     PredictConfig,
     ReportConfig,
 )
-from dino_vit.config.embeddings import CurateConfig, DuplicatesConfig, EmbedConfig, SearchConfig
+from dino_vit.config.embeddings import DuplicatesConfig, EmbedConfig, SearchConfig
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
 from dino_vit.models.vit import vit_base as vit_base
@@ -996,37 +995,6 @@ def duplicates(
       pairs=10000                         closest pairs to list; groups are formed by all pairs
       trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         with sheets beside it; null: duplicates.json, in Python none [FILE.json]
-    """
-
-def curate(
-    embeddings: str | os.PathLike[str] | object = ...,
-    *,
-    threshold: float | None = 0.98,
-    clusters: int | collections.abc.Sequence[int] | None = None,
-    keep: int | None = None,
-    like: str | os.PathLike[str] | None = None,
-    k: int = 32,
-    trust: bool = False,
-    output: str | os.PathLike[str] | None = None,
-    config: str | os.PathLike[str] | CurateConfig | None = None,
-    verbose: bool = True,
-) -> CurateResult:
-    """Weigh images for pretraining: no copies, and all kinds of images alike.
-
-        dino_vit.curate("photos.parquet", output="weights.csv")
-
-    Weigh images; with an output, write the file for data.weights, a sheet of clusters and JSON.
-
-    The settings and their defaults:
-
-      embeddings=...                      file that `dino-vit embed` wrote
-      threshold=0.98                      minimum cosine of a copy, which is dropped; null: keep copies
-      clusters=null                       of each level, most first; null: by the images
-      keep=null                           images to choose, which are drawn alike; null: a weight for each
-      like=null                           embeddings of examples, to choose images near them; null: all images
-      k=32                                like: nearest images of each example
-      trust=false                         import the python:MODULE:NAME that the file names, which runs its code
-      output=null                         with PNG and JSON beside it; null: weights.csv, in Python none [FILE.csv]
     """
 
 def inspect_weights(

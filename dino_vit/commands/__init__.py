@@ -82,7 +82,6 @@ COMMANDS = {
     "embed": Command("embeddings:EmbedConfig", "commands.embeddings.embed:run"),
     "search": Command("embeddings:SearchConfig", "commands.embeddings.search:run"),
     "duplicates": Command("embeddings:DuplicatesConfig", "commands.embeddings.duplicates:run"),
-    "curate": Command("embeddings:CurateConfig", "commands.embeddings.curate:run"),
     "inspect-weights": Command("InspectWeightsConfig", "commands.weights:inspect"),
     "export": Command("ExportConfig", "commands.weights:export"),
 }

@@ -6,11 +6,10 @@ from pydantic import Field
 
 from dino_vit.config.commands import OF_PYTHON, TRUST, CachedConfig, JsonFile, PngFile, Precision
 from dino_vit.config.sections import Tokens
-from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
+from dino_vit.config.settings import Count, Dimension, Few, Settings, setting
 
 Cosine = Annotated[float, Field(gt=-1, le=1)]
 ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parquet"])]
-CsvFile = Annotated[str, Field(pattern=r"\.csv$", examples=["FILE.csv"])]
 
 
 class EmbedConfig(CachedConfig):
@@ -50,19 +49,3 @@ class DuplicatesConfig(Settings):
     trust: bool = TRUST
     output: JsonFile | None = setting(None, f"with sheets beside it; null: duplicates.json, {OF_PYTHON}")
     writes: ClassVar = "duplicates.json"
-
-
-class CurateConfig(Settings):
-    """Weigh images for pretraining: no copies, and all kinds of images alike."""
-
-    examples: ClassVar = ("curate photos.parquet output=weights.csv",)
-    positional: ClassVar = ("embeddings",)
-    embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Cosine | None = setting(0.98, "minimum cosine of a copy, which is dropped; null: keep copies")
-    clusters: NonEmpty[Count] | None = setting(None, "of each level, most first; null: by the images")
-    keep: Count | None = setting(None, "images to choose, which are drawn alike; null: a weight for each")
-    like: str | None = setting(None, "embeddings of examples, to choose images near them; null: all images")
-    k: Dimension = setting(32, "like: nearest images of each example")
-    trust: bool = TRUST
-    output: CsvFile | None = setting(None, f"with PNG and JSON beside it; null: weights.csv, {OF_PYTHON}")
-    writes: ClassVar = "weights.csv"

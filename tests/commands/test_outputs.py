@@ -30,7 +30,6 @@ READ = {  # by command: what it is given, the setting of its output, files that 
     "embed photos.parquet w.safetensors": ("output", ["photos.parquet"]),
     "search e.parquet q.png weights=w.safetensors": ("output", ["q.png", "other.png=other.json"]),
     "duplicates e.parquet": ("output", ["l.json", "other.json=other.png", "o.json=o-split-leaks.png"]),
-    "curate e.parquet like=e.parquet": ("output", ["w.csv", "other.csv=other.png", "other.csv=other.json"]),
     "inspect-data photos labels=l.json": ("sheet", ["photos/cat/1.png", "l.json", "w.safetensors"]),
     "inspect-data photos.zip pretrain=c.yaml": ("sheet", ["photos.zip", "c.yaml"]),
     "report run": ("output", ["run/config.yaml", "run/metrics.jsonl", "photos/cat/1.png"]),
@@ -142,16 +141,6 @@ def test_sheets_of_duplicates_go_with_the_pairs(folder):
     assert Path("d.png").exists()
     assert main([*command, "threshold=1"]) == 0
     assert not Path("d.png").exists()
-
-
-def test_weights_that_a_user_changed_stay(folder, capsys):
-    curate = ["curate", "e.parquet", "output=weights.csv", "clusters=[2]", "threshold=null"]
-    assert main(curate) == main(curate) == 0
-    changed = Path("weights.csv").read_text() + '"e",7\n'
-    Path("weights.csv").write_text(changed)
-    assert main(curate) == 2
-    assert "weights.csv already exists, and dino-vit did not write it" in capsys.readouterr().err
-    assert Path("weights.csv").read_text() == changed
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def module(marker: Path) -> str:
     return f"python:stranger_{marker.parent.name}"
 
 
-def embedded(marker, **source):
-    stated = {**sample.METADATA["source"], "spec": f"{module(marker)}:Photos", **source}
+def embedded(marker):
+    stated = {**sample.METADATA["source"], "spec": f"{module(marker)}:Photos"}
     sample.write(Path("e.parquet"), {**sample.METADATA, "source": stated})
 
 
@@ -53,16 +53,6 @@ def test_duplicates_draws_no_images_of_a_module_unless_it_is_trusted(marker, cap
     )
     assert not marker.exists()
     assert main(["duplicates", "e.parquet", "threshold=0.5", "trust=true"]) == 0
-    assert marker.exists()
-
-
-def test_curate_does_not_ask_a_module_for_its_names_unless_it_is_trusted(marker, capsys):
-    embedded(marker, unreadable=40)
-    curate = ["curate", "e.parquet", "threshold=null", "clusters=2"]
-    assert main(curate) == 2
-    assert "the embedding file names python:stranger_" in capsys.readouterr().err
-    assert not marker.exists()
-    assert main([*curate, "trust=true"]) == 0
     assert marker.exists()
 
 

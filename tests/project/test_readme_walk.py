@@ -45,11 +45,8 @@ SMALL = [f"{key}={value}" for key, value in TINY.items() if key not in OWN]
 SMALL += ["data.batch_size=4", "run.eval_every=1", "optim.warmup_epochs=0"]
 SMALL += ["optim.freeze_last_layer_epochs=0", "budget.steps=2"]
 SUBSTITUTES = {r"budget.minutes=\d+": "budget.minutes=0.03", r"step-\d+": "step-00000002"}
-# A network of two steps finds all generated images alike.
-SUBSTITUTES |= {"keep=100000": "keep=9", "curate (.*) threshold=0.98": r"curate \1"}
 SMALLER = {
     "linear": ["batch_size=8"],
-    "curate": ["threshold=null"],
     "attention": ["count=2"],
     "report": ["images=20"],
     "compare": ["measures=[knn]"],
