@@ -55,7 +55,6 @@ class _Data(TypedDict, total=False):
     source: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] | None
     mix: float | collections.abc.Sequence[float] | None
     labels: str | os.PathLike[str] | None
-    weights: str | os.PathLike[str] | None
     batch_size: int
     workers: int | None
     order: Literal["global", "window"] | None
@@ -337,7 +336,6 @@ def pretrain(
       data.source=null                    folder, list, archive, array, hf:NAME, or several
       data.mix=null                       shares of several sources; null: by their sizes
       data.labels=null                    file of labels for evaluation; null: the source's
-      data.weights=null                   file of (name, weight): how often to draw images
       data.batch_size=64                  images per process and forward pass
       data.workers=null                   DataLoader workers; null: by the cores
       data.order=null                     of all images or some shards; null: by source [global|window]

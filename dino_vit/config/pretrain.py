@@ -89,6 +89,7 @@ class PretrainConfig(Settings):
         "pretrain photos runs/photos budget.minutes=20",
         "pretrain photos --config configs/pretrain/vits16.yaml",
     )
+    removed: ClassVar = {"data.weights": "name an image twice in a list of files to draw it twice as often"}
     resumes: ClassVar = True
 
     @model_validator(mode="after")

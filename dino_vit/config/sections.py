@@ -69,7 +69,6 @@ class Data(Settings):
     )
     mix: tuple[Positive, ...] | None = setting(None, "shares of several sources; null: by their sizes")
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
-    weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
     order: Literal["global", "window"] | None = setting(None, "of all images or some shards; null: by source")
@@ -106,10 +105,8 @@ class Data(Settings):
     def contradictions(self) -> Iterator[str]:
         """Yield what does not go with the number of sources."""
         several = isinstance(self.source, tuple)
-        for key in ("labels", "weights"):
-            if several and getattr(self, key):
-                given = f"data.{key}={getattr(self, key)}"
-                yield f"{given} is a file for one source; remove it, or give one data.source"
+        if several and self.labels:
+            yield f"data.labels={self.labels} is a file for one source; remove it, or give one data.source"
         if self.mix and (not several or len(self.mix) != len(self.sources)):
             shares, sources = plural(len(self.mix), "share"), plural(len(self.sources), "source")
             yield f"data.mix has {shares}, but data.source names {sources}; give one for each, or remove it"

@@ -34,7 +34,7 @@ from dino_vit.eval.maps.pictures import as_picture, heat, overlay, resize_sides,
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.eval_transform import FAR, resize
-from dino_vit.views.sampler import Sampler, read_sampling_weights
+from dino_vit.views.sampler import Sampler
 
 NEIGHBOURS = 8
 MAX_NAME = 120  # characters
@@ -74,13 +74,12 @@ class Pictures:
 
 def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
-    weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
     indices = sampler.order(epoch)[:ROWS].tolist()
     kinds = [f"global {n + 1}" for n in range(config.views.global_count)]
     kinds += [f"local {n + 1}" for n in range(config.views.local_count)]
     rows = []
-    for index, views in zip(indices, make_views(config, source, indices, epoch, weights), strict=True):
+    for index, views in zip(indices, make_views(config, source, indices, epoch), strict=True):
         name, tiles = shorten(source.name(index), MAX_NAME), []
         try:
             tiles.append(draw_tile(read_image(source, index, build_pixels(config)), "image"))

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dino_vit.config.auto import (
     EVALUATIONS,
@@ -62,7 +60,6 @@ class RunContext:
     source: Source
     processes: int
     device: torch.device
-    sampling: NDArray[np.float64] | None = None  # how often images are drawn
     resumed: Checkpoint | None = None
     trained: Backbone | None = None  # of `init.weights`, in a new run
     architecture: Mapping[str, Any] | None = None  # of `init.weights`

@@ -20,7 +20,6 @@ from dino_vit.eval.online import OnlineFigures
 from dino_vit.reports.metrics import METRICS, START, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
-from dino_vit.views.sampler import sampling_fingerprint
 
 # What a run writes beside its checkpoints.
 RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unreadable.txt"
@@ -135,8 +134,6 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
             yield f"{config.data.images} has {more} than at step {resumed.step}"
         else:
             yield f"the images of {config.data.images} have changed"
-    if metadata.get("weights") != sampling_fingerprint(context.sampling):
-        yield f"the sampling weights have changed (data.weights={config.data.weights})"
     networks = {"frozen": f"teacher.weights={config.teacher.weights}"}
     networks |= {"gram": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():

@@ -39,7 +39,6 @@ from dino_vit.views.build import (
     open_images,
 )
 from dino_vit.views.loader import UnreadableImages
-from dino_vit.views.sampler import describe_sampling
 
 
 class ReadyRun(NamedTuple):
@@ -78,8 +77,6 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
             "the head, the temperatures and the centre have no effect"
         )
-    if context.sampling is not None:
-        notes.append(describe_sampling(context.sampling))
     if isinstance(context.source, MixedSource):
         notes.append(context.source.describe_epoch())
     before = state.evaluated_by
@@ -110,7 +107,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    source, sampling = open_images(config)
+    source = open_images(config)
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:
         fit = Fit(resumed.metadata["total_steps"])
@@ -127,7 +124,6 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
         architecture = current_arguments(resumed.metadata["architecture"], resumed.tensors)
     return RunContext(
         source=source,
-        sampling=sampling,
         resumed=resumed,
         trained=trained,
         architecture=architecture,
@@ -213,7 +209,6 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         config,
         context.source,
         global_batch=plan.global_batch,
-        weights=context.sampling,
         rank=accelerator.process_index,
         world_size=processes,
         pin=device.type == "cuda",

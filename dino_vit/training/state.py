@@ -28,7 +28,6 @@ from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord
 from dino_vit.training.interval import Interval
 from dino_vit.training.plan import Pace, Plan, ScheduleValues
 from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages
-from dino_vit.views.sampler import sampling_fingerprint
 
 if TYPE_CHECKING:
     from dino_vit.eval.maps.online import OnlineSegmentation
@@ -281,7 +280,6 @@ class TrainingState:
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
             "stamp": stamp_of(self.source),
-            "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,
             "evaluated_by": self.evaluated_by,
