@@ -32,11 +32,11 @@ from dino_vit.core.text import plural, public
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
-Fit = Literal["crop", "whole"]  # how an evaluation resizes an image
+ResizeMode = Literal["crop", "whole"]  # how an evaluation resizes an image
 Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 # Settings that a model of timm has no use for.
-OF_OUR_TRANSFORMERS = (
+VIT_SETTINGS = (
     *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
     *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
     *("model.dropout", "model.attention_dropout", "model.layer_scale", "model.drop_path_schedule"),
@@ -160,8 +160,8 @@ class Model(Settings):
         if self.timm:
             return f"{self.timm} of timm"
         width, depth, heads = self.shape
-        blocks, of_block = plural(depth, "block"), plural(heads, "head")
-        return f"ViT/{self.patch_size}, width {width}, {blocks}, {of_block}"
+        blocks, block_heads = plural(depth, "block"), plural(heads, "head")
+        return f"ViT/{self.patch_size}, width {width}, {blocks}, {block_heads}"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -246,13 +246,15 @@ class Loss(Settings):
 
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
     warmup_teacher_temp_epochs: FewOrZero = setting(0, "epochs from a temperature of 0.04 to teacher_temp")
-    centering: Literal["ema", "sinkhorn"] = setting("ema", "a mean over steps, or equal use in a micro-batch")
+    centering: Literal["ema", "sinkhorn"] = setting(
+        "ema", "a mean over steps, or Sinkhorn-Knopp over the micro-batch"
+    )
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
 
 
 class Gram(Settings):
-    """Hold the patches to the cosines that an earlier teacher sees between them, late in a run."""
+    """Gram anchoring: match an earlier teacher's patch similarities, late in a run."""
 
     weights: str = Field(description="weights of that teacher: a kept checkpoint, or another run or file")
     weight: Positive = setting(1.0, "weight of the term; 2 in DINOv3's last phase")

@@ -82,12 +82,12 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
 
 
 def snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors for `restore_unless`, joined by dtype, which takes few kernels."""
+    """Return copies of tensors for `revert_if_nonfinite`, joined by dtype, which takes few kernels."""
     return [_flat(group) for group in _by_dtype(tensors)]
 
 
 @torch.no_grad()
-def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+def revert_if_nonfinite(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     """Set tensors back to their snapshot before a step, unless it was finite; the host does not wait."""
     for group, old in zip(_by_dtype(tensors), before, strict=True):
         torch._foreach_copy_(group, _split_as(torch.where(finite, _flat(group), old), group))

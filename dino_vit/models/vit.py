@@ -29,7 +29,7 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import Block
 from dino_vit.models.layers import dropout, init_linear
 from dino_vit.models.positions import Grid, PositionMode, Rotation
-from dino_vit.models.sequences import draw_drop_path, sequences_by_block
+from dino_vit.models.sequences import sample_drop_path, sequences_by_block
 from dino_vit.models.stems import build_stem
 
 BLOCK_KEYWORDS = ["mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale", "norm_eps"]
@@ -162,7 +162,7 @@ class VisionTransformer(Backbone):
         by_block = sequences_by_block([(x.shape[0], x.shape[1])], [self.rotations(images)], [only_cls])
         drops: Iterable[Tensor | None] = [None] * self.depth
         if self.training and any(self.drop_path_rates):
-            drops = draw_drop_path(self.drop_path_rates, x.shape[0], x.device)
+            drops = sample_drop_path(self.drop_path_rates, x.shape[0], x.device)
         return zip(self.blocks, by_block, drops, strict=True)
 
     def get_attention(

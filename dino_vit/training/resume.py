@@ -17,7 +17,7 @@ from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.sources.source import MixedSource, Source, stamp_of
 from dino_vit.eval.online import OnlineFigures
-from dino_vit.reports.metrics import METRICS, START, read_records, to_json
+from dino_vit.reports.metrics import METRICS, START_ADAPTER, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
 
@@ -110,7 +110,7 @@ def set_earlier_run_aside(folder: Path, settings: bytes) -> None:
 
 def _more_images(config: PretrainConfig, source: Source, step: int) -> str:
     """Return how many images more or fewer a run has than at a step; "" if as many, or unknown."""
-    starts = read_records(Path(config.output) / "starts.jsonl", START)
+    starts = read_records(Path(config.output) / "starts.jsonl", START_ADAPTER)
     before = [start.images for start in starts if start.step < step]
     if not before or isinstance(source, MixedSource):  # of which a start has the images of an epoch
         return ""

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from dino_vit.views.masks import Masking
 
 # What may differ between the processes of a run.
-OF_A_HOST = {"output", "data.source", "data.labels", "data.workers", "data.cache"}
-OF_A_HOST |= {"data.cache_gb", "augment.module"}
+HOST_SETTINGS = {"output", "data.source", "data.labels", "data.workers", "data.cache"}
+HOST_SETTINGS |= {"data.cache_gb", "augment.module"}
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -106,7 +106,9 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
 def open_images(config: PretrainConfig) -> Source:
     """Open the images of a run; all processes must see the same."""
     data = config.data
-    shared = [f"{key}={value}" for key, value in values(config, given=True).items() if key not in OF_A_HOST]
+    shared = [
+        f"{key}={value}" for key, value in values(config, given=True).items() if key not in HOST_SETTINGS
+    ]
     with in_all_processes():
         agree("settings", lambda: shared, ", ".join)
         return agree(

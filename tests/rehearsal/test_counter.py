@@ -57,7 +57,7 @@ def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, s
 
         return drawn
 
-    monkeypatch.setattr(student_teacher, "draw_drops", on_host(student_teacher.draw_drops))
+    monkeypatch.setattr(student_teacher, "sample_drops", on_host(student_teacher.sample_drops))
     real, expected = second_step(Kernels(), Accelerator(), tmp_path / "real", settings)
     assert ours == real
     assert ours.total() > 300
