@@ -43,7 +43,7 @@ PARTS = {
     "imitation_loss": "loss",
     "cosine_loss": "loss",
     "run_backbone": "student",
-    "draw_drops": "student",
+    "sample_drops": "student",
     "project": "student",
     "backward": "backward",
     "unscale_": "clipping",

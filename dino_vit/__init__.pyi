@@ -54,7 +54,6 @@ class _Data(TypedDict, total=False):
     source: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] | None
     mix: float | collections.abc.Sequence[float] | None
     labels: str | os.PathLike[str] | None
-    weights: str | os.PathLike[str] | None
     batch_size: int
     workers: int | None
     order: Literal["global", "window"] | None
@@ -150,7 +149,7 @@ class _Loss(TypedDict, total=False):
 class _Optim(TypedDict, total=False):
     """The student's optimiser and its schedules."""
 
-    name: Literal["adamw", "sgd", "lars"]
+    name: Literal["adamw", "sgd"]
     lr: float
     lr_scaling: Literal["linear", "sqrt", "none"]
     min_lr: float
@@ -196,7 +195,7 @@ class _Run(TypedDict, total=False):
     resume: Literal["same", "changed", "never"]
 
 class _Gram(TypedDict, total=False):
-    """Hold the patches to the cosines that an earlier teacher sees between them, late in a run."""
+    """Gram anchoring: match an earlier teacher's patch similarities, late in a run."""
 
     weights: str | os.PathLike[str]
     weight: float
@@ -336,7 +335,6 @@ def pretrain(
       data.source=null                    folder, list, archive, array, hf:NAME, or several
       data.mix=null                       shares of several sources; null: by their sizes
       data.labels=null                    file of labels for evaluation; null: the source's
-      data.weights=null                   file of (name, weight): how often to draw images
       data.batch_size=64                  images per process and forward pass
       data.workers=null                   DataLoader workers; null: by the cores
       data.order=null                     of all images or some shards; null: by source [global|window]
@@ -403,10 +401,10 @@ def pretrain(
       augment.module=null                 python:MODULE:NAME, a module on batches of views instead of these
       loss.teacher_temp=0.04              temperature of the teacher; 0.07 is as high as is known to work
       loss.warmup_teacher_temp_epochs=0   epochs from a temperature of 0.04 to teacher_temp
-      loss.centering=ema                  a mean over steps, or equal use in a micro-batch [ema|sinkhorn]
+      loss.centering=ema                  a mean over steps, or Sinkhorn-Knopp over the micro-batch [ema|sinkhorn]
       loss.koleo_weight=0                 weight of KoLeo, which keeps images apart; 0.1 in DINOv2
       loss.patch_weight=0                 weight of the loss of masked patches (iBOT); 1 in DINOv2
-      optim.name=adamw                    optimiser [adamw|sgd|lars]
+      optim.name=adamw                    optimiser [adamw|sgd]
       optim.lr=0.0005                     peak learning rate at a global batch of 256
       optim.lr_scaling=linear             of lr with the global batch over 256 [linear|sqrt|none]
       optim.min_lr=1.0e-06                learning rate at the end
@@ -438,7 +436,7 @@ def pretrain(
       run.trackers=[]                     Accelerate trackers, as [tensorboard]
       run.peer_timeout=10                 minutes to wait for another rank
       run.resume=same                     resume with what settings [same|changed|never]
-      gram=null                           set gram.weights to hold patches to an earlier teacher
+      gram=null                           set gram.weights for Gram anchoring
       gram.weights=...                    weights of that teacher: a kept checkpoint, or another run or file
       gram.weight=1                       weight of the term; 2 in DINOv3's last phase
       gram.scale=1                        2: the earlier teacher sees the global views at twice their size [1|2]
@@ -513,7 +511,7 @@ def knn(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
+      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -570,7 +568,7 @@ def linear(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
+      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -624,7 +622,7 @@ def predict(
       weights=...                         run folder, weights file, or a file that head= wrote
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
+      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -674,7 +672,7 @@ def dense(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side of crops and windows, or [height, width]; null: of the weights
-      fit=null                            crop: windows over an image; whole: resize to one; null: by the weights [crop|whole]
+      fit=null                            crop: sliding windows; whole: one window; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -727,7 +725,7 @@ def compare(
       weights=...                         run folders or weights files
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
+      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -806,7 +804,7 @@ def embed(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
+      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]

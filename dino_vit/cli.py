@@ -92,14 +92,14 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
             add_config_arguments(subparser, cls)
     show = commands.add_parser("config", help="print the settings of a command as YAML")
     show.description = "Print every setting with its meaning, as YAML that loads again; defaults as comments."
-    show.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
+    show.add_argument("shown", choices=COMMANDS, metavar="COMMAND", help="the command")
     add_config_arguments(show, Settings)
     return parser
 
 
 def _run(args: argparse.Namespace) -> None:
     if args.command == "config":
-        _print(to_yaml(config_from(args, COMMANDS[args.of].config_class), given=True).rstrip("\n"))
+        _print(to_yaml(config_from(args, COMMANDS[args.shown].config_class), given=True).rstrip("\n"))
         return
     command = COMMANDS[args.command]
     cls = command.config_class

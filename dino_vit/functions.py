@@ -98,7 +98,7 @@ def _example(name: str, cls: type[Settings]) -> Iterator[str]:
 
 def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) -> Signature:
     """Return what the function of a command takes and returns."""
-    infos, of_run = settings_of(cls), signature(COMMANDS[name].run, eval_str=True)
+    infos, run_signature = settings_of(cls), signature(COMMANDS[name].run, eval_str=True)
     keyword_only = {key: key for key in cls.model_fields if key not in positional}
     parameters = []
     for title, key in {**positional, **keyword_only}.items():
@@ -108,11 +108,11 @@ def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) ->
         takes_object = key in (*OBJECTS, EMBEDDINGS)
         accepted = FileName | object if takes_object else _accepted(cls.model_fields[key].annotation)
         parameters.append(Parameter(title, kind, default=default, annotation=accepted))
-    parameters += list(of_run.parameters.values())[1:]
+    parameters += list(run_signature.parameters.values())[1:]
     config: Any = FileName | cls | None
     for title, accepted, default in (("config", config, None), ("verbose", bool, True)):
         parameters.append(Parameter(title, Parameter.KEYWORD_ONLY, default=default, annotation=accepted))
-    returned = _run_class() if name == "pretrain" else of_run.return_annotation
+    returned = _run_class() if name == "pretrain" else run_signature.return_annotation
     return Signature(parameters, return_annotation=returned)
 
 

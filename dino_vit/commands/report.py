@@ -49,7 +49,7 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
 from dino_vit.reports.record import RunRecord, read_run
 from dino_vit.views.build import build_pixels, make_views
-from dino_vit.views.sampler import Sampler, read_sampling_weights
+from dino_vit.views.sampler import Sampler
 
 NEIGHBOURS = 8
 ROWS, HEADS = 6, 12  # at most, of views and attention
@@ -62,13 +62,12 @@ TINY = 1e-30
 
 def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
-    weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
     indices = sampler.order(epoch)[:ROWS].tolist()
     kinds = [f"global {n + 1}" for n in range(config.views.global_count)]
     kinds += [f"local {n + 1}" for n in range(config.views.local_count)]
     rows = []
-    for index, views in zip(indices, make_views(config, source, indices, epoch, weights), strict=True):
+    for index, views in zip(indices, make_views(config, source, indices, epoch), strict=True):
         name, tiles = shorten(source.name(index), MAX_NAME), []
         try:
             tiles.append(draw_tile(read_image(source, index, build_pixels(config)), "image"))

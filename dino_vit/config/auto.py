@@ -258,10 +258,10 @@ def _choose_gentle(choices: _Choices, likeness: float) -> None:
         choices.choose("views.local_count", 4, reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)
-    of_dino = PretrainConfig()
+    defaults = PretrainConfig()
     for key in REGULARISATION:
-        if get(choices.config, key) != get(of_dino, key):
-            choices.choose(key, get(of_dino, key), f"DINO's, for a run of fewer than {SHORT:,} steps")
+        if get(choices.config, key) != get(defaults, key):
+            choices.choose(key, get(defaults, key), f"DINO's, for a run of fewer than {SHORT:,} steps")
 
 
 def _choose_stem(choices: _Choices) -> None:

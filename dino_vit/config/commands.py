@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Fit, Sources, WeightsFormat
+from dino_vit.config.sections import ResizeMode, Sources, WeightsFormat
 from dino_vit.config.settings import (
     Count,
     Dimension,
@@ -42,9 +42,9 @@ PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
 TableFile = Annotated[str, Field(pattern=r"\.(csv|parquet)$", examples=["FILE.csv"])]
 SafetensorsFile = Annotated[str, Field(pattern=r"\.safetensors$", examples=["FILE.safetensors"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
-OF_PYTHON = "in Python none"
+IN_PYTHON = "in Python none"
 TRUST: bool = setting(False, "import the python:MODULE:NAME that the file names, which runs its code")
-RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {OF_PYTHON}", resumable=True)
+RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {IN_PYTHON}", resumable=True)
 
 
 class BackboneConfig(Settings):
@@ -55,7 +55,9 @@ class BackboneConfig(Settings):
     weights: str = Field(description="run folder or weights file")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: Fit | None = setting(None, "crop: resize and centre-crop; whole: only resize; null: by the weights")
+    fit: ResizeMode | None = setting(
+        None, "crop: resize, then centre-crop; whole: resize; null: by the weights"
+    )
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
     num_workers: Few | None = setting(None, "threads that read images; null: by the cores", resumable=True)
     precision: Precision = setting("auto", "auto: bf16 where it is native")
@@ -143,7 +145,7 @@ class PredictConfig(CachedConfig):
     labels: str | None = setting(None, "CSV or JSON file with the labels; null: the images' own")
     task: Task | None = setting(None, "one class an image, several labels, or numbers; null: by the labels")
     output: TableFile | None = setting(
-        None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {OF_PYTHON}"
+        None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
     head: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
     unsure: Count | None = setting(None, "write so many images to label next to a CSV beside output")
@@ -162,7 +164,7 @@ class DenseConfig(BackboneConfig):
     writes: ClassVar = "eval/dense"
     source: str = Field(description="images with masks, or Pascal VOC, ADE20k, Cityscapes as unpacked")
     size: Side | None = setting(None, "side of crops and windows, or [height, width]; null: of the weights")
-    fit: Fit | None = setting(None, "crop: windows over an image; whole: resize to one; null: by the weights")
+    fit: ResizeMode | None = setting(None, "crop: sliding windows; whole: one window; null: by the weights")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
@@ -189,7 +191,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str | None = setting(None, f"folder for a page and JSON files; null: comparison, {OF_PYTHON}")
+    output: str | None = setting(None, f"folder for a page and JSON files; null: comparison, {IN_PYTHON}")
     writes: ClassVar = "comparison"
 
     def contradictions(self) -> Iterator[str]:
@@ -208,7 +210,7 @@ class AttentionConfig(Settings):
     positional: ClassVar = ("source", "weights")
     source: str = Field(description="image, video, folder, glob or any other source of images")
     weights: str = Field(description="run folder or weights file")
-    output: str | None = setting(None, f"folder for pictures and maps; null: attention, {OF_PYTHON}")
+    output: str | None = setting(None, f"folder for pictures and maps; null: attention, {IN_PYTHON}")
     writes: ClassVar = "attention"
     network: Network = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")

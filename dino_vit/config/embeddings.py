@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from dino_vit.config.commands import OF_PYTHON, TRUST, CachedConfig, JsonFile, PngFile, Precision
+from dino_vit.config.commands import IN_PYTHON, TRUST, CachedConfig, JsonFile, PngFile, Precision
 from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Dimension, Few, Settings, setting
 
@@ -18,7 +18,7 @@ class EmbedConfig(CachedConfig):
     writes: ClassVar = "embeddings.parquet"
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: ParquetFile | None = setting(None, f"null: embeddings.parquet, {OF_PYTHON}")
+    output: ParquetFile | None = setting(None, f"null: embeddings.parquet, {IN_PYTHON}")
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
@@ -35,7 +35,7 @@ class SearchConfig(Settings):
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
     trust: bool = TRUST
-    output: PngFile | None = setting(None, f"with a JSON file beside it; null: search.png, {OF_PYTHON}")
+    output: PngFile | None = setting(None, f"with a JSON file beside it; null: search.png, {IN_PYTHON}")
 
 
 class DuplicatesConfig(Settings):
@@ -47,5 +47,5 @@ class DuplicatesConfig(Settings):
     threshold: Cosine | None = setting(None, "minimum cosine of a pair; null: chosen by the features")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
     trust: bool = TRUST
-    output: JsonFile | None = setting(None, f"with sheets beside it; null: duplicates.json, {OF_PYTHON}")
+    output: JsonFile | None = setting(None, f"with sheets beside it; null: duplicates.json, {IN_PYTHON}")
     writes: ClassVar = "duplicates.json"

@@ -67,6 +67,7 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
     layer = _without(below, [*above, *_rivals(cls, above)]) | above
+    layer = {key: value for key, value in layer.items() if value is not None or key not in cls.removed}
     layer = {rival: None for rival in _rivals(cls, layer) if infos[rival].default is not None} | layer
     origins = {key: f" ({file})" for key in layer.keys() - above.keys()}
     problems: list[str] = []
@@ -96,6 +97,8 @@ def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
 
 def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
     """Return what to write instead of an unknown key, in Python or on the command line and in files."""
+    if key in cls.removed:
+        return cls.removed[key]
     section = key.partition(".")[0]
     inside = {name: info for name, info in settings_of(cls).items() if name.startswith(f"{section}.")}
     if key in sections(cls):  # as model=vit_small

@@ -55,7 +55,7 @@ AUTO_KEYS = frozenset(
     )
 )
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
-SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0), "lars": (1e-6, 50.0)}
+SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0)}
 _KEY = re.compile(r"[a-z]+\.\w+")  # of a setting, in the sentence about a problem
 # At the start of a run, in epochs.
 PHASES = (
@@ -81,7 +81,7 @@ class PretrainConfig(Settings):
     teacher: sections.Teacher = sections.Teacher()
     budget: sections.Budget = sections.Budget()
     run: sections.Run = sections.Run()
-    gram: sections.Gram | None = setting(None, "set gram.weights to hold patches to an earlier teacher")
+    gram: sections.Gram | None = setting(None, "set gram.weights for Gram anchoring")
     init: sections.Init | None = setting(None, "set init.weights to start from trained weights")
 
     positional: ClassVar = ("data.source", "output")
@@ -89,13 +89,14 @@ class PretrainConfig(Settings):
         "pretrain photos runs/photos budget.minutes=20",
         "pretrain photos --config configs/pretrain/vits16.yaml",
     )
+    removed: ClassVar = {"data.weights": "name an image twice in a list of files to draw it twice as often"}
     resumes: ClassVar = True
 
     @model_validator(mode="after")
     def _defaults_of_the_method(self) -> Self:
         """Use the method's defaults where nothing was given, without their counting as given."""
         for key, value in METHODS.get(self.method, {}).items():
-            if self.model.timm and key in sections.OF_OUR_TRANSFORMERS:
+            if self.model.timm and key in sections.VIT_SETTINGS:
                 continue
             name, _, field = key.partition(".")
             section = getattr(self, name)
@@ -136,7 +137,7 @@ def _check_model(config: PretrainConfig) -> Iterator[str]:
     given = [key for key in ("model.width", "model.depth", "model.heads") if get(config, key) is not None]
     if model.timm:
         default = values(PretrainConfig())
-        unused = [key for key in sections.OF_OUR_TRANSFORMERS if get(config, key) != default[key]]
+        unused = [key for key in sections.VIT_SETTINGS if get(config, key) != default[key]]
         if "." in model.timm:
             yield f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
         elif given or unused:
@@ -231,7 +232,7 @@ def _check_loss(config: PretrainConfig) -> Iterator[str]:
     if loss.teacher_temp >= student:
         yield f"loss.teacher_temp={loss.teacher_temp} is not below the student's {student}; use 0.04 to 0.07"
     if loss.warmup_teacher_temp_epochs and loss.teacher_temp <= start:
-        text = f"loss.teacher_temp={loss.teacher_temp} cannot be warmed up to from {start}"
+        text = f"loss.teacher_temp={loss.teacher_temp} must exceed {start} when its warm-up is on"
         yield f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
     if not loss.patch_weight and not config.head.shared:
         yield "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
@@ -269,7 +270,7 @@ def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
         text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
         yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
     decay = max(optim.weight_decay, optim.weight_decay_end)
-    if optim.name != "lars" and lr * decay >= 1:  # which scales updates to the weights
+    if lr * decay >= 1:
         key = "weight_decay" if decay == optim.weight_decay else "weight_decay_end"
         text = f"optim.{key}={decay:g} at a learning rate of {lr:.3g} takes more than the weights in a step"
         yield f"{text}; lower it"

@@ -32,11 +32,11 @@ from dino_vit.core.text import plural, public
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
-Fit = Literal["crop", "whole"]  # how an evaluation resizes an image
+ResizeMode = Literal["crop", "whole"]  # how an evaluation resizes an image
 Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 # Settings that a model of timm has no use for.
-OF_OUR_TRANSFORMERS = (
+VIT_SETTINGS = (
     *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
     *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
     *("model.dropout", "model.attention_dropout", "model.layer_scale", "model.drop_path_schedule"),
@@ -69,7 +69,6 @@ class Data(Settings):
     )
     mix: tuple[Positive, ...] | None = setting(None, "shares of several sources; null: by their sizes")
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
-    weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
     order: Literal["global", "window"] | None = setting(None, "of all images or some shards; null: by source")
@@ -106,10 +105,8 @@ class Data(Settings):
     def contradictions(self) -> Iterator[str]:
         """Yield what does not go with the number of sources."""
         several = isinstance(self.source, tuple)
-        for key in ("labels", "weights"):
-            if several and getattr(self, key):
-                given = f"data.{key}={getattr(self, key)}"
-                yield f"{given} is a file for one source; remove it, or give one data.source"
+        if several and self.labels:
+            yield f"data.labels={self.labels} is a file for one source; remove it, or give one data.source"
         if self.mix and (not several or len(self.mix) != len(self.sources)):
             shares, sources = plural(len(self.mix), "share"), plural(len(self.sources), "source")
             yield f"data.mix has {shares}, but data.source names {sources}; give one for each, or remove it"
@@ -163,8 +160,8 @@ class Model(Settings):
         if self.timm:
             return f"{self.timm} of timm"
         width, depth, heads = self.shape
-        blocks, of_block = plural(depth, "block"), plural(heads, "head")
-        return f"ViT/{self.patch_size}, width {width}, {blocks}, {of_block}"
+        blocks, block_heads = plural(depth, "block"), plural(heads, "head")
+        return f"ViT/{self.patch_size}, width {width}, {blocks}, {block_heads}"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -249,13 +246,15 @@ class Loss(Settings):
 
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
     warmup_teacher_temp_epochs: FewOrZero = setting(0, "epochs from a temperature of 0.04 to teacher_temp")
-    centering: Literal["ema", "sinkhorn"] = setting("ema", "a mean over steps, or equal use in a micro-batch")
+    centering: Literal["ema", "sinkhorn"] = setting(
+        "ema", "a mean over steps, or Sinkhorn-Knopp over the micro-batch"
+    )
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
 
 
 class Gram(Settings):
-    """Hold the patches to the cosines that an earlier teacher sees between them, late in a run."""
+    """Gram anchoring: match an earlier teacher's patch similarities, late in a run."""
 
     weights: str = Field(description="weights of that teacher: a kept checkpoint, or another run or file")
     weight: Positive = setting(1.0, "weight of the term; 2 in DINOv3's last phase")
@@ -265,7 +264,7 @@ class Gram(Settings):
 class Optim(Settings):
     """The student's optimiser and its schedules."""
 
-    name: Literal["adamw", "sgd", "lars"] = setting("adamw", "optimiser")
+    name: Literal["adamw", "sgd"] = setting("adamw", "optimiser")
     lr: Positive = setting(5e-4, "peak learning rate at a global batch of 256")
     lr_scaling: Literal["linear", "sqrt", "none"] = setting("linear", "of lr with the global batch over 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")

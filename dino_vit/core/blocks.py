@@ -22,7 +22,7 @@ def series_of(name: Callable[[int], str], indices: Sequence[int]) -> list[str]:
 def numbers_of(name: Callable[[int], str], indices: Sequence[int]) -> list[list[tuple[int, str]]]:
     """Return the numbers in each name such that they sort as numbers: frame 9 is before frame 10."""
     numbers = (_NUMBER.findall(name(index)) for index in indices)
-    return [[(len(digits := each.lstrip("0")), digits) for each in of_name] for of_name in numbers]
+    return [[(len(digits := each.lstrip("0")), digits) for each in parts] for parts in numbers]
 
 
 def choose_blocks(

@@ -27,7 +27,9 @@ T = TypeVar("T")
 _shares_work = ContextVar("_shares_work", default=False)
 CONNECT = timedelta(minutes=2)  # for gloo, if NCCL has connected
 _RAISED = "in_all_processes"  # marks an error that all processes raise
-START = timedelta(minutes=30)  # for collectives until `limit_waits`: each host sets up at its own pace
+SETUP_TIMEOUT = timedelta(
+    minutes=30
+)  # for collectives until `limit_waits`: each host sets up at its own pace
 
 
 def world_size() -> int:
@@ -330,7 +332,7 @@ def _hosts() -> tuple[dist.ProcessGroup | None, torch.device]:
     connected = torch.tensor([int(group is not None)], device=device)
     dist.all_reduce(connected, op=dist.ReduceOp.MIN)
     if isinstance(group, dist.ProcessGroup) and connected.item():
-        _set_timeout(START, group)
+        _set_timeout(SETUP_TIMEOUT, group)
         return group, torch.device("cpu")
     log.warning(
         "the hosts cannot connect by gloo, so each step waits for the GPUs; set GLOO_SOCKET_IFNAME to the "

@@ -16,7 +16,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from dino_vit.core import log
-from dino_vit.core.distributed import START, end_processes
+from dino_vit.core.distributed import SETUP_TIMEOUT, end_processes
 
 Precision = Literal["no", "bf16", "fp16"]
 COMPILED_STEPS = 20_000  # which repay some minutes, if each takes 10 ms less
@@ -46,7 +46,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=START),
+            InitProcessGroupKwargs(timeout=SETUP_TIMEOUT),
         ],
     )
     if accelerator.num_processes < launched:
@@ -88,8 +88,8 @@ def cores_of_a_process(processes: int) -> int:
     if environ.get("WORLD_SIZE") == str(
         _tasks(environ)
     ):  # each task is a process, which may be bound already
-        of_node = max(cores, int(environ.get("SLURM_CPUS_ON_NODE", "0")))
-        share = cores if task else min(cores, of_node // int(local or processes))
+        node_cores = max(cores, int(environ.get("SLURM_CPUS_ON_NODE", "0")))
+        share = cores if task else min(cores, node_cores // int(local or processes))
     else:  # a task is a launcher of several
         share = cores // int(local or (1 if task else processes))
     return max(share, 1)

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dino_vit.models.layers import linear
-
 # Of a chunk's logits in float32; about three times that memory is needed. On CUDA the kernels of small chunks
 # would take the host longer to start than the GPU to compute.
 CHUNK_BYTES, CUDA_CHUNK_BYTES = 2**25, 2**27
@@ -63,17 +61,17 @@ class LazyLogits:
         if self.values is not None:
             return self.values[rows]
         features = self.features[rows]
-        with torch.autocast(features.device.type, enabled=False):
-            if features.dtype == torch.float16:
+        if features.dtype == torch.float16:
+            with torch.autocast(features.device.type, enabled=False):
                 return _matmul(features, self.prototypes.T, torch.float32)
-            return linear(features, self.prototypes)
+        return logits_of(features, self.prototypes)
 
     def scores(self, rows: slice, center: Tensor, temperature: float) -> Tensor:
         """Return (logits - center) / temperature of some rows."""
         if self.values is not None or self.features.dtype == torch.float16:
             return torch.add(-center / temperature, self[rows], alpha=1 / temperature)
         with torch.autocast(center.device.type, enabled=False):  # in one product
-            return linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
+            return F.linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[rows] for rows in self.chunks())

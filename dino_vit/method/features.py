@@ -45,9 +45,9 @@ def imitation_loss(student: Tensor, teacher: Tensor, *, global_views: int) -> Te
         images = len(teacher) // global_views
         units = (F.normalize(features.float(), dim=1) for features in (student, teacher))
         ours, theirs = (rearrange(unit, "(v b) d -> v b d", b=images) for unit in units)
-        of_globals = (ours[:global_views] * theirs).sum(-1)
-        of_locals = (ours[global_views:] * theirs.mean(0)).sum(-1)
-        return 1 - torch.cat([of_globals, of_locals]).mean()
+        global_cosines = (ours[:global_views] * theirs).sum(-1)
+        local_cosines = (ours[global_views:] * theirs.mean(0)).sum(-1)
+        return 1 - torch.cat([global_cosines, local_cosines]).mean()
 
 
 def cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:

@@ -73,14 +73,14 @@ def _pairs_loss(log_probs: Tensor, targets: Tensor, grad_scale: float | None) ->
     global view. The gradient with respect to the logits is count * softmax - target.
     """
     count = len(targets)
-    of_globals, of_locals = log_probs[:count], log_probs[count:]
-    for_locals = targets.sum(0)
-    for_globals = for_locals - targets
-    loss = -(for_globals * of_globals).sum() - (for_locals * of_locals.sum(0)).sum()
+    global_log_probs, local_log_probs = log_probs[:count], log_probs[count:]
+    local_targets = targets.sum(0)
+    global_targets = local_targets - targets
+    loss = -(global_targets * global_log_probs).sum() - (local_targets * local_log_probs.sum(0)).sum()
     if grad_scale is not None:
         log_probs.exp_()
-        of_globals.mul_(grad_scale * (count - 1)).sub_(for_globals, alpha=grad_scale)
-        of_locals.mul_(grad_scale * count).sub_(for_locals, alpha=grad_scale)
+        global_log_probs.mul_(grad_scale * (count - 1)).sub_(global_targets, alpha=grad_scale)
+        local_log_probs.mul_(grad_scale * count).sub_(local_targets, alpha=grad_scale)
     return loss
 
 

@@ -90,7 +90,7 @@ class Objective:
     ) -> tuple[LossTerms, TeacherOutput]:
         """Compute the loss of a micro-batch; `student` is a Network that may be wrapped."""
         rows = self.global_views * images
-        large = views[0][:rows]
+        gram_views = views[0][:rows]
         views = self._resize_global(views, rows)
         if isinstance(self.frozen, Backbone):
             masks, teacher_out = None, self._features(self.frozen, views[0][:rows])
@@ -98,7 +98,9 @@ class Objective:
             teacher_out = self._targets(self.frozen or teacher, views[0][:rows], masks, teacher_temperature)
         # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
         all_patches = teacher_out.patches is not None or self.gram_teacher is not None
-        out: StudentOutput = student(views, masks, hide=self.frozen is None, all_patches=all_patches)
+        out: StudentOutput = student(
+            views, masks, use_mask_token=self.frozen is None, all_patches=all_patches
+        )
 
         if teacher_out.logits:
             cls, patch = self._cross_entropies(out, teacher_out, masks, rows, teacher_temperature)
@@ -112,7 +114,7 @@ class Objective:
             koleo = torch.stack([koleo_loss(features) for features in global_cls]).sum()
             loss = loss + self.koleo_weight * koleo
         if self.gram_teacher is not None and out.tokens is not None:
-            gram = gram_loss(out.tokens[:rows], self._tokens_of(self.gram_teacher, large)[1])
+            gram = gram_loss(out.tokens[:rows], self._tokens_of(self.gram_teacher, gram_views)[1])
             loss = loss + self.gram_weight * gram
         return LossTerms(loss, cls, patch, koleo, gram), teacher_out
 

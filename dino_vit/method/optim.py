@@ -44,12 +44,10 @@ def parameter_groups(
 
 
 def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
-    """Return the optimiser "adamw", "sgd" or "lars"; `set_rates` sets the rates of each step."""
+    """Return the optimiser "adamw" or "sgd"; `set_rates` sets the rates of each step."""
     optimizer: Optimizer
     fused = groups[0]["params"][0].device.type in SKIPPING_DEVICES
-    if name == "lars":
-        optimizer = LARS(groups)
-    elif name == "adamw":
+    if name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=fused)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=fused)
@@ -74,7 +72,7 @@ def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
 
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
     """Step if `finite`, else change nothing; the host waits for the answer only without a fused kernel."""
-    if optimizer.defaults.get("fused", True):  # LARS skips as fused kernels do
+    if optimizer.defaults["fused"]:
         # GradScaler skips a fused step in this way: the kernel reads the flag on the device.
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
@@ -84,12 +82,12 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
 
 
 def snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors for `restore_unless`, joined by dtype, which takes few kernels."""
+    """Return copies of tensors for `revert_if_nonfinite`, joined by dtype, which takes few kernels."""
     return [_flat(group) for group in _by_dtype(tensors)]
 
 
 @torch.no_grad()
-def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+def revert_if_nonfinite(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     """Set tensors back to their snapshot before a step, unless it was finite; the host does not wait."""
     for group, old in zip(_by_dtype(tensors), before, strict=True):
         torch._foreach_copy_(group, _split_as(torch.where(finite, _flat(group), old), group))
@@ -113,55 +111,11 @@ def _split_as(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _scale_each_(tensors: list[Tensor], factors: Tensor) -> None:
     """Multiply each tensor by its own factor."""
-    # On CUDA lists of the same shapes go through few kernels; others take one for each tensor.
-    each = _of_shapes(factors, tensors) if factors.is_cuda else factors.unbind()
+    each: Sequence[Tensor] = factors.unbind()
+    if factors.is_cuda:  # there lists of the same shapes go through few kernels; others take one a tensor
+        pairs = zip(each, tensors, strict=True)
+        each = _split_as(torch.cat([factor.expand(tensor.numel()) for factor, tensor in pairs]), tensors)
     torch._foreach_mul_(tensors, each)
-
-
-def _of_shapes(factors: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Repeat the factor of each tensor in its shape."""
-    pairs = zip(factors.unbind(), tensors, strict=True)
-    return _split_as(torch.cat([factor.expand(tensor.numel()) for factor, tensor in pairs]), tensors)
-
-
-class LARS(Optimizer):
-    """SGD with momentum, where the update of a decayed tensor is scaled to the norm of the tensor."""
-
-    def __init__(self, groups: list[ParameterGroup]) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eta": 0.001, "momentum": 0.9})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-            updates = [parameter.grad for parameter in parameters]
-            if group["decay_scale"]:
-                updates = _adapt(parameters, updates, group["weight_decay"], group["eta"])
-            momentum, lr = group["momentum"], group["lr"]
-            if (found_inf := getattr(self, "found_inf", None)) is not None:
-                skip = found_inf > 0
-                updates = [torch.where(skip, 0.0, update) for update in updates]
-                momentum, lr = torch.where(skip, 1.0, momentum), torch.where(skip, 0.0, lr)
-            torch._foreach_mul_(momenta, momentum)
-            torch._foreach_add_(momenta, updates)
-            torch._foreach_add_(parameters, torch._foreach_mul(momenta, -lr))
-
-
-def _adapt(
-    parameters: list[Tensor], gradients: list[Tensor], weight_decay: float, eta: float
-) -> list[Tensor]:
-    """Return the decayed gradients, scaled to `eta` times the norm of the parameter if neither is zero."""
-    updates = list(torch._foreach_add(gradients, parameters, alpha=weight_decay))
-    parameter_norms = torch.stack(torch._foreach_norm(parameters))
-    update_norms = torch.stack(torch._foreach_norm(updates))
-    nonzero = (parameter_norms > 0) & (update_norms > 0)
-    scales = torch.where(nonzero, eta * parameter_norms / update_norms, 1.0)
-    _scale_each_(updates, scales)
-    return updates
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dino_vit.config.sections import Tokens
 from dino_vit.core import Size
-from dino_vit.models.layers import Linear, init_linear
+from dino_vit.models.layers import init_linear
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -93,7 +93,7 @@ class Backbone(nn.Module):
 
     def add_classifier(self, classes: int) -> None:
         """Replace the head by a new classifier."""
-        self.head = Linear(self.width, classes)
+        self.head = nn.Linear(self.width, classes)
         init_linear(self.head)
         self.config = replace(self.config, num_classes=classes)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_vit.models.layers import MLP, LayerNorm, LayerScale, Linear, dropout, linear
+from dino_vit.models.layers import MLP, LayerNorm, LayerScale, dropout
 from dino_vit.models.positions import Rotation, rotate
 from dino_vit.models.sequences import Sequences
 
@@ -35,8 +35,8 @@ class Attention(nn.Module):
         self.heads, self.without_key_bias = heads, qkv_bias and not key_bias
         self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
         self.dropout, self.attention_dropout = dropout, attention_dropout
-        self.qkv = Linear(width, 3 * width, bias=qkv_bias)
-        self.proj = Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         parts = sequences.split(self._project(x), 3, self.heads, -1)
@@ -74,7 +74,7 @@ class Attention(nn.Module):
             return projected
         query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)  # that of the keys is stored, but not used
         bias = torch.cat([query_bias, torch.zeros_like(key_bias), value_bias])
-        return linear(x, self.qkv.weight, bias)
+        return F.linear(x, self.qkv.weight, bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:

@@ -127,10 +127,10 @@ class _Normalise(torch.autograd.Function):
         grad, over, shape = grads[0].float(), [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
         centred = x.float() - mean.view(shape)
         sums = torch.stack([grad.sum(over), (grad * centred).sum(over)])
-        of_mean, of_scale = all_reduce_sum(sums) / rows
-        moved = grad - of_mean.view(shape) - centred * (of_scale * scale.square()).view(shape)
-        of_input = (moved * (scale * weight).view(shape)).to(x.dtype)
-        return of_input, sums[1] * scale, sums[0], None
+        mean_grad, scale_grad = all_reduce_sum(sums) / rows
+        moved = grad - mean_grad.view(shape) - centred * (scale_grad * scale.square()).view(shape)
+        input_grad = (moved * (scale * weight).view(shape)).to(x.dtype)
+        return input_grad, sums[1] * scale, sums[0], None
 
 
 class AcrossProcesses(_BatchNorm):
@@ -166,8 +166,8 @@ def _across_processes(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
 def _blank(kind: type[_BatchNorm]) -> nn.Module:
     """Return a layer without its state, to unpickle one whose class has no name of its own."""
-    of_all = _across_processes(kind)
-    return of_all.__new__(of_all)
+    converted = _across_processes(kind)
+    return converted.__new__(converted)
 
 
 def convert_sync_batchnorm(network: nn.Module) -> None:

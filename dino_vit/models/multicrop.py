@@ -15,7 +15,7 @@ from torch import Tensor
 from dino_vit.core.distributed import to_device
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.layers import call_with_cast_weights
-from dino_vit.models.sequences import draw_drop_path, sequences_by_block, spread_drops
+from dino_vit.models.sequences import sample_drop_path, sequences_by_block, spread_drops
 from dino_vit.models.vit import VisionTransformer
 
 
@@ -29,30 +29,37 @@ class Drops(NamedTuple):
 NOTHING = Drops()
 
 
-def draw_drops(
+def sample_drops(
     backbone: Backbone,
     views: Sequence[Tensor],
     patch_drop: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Drops:
-    """Draw what is left out of a forward pass in training.
+    """Sample what is left out of a forward pass in training.
 
-    `patch_drop` is the share of the patches of the first size. Models of timm draw for themselves.
+    `patch_drop` is the share of the patches of the first size. Models of timm sample for themselves.
     """
     if not isinstance(backbone, VisionTransformer) or not backbone.training:
         return NOTHING
     images, drop_path, kept_tokens = views[0], None, None
     if any(backbone.drop_path_rates):
         count = sum(view.shape[0] for view in views)
-        drop_path = draw_drop_path(backbone.drop_path_rates, count, images.device, generator)
+        drop_path = sample_drop_path(backbone.drop_path_rates, count, images.device, generator)
     if patch_drop:
-        patches = math.prod(backbone.grid_of(*images.shape[-2:]))
-        kept = max(1, round(patches * (1 - patch_drop)))
-        order = torch.rand(images.shape[0], patches, generator=generator).argsort(1)
-        chosen = backbone.first_patch + order[:, :kept].sort(1).values
-        prefix = torch.arange(backbone.first_patch).expand(images.shape[0], -1)
-        kept_tokens = to_device(torch.cat([prefix, chosen], dim=1), images.device)
+        kept_tokens = sample_kept_patches(backbone, images, patch_drop, generator)
     return Drops(drop_path, kept_tokens)
+
+
+def sample_kept_patches(
+    backbone: VisionTransformer, images: Tensor, patch_drop: float, generator: torch.Generator | None = None
+) -> Tensor:
+    """Sample the patches of each image that stay; return the indices of its tokens, (B, 1 + R + kept)."""
+    patches = math.prod(backbone.grid_of(*images.shape[-2:]))
+    kept = max(1, round(patches * (1 - patch_drop)))
+    order = torch.rand(images.shape[0], patches, generator=generator).argsort(1)
+    chosen = backbone.first_patch + order[:, :kept].sort(1).values
+    prefix = torch.arange(backbone.first_patch).expand(images.shape[0], -1)
+    return to_device(torch.cat([prefix, chosen], dim=1), images.device)
 
 
 def forward_multicrop(

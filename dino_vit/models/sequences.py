@@ -78,12 +78,12 @@ def spread_drops(by_block: Sequence[Sequences], drops: Tensor | None) -> list[Te
     return [*by_block[0].spread(drops[:-1]), *by_block[-1].spread(drops[-1:])]
 
 
-def draw_drop_path(
+def sample_drop_path(
     rates: Sequence[float], images: int, device: torch.device, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw the factors of stochastic depth for both residual branches of blocks: (depth, 2, images, 1, 1).
+    """Sample the factors of stochastic depth for both residual branches of blocks: (depth, 2, images, 1, 1).
 
-    They are 0 or 1 / (1 - rate). They are drawn on the CPU, so that every device gets the same numbers, and
+    They are 0 or 1 / (1 - rate). They are sampled on the CPU, so that every device gets the same numbers, and
     in one call, so that a GPU gets one copy instead of a kernel for each branch.
     """
     rate = torch.tensor(rates)[:, None, None]

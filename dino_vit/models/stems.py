@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dino_vit.config.sections import GROUPS, REDUCTION, Stem
 from dino_vit.core import Size
-from dino_vit.models.layers import linear
 
 FIRST_KERNEL = {
     "patch": "patch_embed.proj.weight",
@@ -37,7 +36,7 @@ class UnfoldedConv(nn.Conv2d):
         patches = rearrange(images, "b c (h p) (w q) -> b h w c p q", p=p, q=q)
         patches = patches.to(dtype, memory_format=torch.contiguous_format)  # unfolded and cast by one kernel
         flat = rearrange(patches, "b h w c p q -> b (h w) (c p q)")
-        return linear(flat, self.weight.flatten(1), self.bias)
+        return F.linear(flat, self.weight.flatten(1), self.bias)
 
 
 class PatchStem(nn.Module):

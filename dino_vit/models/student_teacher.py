@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead, FeatureHead, convert_sync_batchnorm
-from dino_vit.models.multicrop import Drops, draw_drops, forward_multicrop
+from dino_vit.models.multicrop import Drops, forward_multicrop, sample_drops
 from dino_vit.models.vit import VisionTransformer
 
 Head = DINOHead | FeatureHead
@@ -79,18 +79,18 @@ class Network(nn.Module):
         views: Sequence[Tensor],
         masks: Masks | None = None,
         *,
-        hide: bool = False,
+        use_mask_token: bool = False,
         all_patches: bool = False,
     ) -> StudentOutput:
         """Compute the output for views by size, each (views of that size · b, C, h, w).
 
-        The masks are of the first views of the first size, the global ones; with `hide` the mask token
-        replaces their masked patches.
+        The masks are of the first views of the first size, the global ones; with `use_mask_token` the mask
+        token replaces their masked patches.
         """
         mask = None
-        if masks is not None and hide:
+        if masks is not None and use_mask_token:
             mask = F.pad(masks.mask, (0, 0, 0, len(views[0]) - len(masks.mask)))
-        drops = draw_drops(self.backbone, views, self.patch_drop, self.generator)
+        drops = sample_drops(self.backbone, views, self.patch_drop, self.generator)
         cls, tokens = self.run_backbone(views, mask, masks is not None or all_patches, drops)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
         out = StudentOutput(cls, self.head.project(cls), self.head.prototypes)
@@ -116,7 +116,7 @@ class Network(nn.Module):
             return torch.cat([first, *others]), None
         return torch.cat([first[:, 0], *others]), first[:, self.backbone.first_patch :]
 
-    def with_full_weights(self, work: Callable[[Backbone], T]) -> T:
+    def run_unsharded(self, work: Callable[[Backbone], T]) -> T:
         """Return work(backbone); FSDP, where it shards the network, gathers the weights for the call."""
         return work(self.backbone)
 

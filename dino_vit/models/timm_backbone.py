@@ -15,7 +15,6 @@ from dino_vit.config.constructors import takes
 from dino_vit.config.settings import BelowOne, Classes, Dimension, Side
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.layers import Linear
 
 PREFIX = "timm:"  # of a name in the settings
 
@@ -50,7 +49,7 @@ class TimmBackbone(Backbone):
             math.ceil(side / max(count, 1)) for side, count in zip(self.image_size, grid, strict=True)
         )
         self.patch_size = height, width
-        self.head = Linear(self.width, config.num_classes) if config.num_classes else nn.Identity()
+        self.head = nn.Linear(self.width, config.num_classes) if config.num_classes else nn.Identity()
 
     @property
     def grad_checkpointing(self) -> bool:

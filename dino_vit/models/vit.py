@@ -27,9 +27,9 @@ from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.models import positions
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import Block
-from dino_vit.models.layers import Linear, dropout, init_linear
+from dino_vit.models.layers import dropout, init_linear
 from dino_vit.models.positions import Grid, PositionMode, Rotation
-from dino_vit.models.sequences import draw_drop_path, sequences_by_block
+from dino_vit.models.sequences import sample_drop_path, sequences_by_block
 from dino_vit.models.stems import build_stem
 
 BLOCK_KEYWORDS = ["mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale", "norm_eps"]
@@ -109,7 +109,7 @@ class VisionTransformer(Backbone):
         options["key_bias"] = not self.rotary if config.key_bias is None else config.key_bias
         self.blocks = nn.ModuleList(Block(width, self.heads, **options) for _ in range(self.depth))
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
-        self.head = Linear(width, config.num_classes) if config.num_classes else nn.Identity()
+        self.head = nn.Linear(width, config.num_classes) if config.num_classes else nn.Identity()
         self.init_weights()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class VisionTransformer(Backbone):
         by_block = sequences_by_block([(x.shape[0], x.shape[1])], [self.rotations(images)], [only_cls])
         drops: Iterable[Tensor | None] = [None] * self.depth
         if self.training and any(self.drop_path_rates):
-            drops = draw_drop_path(self.drop_path_rates, x.shape[0], x.device)
+            drops = sample_drop_path(self.drop_path_rates, x.shape[0], x.device)
         return zip(self.blocks, by_block, drops, strict=True)
 
     def get_attention(

@@ -131,7 +131,7 @@ def _published_weights(run: JudgedRun, _: Diagnosis) -> str:
     data, output = config.data, f"{config.output}-published"
     if any(source.startswith("object:") for source in data.sources):  # which no command line can name
         return f"Try init.weights={PUBLISHED}: weights that have seen a million photos."
-    given = {"labels": data.labels, "mix": data.mix, "weights": data.weights}
+    given = {"labels": data.labels, "mix": data.mix}
     words = [f"data.{key}={write_yaml(value)}" for key, value in given.items() if value is not None]
     words = ["recipe=auto", run.length(1), f"init.weights={PUBLISHED}", *words]
     if isinstance(data.source, str) and "=" not in data.source + output:

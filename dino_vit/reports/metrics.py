@@ -163,7 +163,7 @@ class Baseline(OnlineFigures, Guesses):
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-METRICS, START, BASELINE = TypeAdapter(MetricsRecord), TypeAdapter(Start), TypeAdapter(Baseline)
+METRICS, START_ADAPTER, BASELINE = TypeAdapter(MetricsRecord), TypeAdapter(Start), TypeAdapter(Baseline)
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

@@ -16,7 +16,15 @@ from dino_vit.config.settings import Settings, flat, settings_of, values
 from dino_vit.core import log
 from dino_vit.core.text import plural, public, public_values
 from dino_vit.data.limits import read_regular
-from dino_vit.reports.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
+from dino_vit.reports.metrics import (
+    BASELINE,
+    METRICS,
+    START_ADAPTER,
+    Baseline,
+    MetricsRecord,
+    Start,
+    read_records,
+)
 from dino_vit.reports.readings import Diagnosis
 from dino_vit.reports.states import STATES, TOO_EARLY
 from dino_vit.reports.verdict import Verdict, judge
@@ -122,7 +130,7 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         config=load(PretrainConfig, settings),
         history=read_records(folder / "metrics.jsonl", METRICS),
-        starts=read_records(folder / "starts.jsonl", START),
+        starts=read_records(folder / "starts.jsonl", START_ADAPTER),
         baseline=next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline()),
         evaluations=read_evaluations(folder),
     )

@@ -21,7 +21,7 @@ from dino_vit.config.settings import get
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, NotFinite
 from dino_vit.core.distributed import (
-    START,
+    SETUP_TIMEOUT,
     all_reduce_mean,
     any_process,
     broadcast_int,
@@ -43,7 +43,7 @@ from dino_vit.method.optim import (
     clip_gradients,
     ema_update,
     reduce_loss,
-    restore_unless,
+    revert_if_nonfinite,
     set_rates,
     snapshot,
     step_if_finite,
@@ -52,7 +52,7 @@ from dino_vit.models.head import DINOHead
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.resolve import NO_FIT, Fit, start_choices, with_choices
+from dino_vit.training.resolve import NO_ESTIMATE, BudgetEstimate, start_choices, with_choices
 from dino_vit.training.setup import open_context, set_up
 from dino_vit.training.state import ADVICE, WARM_UP, TrainingState
 from dino_vit.views.loader import Batch
@@ -84,7 +84,7 @@ def pretrain(
             with Reporter(run, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
                 finished = train(run.state, reporter, interruption)
                 accelerator.wait_for_everyone()
-                limit_waits(START)  # of what comes next in this process
+                limit_waits(SETUP_TIMEOUT)  # of what comes next in this process
         if not finished:
             interruption.leave()
 
@@ -169,12 +169,12 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     freeze(state)
     loss, finite = reduce_loss(loss, norm)
     step_if_finite(state.optimizer, finite)
-    restore_unless(finite, state.statistics, before)
+    revert_if_nonfinite(finite, state.statistics, before)
     scale = state.scaler.scale(torch.ones((), device=state.device)) if state.scaler.is_enabled() else None
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     # After a skipped step too: the student is as it was, so the teacher moves towards it.
-    ema_update(*state.averaged, rates.momentum)
+    ema_update(*state.ema_pairs, rates.momentum)
     state.objective.update()
 
     state.step += 1
@@ -256,14 +256,14 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
             reporter.saved(path)
 
 
-def fit_to_minutes(config: PretrainConfig) -> Fit:
+def fit_to_minutes(config: PretrainConfig) -> BudgetEstimate:
     """Measure what fits into `budget.minutes`; nothing for another budget, and for a run that resumes.
 
     Measuring and evaluations are part of the minutes; those of `recipe=auto` take a tenth, six at most.
     """
     minutes, start = config.budget.minutes, time.monotonic()
     if minutes is None or Checkpoints(Path(config.output)).exist_on_rank_0():
-        return NO_FIT
+        return NO_ESTIMATE
     context = open_context(config, start_processes())
     log.info("measuring how long a step and an evaluation take ...")
     config = with_choices(config, start_choices(config, context))
@@ -286,13 +286,13 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
         if chosen is not smallest:
             step, evaluation = measured_seconds(replace(config, chosen.settings))
     count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
-    of_evaluations = (count + 1) * evaluation  # one is before the first step
-    if config.recipe == "auto" and 60 * minutes - of_evaluations >= SHORT * step:
+    evaluating = (count + 1) * evaluation  # one is before the first step
+    if config.recipe == "auto" and 60 * minutes - evaluating >= SHORT * step:
         # A step of a long run takes longer.
         least, (step, _) = SHORT - 1, measured_seconds(with_choices(config, choices), SHORT)
     seconds = float(all_reduce_mean(torch.tensor(time.monotonic() - start, device=context.device)))
-    steps = max(least, int((60 * minutes - seconds - of_evaluations) / step))
-    return Fit(steps, choices, count, step, seconds)
+    steps = max(least, int((60 * minutes - seconds - evaluating) / step))
+    return BudgetEstimate(steps, choices, count, step, seconds)
 
 
 def measured_seconds(config: PretrainConfig, steps: int = 1000) -> tuple[float, float]:
@@ -343,8 +343,8 @@ def evaluation_seconds(state: TrainingState) -> float:
     few = copy.copy(evaluation)
     few.indices = evaluation.indices[:TIMED_IMAGES]
     with torch.compiler.set_stance("force_eager"):
-        state.teacher.with_full_weights(few)  # the first one loads libraries and kernels
+        state.teacher.run_unsharded(few)  # the first one loads libraries and kernels
         start = time.perf_counter()
-        state.teacher.with_full_weights(few)
+        state.teacher.run_unsharded(few)
     seconds = time.perf_counter() - start
     return seconds * len(evaluation.indices) / len(few.indices)

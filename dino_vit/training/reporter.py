@@ -88,8 +88,8 @@ class Reporter:
             for key, v in values(config).items()
         }
         # Trackio would give each start a name of its own; a run that resumes goes on under the same one.
-        of_run = {"trackio": {"name": plain["output"], "resume": "allow"}}
-        accelerator.init_trackers("logs", config=plain, init_kwargs=of_run)
+        run_settings = {"trackio": {"name": plain["output"], "resume": "allow"}}
+        accelerator.init_trackers("logs", config=plain, init_kwargs=run_settings)
 
     def __enter__(self) -> Self:
         self.progress.__enter__()
@@ -117,8 +117,8 @@ class Reporter:
         if baseline.best_features == "CLS":  # which `knn` is of
             del titles["best_knn"]
         texts = [f"{title} {figures[name]:.1f}" for name, title in titles.items() if name in figures]
-        of_labels = "" if baseline.metric == "top-1" else f" ({baseline.metric} in per cent)"
-        self.progress.notice(f"before the first step{of_labels}: {', '.join(texts)}")
+        metric = "" if baseline.metric == "top-1" else f" ({baseline.metric} in per cent)"
+        self.progress.notice(f"before the first step{metric}: {', '.join(texts)}")
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
             with self._full_disk_allowed():

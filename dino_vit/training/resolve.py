@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dino_vit.config.auto import (
     EVALUATIONS,
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 GLOBAL_ORDER = 2**26  # images: an order of all takes 16 bytes of each in every process
 
 
-class Fit(NamedTuple):
+class BudgetEstimate(NamedTuple):
     """What fits into `budget.minutes`: steps and evaluations, and the network and views chosen for them."""
 
     steps: int | None = None
@@ -52,7 +50,7 @@ class Fit(NamedTuple):
     seconds: float = 0.0  # that measuring took
 
 
-NO_FIT = Fit()  # of a run whose budget is not in minutes
+NO_ESTIMATE = BudgetEstimate()  # of a run whose budget is not in minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +60,15 @@ class RunContext:
     source: Source
     processes: int
     device: torch.device
-    sampling: NDArray[np.float64] | None = None  # how often images are drawn
     resumed: Checkpoint | None = None
     trained: Backbone | None = None  # of `init.weights`, in a new run
     architecture: Mapping[str, Any] | None = None  # of `init.weights`
     frozen: "TrainedTeacher | None" = None  # of `teacher.weights`
     gram_teacher: Backbone | None = None  # of `gram.weights`
-    fit: Fit = NO_FIT
+    fit: BudgetEstimate = NO_ESTIMATE
 
     @property
-    def imitated(self) -> Backbone | None:
+    def feature_teacher(self) -> Backbone | None:
         """The frozen teacher, if it has no heads."""
         return self.frozen.backbone if self.frozen and self.frozen.network is None else None
 
@@ -239,13 +236,13 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
     _check_agreement(config, settings, weights)
     chosen = {"views.global_size", "model.image_size"} & given
     if config.recipe == "auto" and context.trained and not chosen:  # a run that resumes keeps its own
-        of_its_run = flat(context.trained.provenance.config)
+        its_config = flat(context.trained.provenance.config)
         height, width = height_width(trained["image_size"])
-        if height == width and not of_its_run and "name" not in trained:  # DINOv2's grid is for 518 pixels
+        if height == width and not its_config and "name" not in trained:  # DINOv2's grid is for 518 pixels
             patch = settings["model.patch_size"]
             height = width = min(height, 224 // patch * patch)
         settings["model.image_size"] = size = _side((height, width))
-        settings["views.global_size"] = of_its_run.get("views.global_size", size)
+        settings["views.global_size"] = its_config.get("views.global_size", size)
     if context.trained and not context.frozen:  # a frozen teacher needs images as it was trained on
         origin = context.trained.provenance
         if origin.mean and origin.std:

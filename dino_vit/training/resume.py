@@ -16,10 +16,9 @@ from dino_vit.core.runtime import choose_precision
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.sources.source import MixedSource, Source, stamp_of
-from dino_vit.reports.metrics import METRICS, START, OnlineFigures, read_records, to_json
+from dino_vit.reports.metrics import METRICS, START_ADAPTER, OnlineFigures, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
-from dino_vit.views.sampler import sampling_fingerprint
 
 # What a run writes beside its checkpoints.
 RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unreadable.txt"
@@ -110,7 +109,7 @@ def set_earlier_run_aside(folder: Path, settings: bytes) -> None:
 
 def _more_images(config: PretrainConfig, source: Source, step: int) -> str:
     """Return how many images more or fewer a run has than at a step; "" if as many, or unknown."""
-    starts = read_records(Path(config.output) / "starts.jsonl", START)
+    starts = read_records(Path(config.output) / "starts.jsonl", START_ADAPTER)
     before = [start.images for start in starts if start.step < step]
     if not before or isinstance(source, MixedSource):  # of which a start has the images of an epoch
         return ""
@@ -134,8 +133,6 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
             yield f"{config.data.images} has {more} than at step {resumed.step}"
         else:
             yield f"the images of {config.data.images} have changed"
-    if metadata.get("weights") != sampling_fingerprint(context.sampling):
-        yield f"the sampling weights have changed (data.weights={config.data.weights})"
     networks = {"frozen": f"teacher.weights={config.teacher.weights}"}
     networks |= {"gram": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():

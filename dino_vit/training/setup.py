@@ -28,7 +28,7 @@ from dino_vit.models.stems import current_arguments
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.plan import make_plan, note_on_unseen
-from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
+from dino_vit.training.resolve import NO_ESTIMATE, BudgetEstimate, RunContext, resolve_config, started_config
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import (
@@ -39,7 +39,6 @@ from dino_vit.views.build import (
     open_images,
 )
 from dino_vit.views.loader import UnreadableImages
-from dino_vit.views.sampler import describe_sampling
 
 
 class ReadyRun(NamedTuple):
@@ -51,7 +50,7 @@ class ReadyRun(NamedTuple):
     resumed: Path | None  # the checkpoint that it resumes from
 
 
-def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) -> ReadyRun:
+def set_up(config: PretrainConfig, accelerator: Accelerator, fit: BudgetEstimate = NO_ESTIMATE) -> ReadyRun:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder.
 
     `fit` is what a new run of some `budget.minutes` has time for.
@@ -73,13 +72,11 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
         state.restore(context.resumed)
     elif note := note_on_unseen(state.plan, context.fit.step_seconds):
         notes.append(note)
-    if context.imitated:
+    if context.feature_teacher:
         notes.append(
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
             "the head, the temperatures and the centre have no effect"
         )
-    if context.sampling is not None:
-        notes.append(describe_sampling(context.sampling))
     if isinstance(context.source, MixedSource):
         notes.append(context.source.describe_epoch())
     before = state.evaluated_by
@@ -106,14 +103,16 @@ def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[
     yield from said
 
 
-def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) -> RunContext:
+def open_context(
+    config: PretrainConfig, accelerator: Accelerator, fit: BudgetEstimate = NO_ESTIMATE
+) -> RunContext:
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    source, sampling = open_images(config)
+    source = open_images(config)
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:
-        fit = Fit(resumed.metadata["total_steps"])
+        fit = BudgetEstimate(resumed.metadata["total_steps"])
     trained, frozen, gram_teacher = None, None, None
     if config.teacher.weights is not None or config.gram:
         from dino_vit.weights.loading import load_fixed, open_teacher
@@ -127,7 +126,6 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
         architecture = current_arguments(resumed.metadata["architecture"], resumed.tensors)
     return RunContext(
         source=source,
-        sampling=sampling,
         resumed=resumed,
         trained=trained,
         architecture=architecture,
@@ -142,12 +140,12 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
 def build_untrained(
     config: PretrainConfig,
     architecture: Mapping[str, Any] | None = None,
-    imitated: Backbone | None = None,
+    feature_teacher: Backbone | None = None,
 ) -> tuple[Network, Network]:
     """Build student and teacher as at the start of a run, their parameters drawn from the seed.
 
-    `architecture` is that of trained weights, which the settings may not fully describe; `imitated` is the
-    backbone whose features the student imitates.
+    `architecture` is that of trained weights, which the settings may not fully describe; `feature_teacher` is
+    the backbone whose features the student imitates.
     """
     torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
     keywords = dict(architecture or _architecture(config))
@@ -159,15 +157,15 @@ def build_untrained(
         keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
         keywords["mask_token"] = _hides_patches(config)
     patch_head = bool(config.loss.patch_weight) and not config.head.shared
-    if imitated is not None:
-        patch_head = imitated.has_patches and config.teacher.patch_weight > 0
+    if feature_teacher is not None:
+        patch_head = feature_teacher.has_patches and config.teacher.patch_weight > 0
     return build_networks(
         backbone=keywords,
         drop_path=config.model.drop_path,
         patch_drop=config.model.patch_drop,
         head=config.head.model_dump(exclude={"shared"}),
         patch_head=patch_head,
-        feature_dim=None if imitated is None else imitated.width,
+        feature_dim=None if feature_teacher is None else feature_teacher.width,
     )
 
 
@@ -213,7 +211,6 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         config,
         context.source,
         global_batch=plan.global_batch,
-        weights=context.sampling,
         rank=accelerator.process_index,
         world_size=processes,
         pin=device.type == "cuda",
@@ -258,10 +255,10 @@ def _compile(network: Network, sharded: bool) -> None:
 
 def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[Network, Network]:
     """Build student and teacher, and check that they take what the run gives them."""
-    imitated = context.imitated
-    student, teacher = build_untrained(config, context.architecture, imitated)
-    have_patches = student.backbone.has_patches and (imitated is None or imitated.has_patches)
-    if imitated and config.teacher.patch_weight and not have_patches:
+    feature_teacher = context.feature_teacher
+    student, teacher = build_untrained(config, context.architecture, feature_teacher)
+    have_patches = student.backbone.has_patches and (feature_teacher is None or feature_teacher.has_patches)
+    if feature_teacher and config.teacher.patch_weight and not have_patches:
         raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
     student.backbone.grad_checkpointing = config.model.grad_checkpointing
     views = config.views
@@ -322,7 +319,7 @@ def _shard(
         raise ValueError(f"{', '.join(wrong)} does not work with {why}; leave one of them out")
     for network in (student, teacher):
         assert isinstance(network.backbone, VisionTransformer)
-        apply_fsdp(network, network.backbone.blocks, ["with_full_weights"], device, dtype)
+        apply_fsdp(network, network.backbone.blocks, ["run_unsharded"], device, dtype)
 
 
 def _load_trained(config: PretrainConfig, frozen: Backbone | None) -> Backbone:

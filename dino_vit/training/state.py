@@ -28,7 +28,6 @@ from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord, OnlineFi
 from dino_vit.training.interval import Interval
 from dino_vit.training.plan import Pace, Plan, ScheduleValues
 from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages
-from dino_vit.views.sampler import sampling_fingerprint
 
 if TYPE_CHECKING:
     from dino_vit.eval.maps.online import OnlineSegmentation
@@ -41,8 +40,8 @@ ADVICE = (
 WARM_UP = 2  # steps of a start that are slow: workers begin, networks are compiled
 GROWTH = 1.1  # of the steps of this start, before the length is fitted again without a log line
 # A run of some minutes changes its length if that is off by more than this share of the steps that are left.
-OFF = 0.1
-TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
+REFIT_TOLERANCE = 0.1
+MIN_EXTENSION = 0.01  # of the steps so far, when a run of some minutes ends
 
 
 @dataclass(kw_only=True)
@@ -109,7 +108,7 @@ class TrainingState:
         return [*self.student.buffers(), *self.teacher.buffers()]
 
     @cached_property
-    def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
+    def ema_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The teacher's tensors that follow the student's; also statistics, if the teacher sees no image."""
         networks, frozen = (self.teacher, self.student), self.objective.frozen is not None
         ours, theirs = ([*n.parameters(), *(n.buffers() if frozen else ())] for n in networks)
@@ -145,22 +144,22 @@ class TrainingState:
     def _timed_evaluation(self) -> OnlineFigures:
         start = time.perf_counter()
         with torch.compiler.set_stance("force_eager"):  # its batches would be compiled size by size
-            figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
+            figures: OnlineFigures = self.teacher.run_unsharded(self.evaluation)
             if self.segmentation:
-                figures = replace(figures, **self.teacher.with_full_weights(self.segmentation))
+                figures = replace(figures, **self.teacher.run_unsharded(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
         self.evaluating += self.evaluation_seconds
         return figures
 
     def evaluation_digest(self) -> str:
         """Return a digest of the images and labels, and of the masks, that evaluations use."""
-        evaluation, masks = self.evaluation, self.segmentation
-        of_masks = {**masks.learned, **masks.judged} if masks else {}
+        evaluation, segmentation = self.evaluation, self.segmentation
+        masks = {**segmentation.learned, **segmentation.judged} if segmentation else {}
         facts = {
             "images": [evaluation.source.fingerprint, evaluation.indices],
             "labels": evaluation.targets.tolist(),
             "classes": list(evaluation.source.classes) if evaluation.has_labels else [],
-            "masks": {index: classes.tolist() for index, classes in of_masks.items()},
+            "masks": {index: classes.tolist() for index, classes in masks.items()},
         }
         return digest({}, {"labels": json.dumps(facts)})
 
@@ -173,8 +172,8 @@ class TrainingState:
         """Evaluate the network before the first step and, on rank 0, what needs no network."""
         figures = self._timed_evaluation()
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
-        of_masks = self.segmentation.guesses if self.segmentation else {}
-        return Baseline(**asdict(figures), **(asdict(guesses) if guesses else {}), **of_masks)
+        by_masks = self.segmentation.guesses if self.segmentation else {}
+        return Baseline(**asdict(figures), **(asdict(guesses) if guesses else {}), **by_masks)
 
     @property
     def seconds(self) -> float:
@@ -228,8 +227,8 @@ class TrainingState:
         more = int(max(left, 0.0) / max(pace + evaluations, 1e-6))
         planned = self.plan.total_steps - self.step
         # A step or two at the end would only be evaluated again.
-        more = max(more if more > TOO_FEW * self.step else 0, least)
-        is_off = abs(more - planned) > max(OFF * planned, TOO_FEW * self.plan.total_steps)
+        more = max(more if more > MIN_EXTENSION * self.step else 0, least)
+        is_off = abs(more - planned) > max(REFIT_TOLERANCE * planned, MIN_EXTENSION * self.plan.total_steps)
         total = broadcast_int(self.step + (more if is_off else planned))
         self.plan = self.plan.with_total(total, self.step)
 
@@ -281,7 +280,6 @@ class TrainingState:
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
             "stamp": stamp_of(self.source),
-            "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,
             "evaluated_by": self.evaluated_by,

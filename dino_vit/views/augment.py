@@ -153,7 +153,7 @@ class Augment(nn.Module):
         on = rows.T > 0
 
         def step(operation: Operation, images: NDArray[np.bool_], *own: NDArray[np.float32]) -> Step:
-            return operation, images.nonzero()[0], np.array([of_row[images] for of_row in own], np.float32)
+            return operation, images.nonzero()[0], np.array([values[images] for values in own], np.float32)
 
         yield step(_flip_, on[Column.FLIP])
         in_steps = _IN_STEPS[rows[:, Column.ORDER].astype(int)]
@@ -227,15 +227,15 @@ def _grey_(x: Tensor, _: Tensor) -> None:
 
 
 def _blend_(x: Tensor, own: Tensor) -> None:
-    """Set x to factor · x + of_pixel · grey + of_mean · mean, within the levels.
+    """Set x to factor · x + pixel_weight · grey + mean_weight · mean, within the levels.
 
     The grey is the luma of each pixel, or the pixel itself if the image is not RGB.
     """
-    factor, of_pixel, of_mean = own.unbind()
+    factor, pixel_weight, mean_weight = own.unbind()
     grey = _luma(x) if x.shape[1] == 3 else x.clone()
     # A mean over all pixels at once would depend on the number of threads.
     mean = grey.mean(-1, keepdim=True).mean(-2, keepdim=True)
-    grey.mul_(of_pixel).addcmul_(mean, of_mean)
+    grey.mul_(pixel_weight).addcmul_(mean, mean_weight)
     torch.addcmul(grey, x, factor, out=x).clamp_(0, 255)
 
 

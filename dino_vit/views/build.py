@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from einops import rearrange
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.objects import find, is_object
@@ -43,10 +42,7 @@ from dino_vit.views.sampler import (
     MixedOrder,
     Sampler,
     ShardUses,
-    WeightedWindowOrder,
     WindowOrder,
-    read_sampling_weights,
-    sampling_fingerprint,
 )
 from dino_vit.views.workers import choose_workers
 
@@ -54,9 +50,8 @@ if TYPE_CHECKING:
     from dino_vit.views.masks import Masking
 
 # What may differ between the processes of a run.
-OF_A_HOST = {"output", "data.source", "data.labels", "data.weights", "data.workers", "data.cache"}
-OF_A_HOST |= {"data.cache_gb", "augment.module"}
-Images = tuple[Source, NDArray[np.float64] | None]  # and how often each is drawn
+HOST_SETTINGS = {"output", "data.source", "data.labels", "data.workers", "data.cache"}
+HOST_SETTINGS |= {"data.cache_gb", "augment.module"}
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -108,22 +103,17 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
     return mean, std
 
 
-def open_images(config: PretrainConfig) -> Images:
-    """Open the images of a run, and their sampling weights; all processes must see the same."""
+def open_images(config: PretrainConfig) -> Source:
+    """Open the images of a run; all processes must see the same."""
     data = config.data
-
-    def open_both() -> Images:
-        source = open_source(data.source or data.images, data.labels, data.mix)
-        return source, read_sampling_weights(source, data.weights) if data.weights else None
-
-    def describe(images: Images) -> str:
-        weights = "" if images[1] is None else f", weights {sampling_fingerprint(images[1])}"
-        return f"{describe_images(images[0])}{weights}"
-
-    shared = [f"{key}={value}" for key, value in values(config, given=True).items() if key not in OF_A_HOST]
+    shared = [
+        f"{key}={value}" for key, value in values(config, given=True).items() if key not in HOST_SETTINGS
+    ]
     with in_all_processes():
         agree("settings", lambda: shared, ", ".join)
-        return agree("images", open_both, describe)
+        return agree(
+            "images", lambda: open_source(data.source or data.images, data.labels, data.mix), describe_images
+        )
 
 
 def build_augment(
@@ -165,7 +155,6 @@ def build_loader(
     source: Source,
     *,
     global_batch: int,
-    weights: NDArray[np.float64] | None,
     rank: int,
     world_size: int,
     pin: bool,
@@ -187,7 +176,6 @@ def build_loader(
         rank=rank,
         world_size=world_size,
         accumulate=config.optim.accumulate,
-        weights=weights,
         layout=None if mixed else layouts[0],
         window=config.data.window,
         mixed=mixed,
@@ -252,7 +240,7 @@ def build_prefetch(
     copies.limit = min(data.cache_gb * 1e9, ROOM * room)
     limit = copies.limit / sources
     order = mixed.orders[number] if mixed else sampler.build_order()
-    span = order.span if isinstance(order, WindowOrder | WeightedWindowOrder) else None
+    span = order.span if isinstance(order, WindowOrder) else None
     sizes = np.sort(copies.sizes)[::-1]
     if span is None and sizes.sum() > limit:
         return None
@@ -276,17 +264,13 @@ def build_prefetch(
 
 
 def make_views(
-    config: PretrainConfig,
-    source: Source,
-    samples: Sequence[int],
-    epoch: int,
-    weights: NDArray[np.float64] | None = None,
+    config: PretrainConfig, source: Source, samples: Sequence[int], epoch: int
 ) -> list[list[Tensor]]:
     """Make the views of samples in an epoch again, as the networks get them but with values from 0 to 1.
 
     Returns the views of each sample, global ones first.
     """
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
     loader = Loader(
         source=source,
         views=build_views(config),

@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.sections import Fit, Interpolation
+from dino_vit.config.sections import Interpolation, ResizeMode
 from dino_vit.core import Size, log
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
@@ -27,7 +27,7 @@ class EvalTransform:
     size: Size
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    fit: Fit = "crop"  # resize and centre-crop, or resize the whole image and ignore its aspect ratio
+    fit: ResizeMode = "crop"  # resize and centre-crop, or resize the whole image and ignore its aspect ratio
     shorter_side: int | None = None  # of an image before the crop; None: 256/224 of the crop, as published
     interpolation: Interpolation = "bicubic"
     pixels: Pixels = RGB
@@ -124,7 +124,7 @@ class EvalTransform:
 
 
 def eval_transform_of(
-    model: Backbone, *, size: Size | None = None, fit: Fit | None = None, verbose: bool = True
+    model: Backbone, *, size: Size | None = None, fit: ResizeMode | None = None, verbose: bool = True
 ) -> EvalTransform:
     """Return the transform stored with the weights of a backbone, by default that of ImageNet.
 

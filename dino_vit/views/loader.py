@@ -168,7 +168,7 @@ class Loader(Dataset[Any]):
                     out = views[size][:, position]
                     crop_views(image, boxes[indices], size, interpolation=interpolation, out=out)
         rows = draw_augment([view.augment for view in self.views], **keys)
-        flat = {size: of_size.flatten(0, 1) for size, of_size in views.items()}
+        flat = {size: stacked.flatten(0, 1) for size, stacked in views.items()}
         augment = {
             size: torch.from_numpy(rearrange(rows[:, indices], "b v f -> (v b) f"))
             for size, indices in self.by_size.items()

@@ -1,38 +1,33 @@
 """Which images make up which step: a function of the seed, the epoch and the step within it."""
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.labels import values_by_name
-from dino_vit.data.sources.source import ShardLayout, Source
-from dino_vit.data.targets import as_number
+from dino_vit.data.sources.source import ShardLayout
 
 BLOCK = 2**18  # images, at least, that a window order draws at a time
-WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 
 
 class GlobalOrder:
-    """A permutation of all images, or a weighted sample with replacement.
+    """A permutation of all images.
 
     Like every order it draws any part of an epoch by itself, and tells when each shard is needed.
     """
 
-    def __init__(self, length: int, seed: int, weights: NDArray[np.float64] | None = None) -> None:
-        self.length, self.seed, self.weights = length, seed, weights
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.seed = length, seed
         self._order = lru_cache(1)(self._draw)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GlobalOrder, (self.length, self.seed, self.weights)
+        return GlobalOrder, (self.length, self.seed)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the images at the positions from `start` to `stop` of an epoch."""
@@ -43,18 +38,8 @@ class GlobalOrder:
         return np.array([start])  # of any shard
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
-        indices = np.arange(self.length)
-        if self.weights is not None:
-            return draw_by_weight(self.weights, random_uniform(self.seed, RngPurpose.ORDER, epoch, indices))
         # SplitMix64 is one-to-one, so there are no ties that a sort could break.
-        return np.argsort(random_bits(self.seed, RngPurpose.ORDER, epoch, indices))
-
-
-def draw_by_weight(weights: NDArray[np.float64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Turn uniform numbers from [0, 1) into indices whose probabilities are proportional to the weights."""
-    upper = np.cumsum(weights)  # sequential, so rounded alike everywhere; a pairwise sum would not be
-    # side="right" skips weights of 0; u · sum stays below the sum, even after rounding.
-    return np.searchsorted(upper, uniform * upper[-1], side="right")
+        return np.argsort(random_bits(self.seed, RngPurpose.ORDER, epoch, np.arange(self.length)))
 
 
 class _Shuffled(NamedTuple):
@@ -144,27 +129,7 @@ class WindowOrder:
         return images, (first + self.span * uniform) % self.length
 
 
-class WeightedWindowOrder:
-    """What the weights draw, walked through shard by shard."""
-
-    def __init__(self, layout: ShardLayout, seed: int, window: int, weights: NDArray[np.float64]) -> None:
-        self.layout, self.drawn = layout, GlobalOrder(len(layout), seed, weights)
-        self.span = WindowOrder(layout, seed, window).span
-        self._order = lru_cache(2)(self._walk)
-
-    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        positions = self._order(epoch).take(epoch, start, stop)
-        return self.drawn.take(epoch, 0, len(self.layout))[positions]
-
-    def next_uses(self, epoch: int, start: int) -> NDArray[np.int64]:
-        return self._order(epoch).next_uses(epoch, start)
-
-    def _walk(self, epoch: int) -> WindowOrder:
-        shards = self.layout.shards(self.drawn.take(epoch, 0, len(self.layout)))
-        return WindowOrder(ShardLayout.of(shards, len(self.layout.sizes)), self.drawn.seed, 0, self.span)
-
-
-Order = GlobalOrder | WindowOrder | WeightedWindowOrder
+Order = GlobalOrder | WindowOrder
 
 
 class MixedOrder:
@@ -214,8 +179,8 @@ class Sampler:
 
     The images of a step do not depend on the number of processes or micro-batches (`accumulate`). A last
     incomplete batch is dropped, or with `keep_last` filled with images of the epoch's start until processes
-    share it evenly. With `weights`, an epoch samples `length` images with replacement, by their weights. With
-    `layout`, what lies in which shard, it walks through the shards in a random order, `window` at a time.
+    share it evenly. With `layout`, what lies in which shard, it walks through the shards in a random order,
+    `window` at a time.
     """
 
     length: int
@@ -225,7 +190,6 @@ class Sampler:
     world_size: int = 1
     accumulate: int = 1
     keep_last: bool = False
-    weights: NDArray[np.float64] | None = None
     layout: ShardLayout | None = None
     window: int = 16
     mixed: MixedOrder | None = None  # of several sources, instead of these
@@ -237,21 +201,16 @@ class Sampler:
     def build_order(self) -> Order:
         """Return the order of one source."""
         if self.layout is None:
-            return GlobalOrder(self.length, self.seed, self.weights)
-        if self.weights is None:
-            return WindowOrder(self.layout, self.seed, self.window)
-        return WeightedWindowOrder(self.layout, self.seed, self.window, self.weights)
+            return GlobalOrder(self.length, self.seed)
+        return WindowOrder(self.layout, self.seed, self.window)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the indices of an epoch: a permutation, or a weighted sample."""
+        """Return the indices of an epoch."""
         return (self.mixed or self.build_order()).take(epoch, 0, self.length)
 
     def others(self, sample: int, count: int) -> Iterator[int]:
         """Draw replacements for an unreadable image, as a function of its index alone."""
         keys = self.seed, RngPurpose.REPLACEMENT, sample, np.arange(count)
-        if self.weights is not None:
-            yield from draw_by_weight(self.weights, random_uniform(*keys)).tolist()
-            return
         start, stop = self.mixed.range_around(sample) if self.mixed else (0, self.length)
         yield from (start + (random_bits(*keys) % np.uint64(stop - start)).astype(np.int64)).tolist()
 
@@ -296,36 +255,3 @@ class ShardUses:
             is_needed = (uses >= 0) & (uses < self.count) & (times < used)
             np.copyto(result, times + ahead * used - done, where=is_needed)
         return result
-
-
-def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
-    """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
-    values = values_by_name(source, str(path), WEIGHT_COLUMNS)
-    weights = np.array([as_number(str(value)) for value in values], dtype=np.float64)  # NaN if it is none
-    wrong = np.flatnonzero(~(weights >= 0)).tolist()
-    if wrong:
-        name, value = source.name(wrong[0]), values[wrong[0]]
-        raise ValueError(
-            f"{path} has no weight for {len(wrong)} of {len(values)} images, such as '{name:.200}' "
-            f"({value!r:.200}); it must be a finite number, 0 or more"
-        )
-    total = sum(weights.tolist())
-    if not 0 < total < math.inf:
-        raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")
-    return weights
-
-
-def describe_sampling(weights: NDArray[np.float64]) -> str:
-    """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
-    probabilities = weights / weights.sum()
-    never = np.count_nonzero(weights == 0)
-    alike = f"{1 / (probabilities**2).sum():,.0f} of {len(weights):,} images"
-    text = f"sampling weights: as varied as {alike} drawn equally often"
-    return f"{text}; {never:,} are never drawn" if never else text
-
-
-def sampling_fingerprint(weights: NDArray[np.float64] | None) -> str | None:
-    """Return a digest of the weights."""
-    if weights is None:
-        return None
-    return hashlib.sha256(weights.astype("<f8").tobytes()).hexdigest()[:16]

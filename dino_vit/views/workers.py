@@ -31,7 +31,7 @@ class NoBatch(Exception):
     """A run that was asked to stop waits for a batch that does not come."""
 
 
-class Packed:
+class Pickled:
     """What a worker hands over, pickled by the thread that made it.
 
     The DataLoader's own thread would print an error, as where shared memory is full, and drop the batch,
@@ -81,13 +81,13 @@ def handed_over(make: Callable[[], Any]) -> Any:
     """Return what `make` returns, or its error, in a form that reaches the process of the run."""
     try:
         content = make()
-        return content if get_worker_info() is None else Packed(content)
+        return content if get_worker_info() is None else Pickled(content)
     except Exception as error:
         if get_worker_info() is None:
             return error
         if not is_foreseen(error):
             error.add_note(f"in a DataLoader worker:\n{traceback.format_exc()}")
-        return Packed(portable(error))
+        return Pickled(portable(error))
 
 
 def wait_for_batch(batches: Any, is_stopping: Callable[[], bool], longest: float = 0.0) -> Any:
@@ -99,7 +99,7 @@ def wait_for_batch(batches: Any, is_stopping: Callable[[], bool], longest: float
     while True:
         try:
             content = next(batches)
-            return content.unpack() if isinstance(content, Packed) else content
+            return content.unpack() if isinstance(content, Pickled) else content
         except RuntimeError as error:
             if not str(error).startswith("DataLoader timed out"):
                 raise

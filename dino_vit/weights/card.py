@@ -235,7 +235,7 @@ def model_card(
 ) -> str:
     """Return the README.md of a folder for transformers or timm; `evaluation` is Markdown."""
     described, transform, run = describe(model), transform_of(model), pretraining_of(model.provenance.config)
-    facts, of_timm = dict[str, Any](), isinstance(model, TimmBackbone)
+    facts, is_timm = dict[str, Any](), isinstance(model, TimmBackbone)
     for name in CARD_FACTS:
         value = described.get(name)  # of a model of timm some are not known
         facts[name] = value if name in ("file", "network") or value is None else Markdown(show(name, value))
@@ -252,8 +252,8 @@ def model_card(
         library=Markdown("timm" if format == "timm" else "transformers"),
         elsewhere=Markdown("`hf-hub:OWNER/NAME` of the hub" if format == "timm" else "its name on the hub"),
         here=Markdown("local-dir:." if format == "timm" else "."),
-        output=Markdown("the pooled features" if of_timm else "the CLS token"),
-        after=Markdown("" if of_timm else " after the final LayerNorm"),
+        output=Markdown("the pooled features" if is_timm else "the CLS token"),
+        after=Markdown("" if is_timm else " after the final LayerNorm"),
         mean=transform and transform.mean,
         std=transform and transform.std,
         run=run,

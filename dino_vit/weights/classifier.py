@@ -18,7 +18,6 @@ from dino_vit.config.settings import Count, Few, Positive, Task
 from dino_vit.core.outputs import MARK
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, read_texts, write_tensors
 from dino_vit.models.backbone import FeatureSpec
-from dino_vit.models.layers import linear
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.loading import load_backbone
@@ -53,7 +52,7 @@ class LinearScores(nn.Module):
         self.register_buffer("bias", bias.float())
 
     def forward(self, features: Tensor) -> Tensor:
-        return linear(features, self.weight, self.bias)
+        return F.linear(features, self.weight, self.bias)
 
 
 class NeighbourScores(nn.Module):

@@ -40,8 +40,8 @@ def fetch(name: str) -> Path:
     # What is in the cache without a network may be only a part of the repository.
     if not (folder / CONFIG).exists() or not any((folder / file).exists() for file in HUB_FILES):
         raise StorageError(f"{folder} lacks {CONFIG} or the weights ({', '.join(HUB_FILES)}); {advice}")
-    of_timm = b'"pretrained_cfg"' in (folder / CONFIG).read_bytes()
-    if not of_timm and not (folder / PROCESSOR).exists():
+    is_timm = b'"pretrained_cfg"' in (folder / CONFIG).read_bytes()
+    if not is_timm and not (folder / PROCESSOR).exists():
         log.warning(
             "%s has no %s, so size, mean and std of its images are assumed; if the hub has one, %s",
             *(name, PROCESSOR, advice),

@@ -97,8 +97,8 @@ def _load(
         except OtherArchitecture:
             if "timm_name" not in raw.facts:
                 raise
-    of_timm, notes = _load_timm(raw, overrides)
-    return OURS if raw.metadata else TIMM, of_timm, notes
+    backbone, notes = _load_timm(raw, overrides)
+    return OURS if raw.metadata else TIMM, backbone, notes
 
 
 def _load_transformer(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dino_vit.config.loading import requirement
-from dino_vit.config.sections import Fit, Interpolation, WeightsFormat
+from dino_vit.config.sections import Interpolation, ResizeMode, WeightsFormat
 from dino_vit.config.settings import (
     Dimension,
     FewOrZero,
@@ -51,7 +51,7 @@ class Stated(Settings):
 class Preparation(Settings):
     """How images are prepared, where it is not as published."""
 
-    fit: Fit | None = None
+    fit: ResizeMode | None = None
     shorter_side: Dimension | None = None
     interpolation: Interpolation | None = None
 

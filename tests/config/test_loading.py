@@ -126,7 +126,7 @@ def test_a_typo_leads_back_to_its_key(kind: str) -> None:
         ("optim.lrr", ["optim.lr"]),
         ("model.lr", ["optim.lr"]),
         ("epochs", ["budget.epochs"]),
-        ("weights", ["data.weights", "teacher.weights", "gram.weights", "init.weights"]),
+        ("weights", ["teacher.weights", "gram.weights", "init.weights"]),
         ("teacher.temp", ["loss.teacher_temp"]),
         ("xyzzy", []),
         ("", []),
@@ -144,6 +144,14 @@ def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) ->
         f"oven.fan = maybe ({file}): must be one of on, off",
         "icing.colour is needed: its colour",
     ]
+
+
+def test_a_setting_of_an_earlier_version_loads_as_null_and_otherwise_says_what_to_do(tmp_path: Path) -> None:
+    file = write(tmp_path, "data: {weights: null, workers: 2}\n")
+    assert load(PretrainConfig, file) == load(PretrainConfig, None, ["data.workers=2"])
+    advice = r"data.weights is not a setting; name an image twice in a list"
+    with pytest.raises(ConfigError, match=advice):
+        load(PretrainConfig, None, {"data": {"weights": "w.csv"}})
 
 
 def test_a_mistake_hides_only_the_contradictions_it_is_part_of() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dino_vit.models.layers import call_with_cast_weights
-from dino_vit.models.multicrop import Drops, draw_drops, forward_multicrop
-from dino_vit.models.sequences import draw_drop_path
+from dino_vit.models.multicrop import Drops, forward_multicrop, sample_drops
+from dino_vit.models.sequences import sample_drop_path
 from dino_vit.models.student_teacher import build_networks
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
@@ -19,7 +19,7 @@ def test_drop_path_grows_linearly_and_keeps_the_expectation():
     assert model.drop_path_rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
     uniform = VisionTransformer(**TINY, drop_path=0.2, drop_path_schedule="uniform")
     assert uniform.drop_path_rates == [0.2] * 3
-    drops = draw_drop_path(model.drop_path_rates, 20_000, torch.device("cpu"))
+    drops = sample_drop_path(model.drop_path_rates, 20_000, torch.device("cpu"))
     assert drops.shape == (5, 2, 20_000, 1, 1)
     for rate, drop in zip(model.drop_path_rates, drops, strict=True):
         assert drop.unique().tolist() == pytest.approx([0.0, 1 / (1 - rate)] if rate else [1.0])
@@ -32,11 +32,11 @@ def test_what_is_dropped_is_a_function_of_the_seed_and_of_training_alone():
     drawn = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        drawn.append(draw_drops(model, views, patch_drop=0.5))
+        drawn.append(sample_drops(model, views, patch_drop=0.5))
     for kind in range(2):
         assert torch.equal(drawn[0][kind], drawn[1][kind])
         assert not torch.equal(drawn[0][kind], drawn[2][kind])
-    assert draw_drops(model.eval(), views, patch_drop=0.5) == (None, None)
+    assert sample_drops(model.eval(), views, patch_drop=0.5) == (None, None)
 
 
 def test_the_student_alone_drops_patches_and_only_in_training():
@@ -70,7 +70,7 @@ def test_the_teacher_of_a_run_has_none_of_its_dropping():
 def test_dropped_patches_are_as_if_they_were_not_in_the_image():
     model = VisionTransformer(**TINY, registers=2)
     images = torch.randn(5, 3, 32, 32)
-    drops = draw_drops(model, [images], patch_drop=0.4)
+    drops = sample_drops(model, [images], patch_drop=0.4)
     tokens = model.embed_patches(images)
     assert drops.kept_tokens.shape == (5, 3 + round(0.6 * (tokens.shape[1] - 3)))
     assert (drops.kept_tokens[:, :3] == torch.arange(3)).all(), "CLS token and registers stay"
@@ -92,7 +92,7 @@ def test_sizes_that_pass_together_have_the_features_and_gradients_of_each_alone(
     model = VisionTransformer(**{**TINY, **options}, drop_path=0.4, mask_token=True)
     views = [torch.randn(5, 3, size, size) for size in (32, 16)]
     mask = torch.rand(5, model.grid_of(32, 32)[0] ** 2) < 0.3
-    branches = draw_drops(model, views).drop_path
+    branches = sample_drops(model, views).drop_path
     # Not squares, whose sum is fixed by LayerNorm: rounding would be most of their gradient.
     direction = torch.randn(model.width)
 
@@ -114,7 +114,7 @@ def test_sizes_that_pass_together_have_the_features_and_gradients_of_each_alone(
 def test_each_block_gets_the_factors_that_are_drawn_for_it():
     model = VisionTransformer(**TINY, drop_path=0.5, drop_path_schedule="uniform")
     views = [torch.randn(5, 3, size, size) for size in (32, 16)]
-    drops = draw_drops(model, views)
+    drops = sample_drops(model, views)
     together = forward_multicrop(model, views, drops=drops)
     for view, found, factors in zip(views, together, drops.drop_path.split(5, dim=2), strict=True):
         tokens = model.embed_patches(view)

@@ -47,7 +47,6 @@ def second_step(mode, accelerator, folder, settings):
 
 @pytest.mark.parametrize("settings", CASES, ids=" ".join)
 def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, settings):
-    monkeypatch.setattr("dino_vit.models.layers.mkl_is_slow", lambda: False)  # a kernel of some CPUs alone
     rehearsal = Rehearsal(answers=True)
     ours, memory = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
 
@@ -58,7 +57,7 @@ def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, s
 
         return drawn
 
-    monkeypatch.setattr(student_teacher, "draw_drops", on_host(student_teacher.draw_drops))
+    monkeypatch.setattr(student_teacher, "sample_drops", on_host(student_teacher.sample_drops))
     real, expected = second_step(Kernels(), Accelerator(), tmp_path / "real", settings)
     assert ours == real
     assert ours.total() > 300

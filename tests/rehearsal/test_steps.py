@@ -94,7 +94,7 @@ SHARDED = {"run.sharded": "true", "head.batch_norm": "true"}
 OF_TWO = {
     "shards": {**SHARDED, **PATCHES, "model.grad_checkpointing": "true", "optim.clip_mode": "module"},
     "shards in float16": {**SHARDED, "run.precision": "fp16", "optim.accumulate": 2},
-    "resnet": {**RESNET, "optim.name": "lars", "optim.clip_mode": "global", "head.batch_norm": "true"},
+    "resnet": {**RESNET, "optim.name": "sgd", "optim.clip_mode": "global", "head.batch_norm": "true"},
 }
 
 

@@ -14,7 +14,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training import state as state_module
 from dino_vit.training.loop import fit_to_minutes, seconds_per_step
-from dino_vit.training.resolve import Fit
+from dino_vit.training.resolve import BudgetEstimate
 from dino_vit.training.setup import set_up
 from tests.support.processes import finish, pair, srun_environs
 from tests.support.runs import history
@@ -47,7 +47,7 @@ class Played:
         changes = {"budget.steps": "null", "budget.minutes": 10, "optim.freeze_last_layer_epochs": 0}
         changes |= {"optim.warmup_epochs": 0, "run.log_every": 50}
         config = configured(tmp_path / "run", changes | settings)
-        self.state = set_up(config, Accelerator(), Fit(steps)).state
+        self.state = set_up(config, Accelerator(), BudgetEstimate(steps)).state
         self.state.began = self.now
         self.totals, self.lr = [], []  # totals with the share of the time at which they were known
         self.state.begin_pace()

@@ -14,7 +14,7 @@ import pytest
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.storage import StorageError
-from dino_vit.reports.metrics import START, Baseline, read_records
+from dino_vit.reports.metrics import START_ADAPTER, Baseline, read_records
 from dino_vit.training.loop import finish_save
 from dino_vit.training.reporter import Reporter
 from tests.support.runs import (
@@ -131,7 +131,7 @@ def test_damaged_files_are_said_and_the_checkpoint_before_is_taken(output, whole
     assert "step-00000014.safetensors is" in said
     assert "resuming after step 10" in said
     assert load(PretrainConfig, output / "config.yaml", []).output == str(output)
-    assert [start.step for start in read_records(output / "starts.jsonl", START)] == [0, 10]
+    assert [start.step for start in read_records(output / "starts.jsonl", START_ADAPTER)] == [0, 10]
     assert steps(output) == [15, 20]
     assert_same_end(output, whole, 20)
 
@@ -205,6 +205,6 @@ def test_a_run_resumes_exactly_between_two_records(tmp_path):
     baseline, of_whole = ((tmp_path / name / "baseline.json").read_bytes() for name in ("run", "whole"))
     assert baseline == of_whole
     assert set(json.loads(baseline)) == {field.name for field in fields(Baseline)}
-    first, second = read_records(tmp_path / "run" / "starts.jsonl", START)
+    first, second = read_records(tmp_path / "run" / "starts.jsonl", START_ADAPTER)
     assert (first.step, first.global_batch, first.images, first.total_steps) == (0, 8, 64, 20)
     assert first.began <= second.began

@@ -150,7 +150,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
     assert "resuming after step 8" in run(tmp_path / "run", changes)
 
 
-@pytest.mark.parametrize("change", [{"optim.name": "sgd"}, {"optim.name": "lars"}, RESNET])
+@pytest.mark.parametrize("change", [{"optim.name": "sgd"}, RESNET])
 def test_what_does_not_work_with_parts_of_the_weights_is_refused(tmp_path, change):
     config = configured(tmp_path, {**TWO, **change})
     with pytest.raises(ValueError, match=r"does not work with sharded weights \(run.sharded=true"):

@@ -24,10 +24,9 @@ def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
     assert (sampler.order(3) != Sampler(length=1000, batch_size=10, seed=6).order(3)).mean() > 0.99
 
 
-@pytest.mark.parametrize("weights", [None, np.arange(100.0)])
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (1, 3), (3, 2)])
-def test_processes_and_micro_batches_share_the_images_of_a_step(world_size, accumulate, weights):
-    settings = {"length": 100, "batch_size": 12, "seed": 0, "weights": weights}
+def test_processes_and_micro_batches_share_the_images_of_a_step(world_size, accumulate):
+    settings = {"length": 100, "batch_size": 12, "seed": 0}
     whole = take(Sampler(**settings), 5, 20)
     settings |= {"world_size": world_size, "accumulate": accumulate}
     ranks = [take(Sampler(**settings, rank=rank), 5, 20 * accumulate) for rank in range(world_size)]
@@ -37,9 +36,8 @@ def test_processes_and_micro_batches_share_the_images_of_a_step(world_size, accu
         assert all(part[:2] == (epoch, number) for part in parts)
 
 
-@pytest.mark.parametrize("weights", [None, np.arange(50.0)])
-def test_a_position_is_all_that_resume_needs(weights):
-    sampler = Sampler(length=50, batch_size=8, seed=0, weights=weights)
+def test_a_position_is_all_that_resume_needs():
+    sampler = Sampler(length=50, batch_size=8, seed=0)
     assert sampler.steps_per_epoch == 6
     all_steps = take(sampler, 0, 20)
     assert [step[:2] for step in all_steps] == [divmod(position, 6) for position in range(20)]
@@ -47,25 +45,10 @@ def test_a_position_is_all_that_resume_needs(weights):
         assert take(sampler, position, 20 - position) == all_steps[position:]
 
 
-def test_drawing_by_weight_equals_the_loop():
-    weights = np.array([0.0, 0.7, 0.1, 0.0, 0.2, 0.0])
-    sampler = Sampler(length=6, batch_size=2, seed=5, weights=weights)
-    for draw, found in zip(
-        random_uniform(5, RngPurpose.ORDER, 3, np.arange(6)).tolist(), sampler.order(3), strict=True
-    ):
-        rest, place = draw * sum(weights), 0
-        while rest >= weights[place]:
-            rest, place = rest - weights[place], place + 1
-        assert found == place
-
-
-def test_an_image_of_weight_0_stands_in_for_no_other():
-    weights = np.array([0.0, 1.0, 0.0, 2.0])
-    plain = Sampler(length=4, batch_size=1, seed=0)
-    weighted = Sampler(length=4, batch_size=1, seed=0, weights=weights)
-    assert {other for sample in range(20) for other in plain.others(sample, 10)} == {0, 1, 2, 3}
-    assert {other for sample in range(20) for other in weighted.others(sample, 10)} == {1, 3}
-    assert list(weighted.others(7, 10)) == list(weighted.others(7, 10)) != list(weighted.others(8, 10))
+def test_any_other_image_stands_in_for_one_that_cannot_be_read():
+    sampler = Sampler(length=4, batch_size=1, seed=0)
+    assert {other for sample in range(20) for other in sampler.others(sample, 10)} == {0, 1, 2, 3}
+    assert list(sampler.others(7, 10)) == list(sampler.others(7, 10)) != list(sampler.others(8, 10))
 
 
 SHARDS = np.repeat(np.arange(20, dtype=np.int32), 50)
@@ -108,20 +91,10 @@ def test_the_window_order_is_a_permutation_that_seed_and_epoch_decide(shards, bl
     assert (sampler.order(3) != sampler.order(4)).mean() > 0.9
 
 
-def test_a_window_reorders_what_weights_draw():
-    weights = np.arange(1000) % 7 / 3
-    assert sorted(windowed(weights=weights).order(2)) == sorted(
-        windowed(weights=weights, shards=None).order(2)
-    )
-    shards = SHARDS[windowed(weights=weights).order(2)]
-    assert len(set(shards[400:450].tolist())) < 12
-
-
 @pytest.mark.parametrize("position", [0, 1, 57, 98, 99, 250])
 @pytest.mark.parametrize("shards", [SHARDS, None])
-@pytest.mark.parametrize("weights", [None, np.arange(1000) % 7 / 3])
-def test_each_shard_is_asked_for_before_it_is_needed_and_not_long_before(position, shards, weights):
-    sampler = windowed(shards=shards, weights=weights)
+def test_each_shard_is_asked_for_before_it_is_needed_and_not_long_before(position, shards):
+    sampler = windowed(shards=shards)
     sequence = np.concatenate([spec.samples for spec in islice(sampler.batch_specs(position), 150)])
     uses = ShardUses(sampler, 20).next(position)
     for shard in range(20):

@@ -29,7 +29,6 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.eval.figures import TOP_K
 from dino_vit.method.schedules import warmup_cosine
-from dino_vit.models.layers import linear
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9
@@ -49,7 +48,7 @@ class LinearHeads(NamedTuple):
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the logits of all heads for the columns that they read, (n, d) -> (n, r, c)."""
-        joined = linear(x, self.weight.flatten(0, 1), self.bias.flatten())
+        joined = F.linear(x, self.weight.flatten(0, 1), self.bias.flatten())
         return rearrange(joined, "n (r c) -> n r c", r=len(self.bias))
 
 
@@ -143,7 +142,7 @@ def _take_step(
         errors = scores.softmax(dim=-1)
         errors[torch.arange(len(x), device=x.device), :, y] -= 1
     errors /= len(x)
-    gradient = linear(rearrange(errors, "n r c -> (r c) n"), x.t())  # (r·c, d)
+    gradient = F.linear(rearrange(errors, "n r c -> (r c) n"), x.t())  # (r·c, d)
     gradients = gradient.view_as(heads.weight), errors.sum(dim=0)
     for parameter, momentum, slope in zip((heads.weight, heads.bias), momenta, gradients, strict=True):
         momentum.mul_(MOMENTUM).add_(slope)
@@ -258,7 +257,7 @@ def _objective(
         parameter.grad = None
     for x, y in zip(torch.split(features, size), torch.split(targets, size), strict=True):
         weight = scaled[0] * unit
-        loss = cross_entropy(linear(x, weight, scaled[1] - weight @ mean), y, reduction="sum")
+        loss = cross_entropy(F.linear(x, weight, scaled[1] - weight @ mean), y, reduction="sum")
         value = (loss + len(x) * penalty / 2 * weight.square().sum()) / len(features)
         torch.autograd.backward(value)
         total += value.detach()

@@ -235,8 +235,8 @@ def merge(tensors: Mapping[str, Tensor], *, key_bias: bool = True) -> dict[str, 
     """
     merged = dict(tensors)
     if not key_bias:
-        of_queries = [name for name in tensors if name.endswith(".attn.q.bias")]
-        zeros = {n.replace("attn.q.", "attn.k."): torch.zeros_like(tensors[n]) for n in of_queries}
+        query_biases = [name for name in tensors if name.endswith(".attn.q.bias")]
+        zeros = {n.replace("attn.q.", "attn.k."): torch.zeros_like(tensors[n]) for n in query_biases}
         merged = zeros | merged
     for name in tensors:
         for whole, parts in MERGED:
