@@ -13,10 +13,11 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.outputs import claim, write_output
 from dino_vit.core.runtime import start_processes
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
@@ -60,7 +61,7 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     return pictures
 
 
-def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: int) -> None:
+def _draw_network(pictures: Pictures, record: RunRecord, source: ImageSet, count: int) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
         pictures.notes.append("The run has not written a checkpoint yet.")

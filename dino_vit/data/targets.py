@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural
-from dino_vit.data.sources.source import Source
+from dino_vit.data.image_set import ImageSet
 
 SEPARATOR = ";"
 
@@ -39,7 +39,7 @@ class Targets(NamedTuple):
 
 
 def read_targets(
-    source: Source, indices: Sequence[int] | None = None, *, task: Task | None = None
+    source: ImageSet, indices: Sequence[int] | None = None, *, task: Task | None = None
 ) -> Targets:
     """Return what the labels of a source, or of some of its images, say; without a task as they look."""
     chosen = np.arange(len(source)) if indices is None else np.asarray(indices, np.int64)

@@ -22,8 +22,9 @@ from dino_vit.core.outputs import MARK, replacing_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import OWN_KEY
 from dino_vit.core.text import brief, plural, public_names
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
 from dino_vit.models.backbone import Backbone, FeatureSpec
@@ -76,7 +77,7 @@ class Embeddings:
         """The transform of the images."""
         return TypeAdapter(EvalTransform).validate_python(self.metadata["transform"])
 
-    def open_source(self) -> Source:
+    def open_source(self) -> ImageSet:
         """Open the images that were embedded."""
         spec = self.metadata["source"]["spec"]
         check_trusted([spec], "the embedding file", trust=self.trusted)
@@ -105,7 +106,7 @@ class Embeddings:
             raise ValueError(f"{text}. Embed again, or give them to search with weights=")
         return frozen
 
-    def indices_in(self, source: Source, rows: Iterable[int]) -> dict[int, int]:
+    def indices_in(self, source: ImageSet, rows: Iterable[int]) -> dict[int, int]:
         """Return where the images of rows are in the source now, unless they are gone."""
         found, places = dict[int, int](), dict[str, int]()
         for row in rows:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dino_vit.core import Size
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.storage import digest
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, Provenance, eval_mode
 from dino_vit.views.eval_transform import EvalTransform
 
@@ -89,7 +89,7 @@ class FrozenBackbone:
         return {**origin, "precision": self.precision}
 
     def features(
-        self, source: Source, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
+        self, source: ImageSet, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
     ) -> Generator[Features]:
         """Yield the features of each batch of indices, on the model's device.
 
@@ -102,7 +102,7 @@ class FrozenBackbone:
             yield replace(batch, values=self.compute(normalise(images), spec)[: len(batch.values)])
 
     def extract(
-        self, source: Source, indices: Sequence[int], spec: FeatureSpec = CLS, passes: int = 0
+        self, source: ImageSet, indices: Sequence[int], spec: FeatureSpec = CLS, passes: int = 0
     ) -> Features:
         """Return the features of images in memory, on the model's device, in the order of the indices.
 
@@ -173,7 +173,7 @@ def raw_pixels_like(frozen: FrozenBackbone) -> FrozenBackbone:
     return replace(frozen, model=model, transform=transform, autocast=None)
 
 
-def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
+def pixel_features(source: ImageSet, indices: Sequence[int], *, transform: EvalTransform) -> Features:
     """Return the flattened normalised pixels of images: a baseline for any features."""
     normalise = transform.normaliser(torch.device("cpu"))
     batches = read_batches(source, transform, in_batches(indices, 256))
@@ -215,7 +215,7 @@ def read_ahead(
 
 
 def read_batches(
-    source: Source,
+    source: ImageSet,
     transform: EvalTransform,
     batches: Iterable[Sequence[int]],
     *,

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from dino_vit.config.commands import MIN_IMAGES
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.text import progress
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.attention import (
@@ -72,7 +72,7 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
+def view_rows(config: PretrainConfig, source: ImageSet, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
     weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
@@ -92,7 +92,7 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     return rows
 
 
-def attention_rows(teacher: FrozenBackbone, source: Source, indices: list[int]) -> list[Row]:
+def attention_rows(teacher: FrozenBackbone, source: ImageSet, indices: list[int]) -> list[Row]:
     """Draw the attention maps of a few whole images, by head of the last block."""
     rows = []
     for index in indices[:ROWS]:
@@ -118,7 +118,7 @@ def draw_patches(colours: Tensor, caption: str) -> Tile:
 
 
 def build_map(
-    teacher: FrozenBackbone, source: Source, indices: list[int]
+    teacher: FrozenBackbone, source: ImageSet, indices: list[int]
 ) -> tuple[list[int], dict[str, Any]]:
     """Return the images that can be read, and what a teacher makes of them as `page.js` reads it."""
     found = teacher.extract(source, indices)
@@ -141,7 +141,7 @@ def build_map(
     }
 
 
-def _draw_images(teacher: FrozenBackbone, source: Source, indices: list[int]) -> dict[str, Any]:
+def _draw_images(teacher: FrozenBackbone, source: ImageSet, indices: list[int]) -> dict[str, Any]:
     """Return the pictures of images: as thumbnails, as photos, and the attention to them."""
     side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
     photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))

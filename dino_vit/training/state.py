@@ -20,7 +20,7 @@ from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, 
 from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.storage import digest
-from dino_vit.data.sources.source import Source, stamp_of
+from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
@@ -53,7 +53,7 @@ class TrainingState:
     plan: Plan
     accelerator: Accelerator
     precision: Precision
-    source: Source
+    source: ImageSet
     loader: Loader
     augment: nn.Module
     student: Network
@@ -280,7 +280,7 @@ class TrainingState:
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
-            "stamp": stamp_of(self.source),
+            "stamp": self.source.stamp,
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             **self.weights_read,

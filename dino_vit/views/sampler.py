@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
+from dino_vit.data.image_set import ImageSet, ShardLayout
 from dino_vit.data.labels import values_by_name
-from dino_vit.data.sources.source import ShardLayout, Source
 from dino_vit.data.targets import as_number
 
 BLOCK = 2**18  # images, at least, that a window order draws at a time
@@ -298,7 +298,7 @@ class ShardUses:
         return result
 
 
-def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
+def read_sampling_weights(source: ImageSet, path: str | Path) -> NDArray[np.float64]:
     """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
     values = values_by_name(source, str(path), WEIGHT_COLUMNS)
     weights = np.array([as_number(str(value)) for value in values], dtype=np.float64)  # NaN if it is none

@@ -11,7 +11,7 @@ import dino_vit
 from dino_vit.cli import main
 from dino_vit.commands.embeddings.curate import choose, cluster, default_clusters, share_alike
 from dino_vit.commands.embeddings.embed import ImageEmbeddings
-from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.folders import open_folder
 from dino_vit.eval.embeddings import Embeddings, read_embeddings, write_embeddings
 from dino_vit.views.sampler import read_sampling_weights
 from tests.support.embeddings import METADATA
@@ -96,7 +96,7 @@ def test_a_training_reads_the_weights_of_a_folder(tmp_path, weights, capsys):
     given = ["curate", str(file), f"output={output}", "threshold=1", "clusters=[6,2]"]
     assert main([*given, "keep=1"]) == main(given) == 0
     assert "24 of 26 images to draw from" in capsys.readouterr().out
-    source = FolderSource(photos)
+    source = open_folder(photos)
     read = read_sampling_weights(source, output)
     assert {source.name(row) for row in np.flatnonzero(read == 0)} == {"broken.png", "zz copy.png"}
     assert read.sum() == pytest.approx(24)
@@ -106,11 +106,11 @@ def test_a_training_reads_the_weights_of_a_folder(tmp_path, weights, capsys):
         assert sheet.width > sheet.height > 200
     (photos / "broken.png").unlink()
     assert main(given) == 0
-    assert read_sampling_weights(FolderSource(photos), output).sum() == pytest.approx(24)
+    assert read_sampling_weights(open_folder(photos), output).sum() == pytest.approx(24)
     for name in ("broken.png", "new.png"):
         (photos / name).write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no weight for 2 of 27 images, such as 'broken.png'"):
-        read_sampling_weights(FolderSource(photos), output)
+        read_sampling_weights(open_folder(photos), output)
     assert main(given) == 2, "one more than could not be read"
     assert "there is 1 image more than in" in capsys.readouterr().err
 

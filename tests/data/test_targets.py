@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dino_vit.data.custom import CustomSource, wrap
+from dino_vit.data.custom import wrap
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.targets import read_targets
 from tests.support.images import saved
@@ -119,5 +119,5 @@ def test_a_0_or_1_for_each_class_is_several_labels():
     class MultiHot(list):
         classes, targets = ("sea", "land", "sky"), ([1, 0, 1], [0, 0, 0])
 
-    targets = read_targets(CustomSource(MultiHot([Image.new("RGB", (8, 8))] * 2)))
+    targets = read_targets(wrap(MultiHot([Image.new("RGB", (8, 8))] * 2)))
     assert (targets.names, targets.values.tolist()) == (("sea", "sky"), [[1, 1], [0, 0]])

@@ -8,11 +8,11 @@ import pytest
 import dino_vit
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.views.sampler import read_sampling_weights, sampling_fingerprint
 from tests.support.runs import SETTINGS, assert_same_end, pretrain_until
 
-SOURCE = SyntheticSource(length=64)
+SOURCE = make_textures(length=64)
 NAMES = [SOURCE.name(index) for index in range(64)]
 SHORT = {"budget.steps": 10, "optim.warmup_epochs": 0}
 

@@ -19,7 +19,7 @@ from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import plural, progress
-from dino_vit.data.sources.source import spread
+from dino_vit.data.image_set import spread
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone

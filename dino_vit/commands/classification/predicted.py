@@ -17,7 +17,7 @@ from dino_vit.commands import Result, format_table
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.outputs import PNG_MARK, after_figures, write_output
 from dino_vit.core.text import brief, plural
-from dino_vit.data.sources.source import spread
+from dino_vit.data.image_set import spread
 from dino_vit.eval.accuracy import Interval, Measured
 from dino_vit.eval.knn import neighbour_means
 from dino_vit.eval.labelled import LabelledFeatures

@@ -11,9 +11,9 @@ from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.outputs import claim
 from dino_vit.core.text import public
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import is_url
-from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.source import unwrapped
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings import Array, Embeddings, write_embeddings
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
@@ -61,12 +61,12 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
 
 
 def provenance(
-    values: Array, source: Source, backbone: FrozenBackbone, config: EmbedConfig
+    values: Array, source: ImageSet, backbone: FrozenBackbone, config: EmbedConfig
 ) -> dict[str, Any]:
     """Return all that is needed to compute the features again."""
     path, weights = Path(config.source), backbone.describe_weights()
-    named, root = is_name(weights["source"]), getattr(unwrapped(source), "root", None)
-    local = isinstance(root, str) and not (is_url(root) or is_url(config.source))
+    named, root = is_name(weights["source"]), source.store.root
+    local = root is not None and not (is_url(root) or is_url(config.source))
     return {
         "format": 1,
         "dino_vit": __version__,

@@ -10,8 +10,8 @@ from PIL import Image
 
 import dino_vit.commands.classification.knn
 from dino_vit.commands.classification.knn import few_shots, rank_all
+from dino_vit.data.image_set import spread
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.labelled import LabelledFeatures
 from dino_vit.models.backbone import CLS, FeatureSpec
