@@ -199,6 +199,10 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
         others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
         values = {row[at].strip().lower() for row in rows[start:] for at in others if at < len(row)}
         numbers = [] if None in map(as_number, values - {"", "nan"}) else others
+        if len(numbers) > 1 and values <= {"0", "1"}:
+            named = brief(", ".join(header[at] for at in numbers))
+            text = "write the labels of an image in one column, as in sea;sky"
+            raise ValueError(f"{path} has only 0 and 1 in the columns {named}: {text}")
     if label is None and len(rows[0]) > 2 and not numbers:
         named = ", ".join(columns)
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])

@@ -82,7 +82,7 @@ def cached_features(
     transform, tokens, precision), or computed and written there first. All processes must call it; they
     share the work. Unreadable images are left out with a warning. Another device or batch
     size may round the last bits differently. What is interrupted starts again. Features are not kept where
-    nothing tells whether the images are still the same (`stamp_of`).
+    changes of the images cannot be detected (`ImageSet.stamp`).
     """
     chosen = range(len(source)) if indices is None else indices
     if not len(chosen):

@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -102,6 +103,18 @@ def test_archives_in_a_new_folder_below_are_noticed_but_not_by_a_pattern(tmp_pat
         open_source(str(folder))
     assert len(catalogue(folder)) == len(SORTED) + 1
     assert len(open_source(str(folder / "*.tar"))) == len(SORTED)
+
+
+@pytest.mark.parametrize("name", ["set.1.0", "v1.tar"])
+def test_a_name_that_looks_like_a_suffix_does_not_hide_a_catalogue(tmp_path, name):
+    folder = write_archives(tmp_path / name, SORTED)
+    local = catalogue(folder)
+    assert list(items(local)) == list(items(open_source(str(folder / "*.tar"))))
+    if name == "set.1.0":  # what is called a tar behind an address is a file
+        fsspec.filesystem("memory").put(str(folder), f"/{name}", recursive=True)
+        remote = open_source("memory://set.1.0")
+        assert isinstance(remote.store, CatalogueStore)
+        assert list(items(remote)) == list(items(local))
 
 
 def test_without_classes_no_index_is_read_for_labels(tmp_path):
