@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Table, arguments, report
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedSource
-from dino_vit.data.catalogue_writer import signature_column
+from dino_vit.data.catalogue import VERSION, Catalogue, signature_column
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.catalogued import catalogued
 from dino_vit.data.sources.files import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 
@@ -51,7 +52,7 @@ def write_catalogue(path: Path, images: int) -> None:
         writer.write_batch(batch)
 
 
-def simulated_sampler(source: CataloguedSource, rank: int = 0, processes: int = PROCESSES) -> Sampler:
+def simulated_sampler(source: ImageSet, rank: int = 0, processes: int = PROCESSES) -> Sampler:
     """Return the sampler of one of many processes."""
     return Sampler(
         length=len(source),
@@ -73,13 +74,13 @@ def private_bytes() -> int:
 def simulate(path: Path, copies_shards: bool) -> dict[str, float]:
     """Start one process of the run, and measure what it takes until it reads, and how fast it draws."""
     before, start = private_bytes(), time.perf_counter()
-    source = CataloguedSource(Catalogue("s3://nowhere", path))
+    source = catalogued(Catalogue("s3://nowhere", path), stamp="")
     sampler = simulated_sampler(source)
     specs = sampler.batch_specs()
     next(specs)
     figures = {"first batch": time.perf_counter() - start}
     if copies_shards:
-        ShardUses(sampler, len(source.ranges.paths)).next(0)
+        ShardUses(sampler, len(source.shards.copies.sizes) if source.shards else 0).next(0)
     start, steps = time.process_time(), min(sampler.steps_per_epoch - 1, DRAWN // BATCH)
     for _ in range(steps):
         next(specs)

@@ -20,7 +20,8 @@ from benchmarks.measure import Row, Table, arguments, here, report
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import DTYPES, choose_precision
-from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.reading import Features, pixel_features
@@ -34,10 +35,10 @@ from dino_vit.weights import load_backbone
 ON_CUDA = "configs/pretrain/cifar10.yaml, 200 epochs: k-NN to reach 85 per cent"
 CONFIGS = Path(__file__).parents[1] / "configs" / "pretrain"
 BANK, K = 20_000, 20
-LabelledSets = tuple[tuple[Source, Sequence[int]], ...]  # the bank and the queries
+LabelledSets = tuple[tuple[ImageSet, Sequence[int]], ...]  # the bank and the queries
 
 
-def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
+def judge(config: PretrainConfig, train: ImageSet, test: ImageSet) -> list[Row]:
     """Return the accuracies of the run's network, of the one it started from, and of raw pixels."""
     transform = build_eval_transform(config)
     order = np.random.default_rng(0).permutation(len(train))  # files may be sorted by class
@@ -71,7 +72,7 @@ def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
     return rows
 
 
-def accuracy(bank: Features, queries: Features, train: Source, test: Source, size: int) -> float:
+def accuracy(bank: Features, queries: Features, train: ImageSet, test: ImageSet, size: int) -> float:
     """Return how many per cent of the queries the first so many of a bank classify rightly."""
     places = bank.indices[:size]
     ranked = weighted_knn(bank.values[:size], labels(train, places), queries.values, k=(K,))
@@ -79,7 +80,7 @@ def accuracy(bank: Features, queries: Features, train: Source, test: Source, siz
     return 100 * float(right.float().mean())
 
 
-def labels(source: Source, places: Tensor) -> Tensor:
+def labels(source: ImageSet, places: Tensor) -> Tensor:
     """Return the labels of some images, on the host."""
     return torch.tensor([source.label(int(place)) for place in places])
 

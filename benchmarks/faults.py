@@ -25,7 +25,7 @@ from torchvision.io import write_png
 from benchmarks.machines import VARIABLES, Machine, accelerate, restarting, torchrun, two_machines
 from benchmarks.measure import Row, Table, arguments, report
 from benchmarks.soak import ROOT, compared
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.reports.metrics import METRICS, MetricsRecord, read_records
 
 LIMIT = 12.0  # seconds of run.peer_timeout
@@ -154,7 +154,7 @@ def all_trials(machines: list[Machine], folder: Path) -> list[Table]:
     images = folder / "images"
     images.mkdir()
     for index in range(IMAGES):
-        write_png(SyntheticSource(length=IMAGES).read(index), str(images / f"{index:03d}.png"))
+        write_png(make_textures(length=IMAGES).read(index), str(images / f"{index:03d}.png"))
     whole = Trial(machines, folder / "whole", images, torchrun)
     whole.start()
     whole.finish(whole.output)

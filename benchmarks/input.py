@@ -19,6 +19,7 @@ from torchvision import transforms
 
 from benchmarks.measure import Table, arguments, compare, report
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import decode
 from dino_vit.views.build import build_augment, build_views
 from dino_vit.views.geometry import choose_boxes, draw_tries
@@ -32,7 +33,6 @@ class Photos:
     """Smooth noise of many scales under fine grain: JPEGs of about the size and cost of photographs."""
 
     fingerprint = "photos"
-    classes = ()
 
     def __init__(self, count: int, side: int = 500) -> None:
         self.files = [self._jpeg(torch.Generator().manual_seed(seed), side) for seed in range(count)]
@@ -114,7 +114,7 @@ def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
 def _table(repeats: int, images: int) -> Table:
     photos, views = Photos(images), build_views(PretrainConfig())
     sampler = Sampler(length=images, batch_size=images, seed=0)
-    batches = Loader(source=photos, views=views, sampler=sampler).batches()
+    batches = Loader(source=wrap(photos), views=views, sampler=sampler).batches()
     augment = build_augment(PretrainConfig())
     published = published_views(PretrainConfig())
 
@@ -165,9 +165,9 @@ def _growth(repeats: int, images: int) -> Table:
     for count in (2, 4, 8, 16):
         views = build_views(config)[-1:] * count
         sampler = Sampler(length=images, batch_size=images, seed=0)
-        together = Loader(source=photos, views=views, sampler=sampler, augment=augment).batches()
+        together = Loader(source=wrap(photos), views=views, sampler=sampler, augment=augment).batches()
         apart = [
-            Loader(source=photos, views=views[:1], sampler=sampler, augment=augment).batches()
+            Loader(source=wrap(photos), views=views[:1], sampler=sampler, augment=augment).batches()
             for _ in range(count)
         ]
         work: dict[str, Callable[[], object]] = {

@@ -92,7 +92,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products: Counter[torch.dtype] = Counter()  # multiplications, by the dtype of the matrices
         self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by part of the step and kind of operator
         self.seconds: Counter[str] = Counter()  # at least, by part
-        self.flops = 0
+        self.flops = 0.0
         self.memory = 0  # bytes
         self.peaks: dict[str, int] = {}  # of each part
 
@@ -136,7 +136,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = tensors
         traffic = sum(map(_bytes, tensors)) + sum(map(_bytes, written))
         count = flop_registry.get(func._overloadpacket)
-        flops = int(count(*args, **kwargs, out_val=out)) if count else 0
+        flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
         self.traffic[part, kind_of(func)] += traffic
         self.flops += flops
         self.seconds[part] += max(traffic / BANDWIDTH, flops / PEAK)
@@ -159,7 +159,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products.clear()
         self.traffic.clear()
         self.seconds.clear()
-        self.flops = 0
+        self.flops = 0.0
         self.peaks.clear()
 
     @property

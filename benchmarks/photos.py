@@ -17,6 +17,7 @@ from benchmarks.input import Photos
 from benchmarks.measure import Table, arguments, compare, report
 from dino_vit import pack
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.custom import wrap
 from dino_vit.data.sources.open import open_source
 from dino_vit.views.build import build_views
 from dino_vit.views.loader import Loader
@@ -38,7 +39,7 @@ def scaled_table(repeats: int, images: int = 12) -> Table:
     """Measure photos of several sizes, decoded no larger than their views need it, and as they are."""
     views, rows = build_views(PretrainConfig()), []
     for width in (500, 1600, 4000):
-        photos = Photos(images, width)
+        photos = wrap(Photos(images, width))
         sampler = Sampler(length=images, batch_size=images, seed=0)
         work: dict[str, Callable[[], object]] = {
             name: partial(

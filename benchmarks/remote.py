@@ -28,10 +28,11 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.shards import LocalCopies, Prefetch, ShardedSource
-from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.source import ShardLayout, Subset
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.custom import wrap
+from dino_vit.data.image_set import ImageSet, ShardLayout
+from dino_vit.data.shards import LocalCopies, Prefetch
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
@@ -87,7 +88,7 @@ def reading(folder: Path, repeats: int) -> list[Table]:
     """Compare copies of remote shards with local ones and with a request for each image."""
     photos = Photos(PHOTOS)
     size = sum(map(len, photos.files))
-    repeated = Subset(photos, [number % PHOTOS for number in range(SHARDS * PHOTOS)])
+    repeated = wrap(photos).subset([number % PHOTOS for number in range(SHARDS * PHOTOS)])
     shards = folder / "shards"
     pack(repeated, shards, shard_bytes=size)
     with serving_apart(shards) as url:
@@ -154,8 +155,9 @@ def paths(folder: Path, suffix: str) -> str:
 def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, LocalCopies]:
     """Return a loader in the window order and, where it reads remotely, the copies of its shards."""
     source = open_source(spec)
-    assert isinstance(source, ShardedSource)
-    disk = source.local_copies
+    assert source.shards
+    assert source.layout
+    disk = source.shards.copies
     disk.folder, disk.limit = copies or Path(), float(np.sort(disk.sizes)[-2 * WINDOW :].sum())
     layout = source.layout
     sampler = Sampler(length=len(source), batch_size=BATCH, seed=0, layout=layout, window=WINDOW)
@@ -229,9 +231,9 @@ def same(shards: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
 
 def learning(folder: Path) -> Table:
     """Train on shards that are sorted by class, in several orders."""
-    textures = SyntheticSource(length=TEXTURES + BANK + QUERIES)
+    textures = make_textures(length=TEXTURES + BANK + QUERIES)
     by_class = sorted(range(TEXTURES), key=lambda index: (textures.label(index), index))
-    pack(Subset(textures, by_class), folder / "textures", shard_bytes=TEXTURE_SHARD)
+    pack(textures.subset(by_class), folder / "textures", shard_bytes=TEXTURE_SHARD)
     orders = {"global": {}, "window of 16": {"data.window": 16}}
     found: dict[str, list[float]] = {name: [] for name in ("untrained", *orders)}
     for seed in range(SEEDS):
@@ -257,7 +259,7 @@ def learning(folder: Path) -> Table:
     return Table(title, "per cent", rows, ratio="mean / global")
 
 
-def judge(backbone: Backbone, run: Path, textures: Source) -> float:
+def judge(backbone: Backbone, run: Path, textures: ImageSet) -> float:
     """Return the k-NN of textures that were not learned from."""
     transform = build_eval_transform(read_run(run).config)
     parts = [range(TEXTURES, TEXTURES + BANK), range(TEXTURES + BANK, TEXTURES + BANK + QUERIES)]

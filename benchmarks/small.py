@@ -38,9 +38,9 @@ from benchmarks.measure import Row, Table, arguments, report
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.storage import write_bytes
-from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.source import Subset
-from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import make_scenes, make_textures
 from dino_vit.eval.classification.probes import count_correct, train_logistic
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import weighted_knn
@@ -232,14 +232,14 @@ def said(output: Path) -> str:
     return verdict(read_run(output)).outcome
 
 
-def parts(name: str, folders: dict[str, Path], judged: Judged) -> Iterator[tuple[Source, list[int]]]:
+def parts(name: str, folders: dict[str, Path], judged: Judged) -> Iterator[tuple[ImageSet, list[int]]]:
     """Yield the bank and the queries: a source, and the places of the images in a random order."""
     if name in folders:
         opened = [open_source(str(folders[name] / f"{part}.parquet")) for part in ("train", "test")]
     else:
-        kind = SceneSource if name == "scenes" else SyntheticSource
+        kind = make_scenes if name == "scenes" else make_textures
         whole = kind(length=TEXTURES + QUERIES, size=SIDES[name])
-        opened = [Subset(whole, range(TEXTURES)), Subset(whole, range(TEXTURES, len(whole)))]
+        opened = [whole.subset(range(TEXTURES)), whole.subset(range(TEXTURES, len(whole)))]
     for source, most in zip(opened, judged, strict=True):
         order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
         yield source, order[:most].tolist()

@@ -23,9 +23,9 @@ from torchvision.io import write_png
 
 from benchmarks.peer import build_timm
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
 from dino_vit.reports.record import read_run
 
 BATCH = 128  # its default
@@ -57,7 +57,7 @@ def main() -> None:
     shutil.copyfile(exported, options.output / "weights.pth")
 
 
-def write_images(source: Source, folder: Path) -> None:
+def write_images(source: ImageSet, folder: Path) -> None:
     """Write the images as files, which is what lightly-train reads."""
     folder.mkdir(parents=True, exist_ok=True)
     for place in range(len(source)):

@@ -30,8 +30,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.input import Photos
 from benchmarks.measure import Row, Table, arguments, compare, report
-from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.source import Source
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
 
 IMAGES = 1_000_000
 FOLDERS = 1000
@@ -76,12 +77,12 @@ def _index_table(folder: Path, repeats: int) -> Table:
         (root / name).touch()
     time.sleep(3)  # until their times are no longer new
     start = time.perf_counter()
-    FolderSource(root)
+    open_folder(root)
     built = time.perf_counter() - start
     listed = folder / "list.pickle"
     listed.write_bytes(pickle.dumps([(name, 0) for name in made_up_names()]))
     openers: dict[str, Callable[[], object]] = {
-        "dino-vit": partial(FolderSource, root),
+        "dino-vit": partial(open_folder, root),
         "a list of str": partial(Listed, listed),
     }
     rows = [_index_row(workers, openers, repeats) for workers in (1, 4)]
@@ -176,7 +177,7 @@ def _files_table(folder: Path, repeats: int, images: int = 2000) -> Table:
     return Table("Reading files, one process", "images a second", [row], note)
 
 
-def _read_all(source: Source, order: list[int]) -> int:
+def _read_all(source: ImageSet, order: list[int]) -> int:
     return sum(len(source.read(index)) for index in order)
 
 

@@ -26,7 +26,7 @@ from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SIDES, Job, measured_steps, of_set, train
 from benchmarks.small import judge as judge_run
 from dino_vit.config.commands import BackboneConfig
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.figures import summed
 from dino_vit.eval.maps.segmentation import choose_steps, judge, patch_bank, pixel_accuracy, train_head
@@ -122,7 +122,7 @@ def figures(job: Job, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
 def of_patches(weights: Path) -> dict[str, float]:
     """Return what the patches of scenes are worth."""
     side = SIDES["scenes"]
-    scenes = SceneSource(length=2 * DENSE, size=side, seed=1)
+    scenes = make_scenes(length=2 * DENSE, size=side, seed=1)
     frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(weights)))
     spec = FeatureSpec(tokens="patches")
     bank = patch_bank(frozen, scenes, range(DENSE), spec, patches=50_000)

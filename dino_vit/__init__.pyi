@@ -668,7 +668,7 @@ def dense(
 
     The settings and their defaults:
 
-      source=...                          images with masks, or Pascal VOC, ADE20k, Cityscapes as unpacked
+      source=...                          images with masks, or a published set as it is unpacked
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side of crops and windows, or [height, width]; null: of the weights
@@ -676,7 +676,7 @@ def dense(
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      masks=null                          folder of PNG masks named as the images; null: masks/ beside them
+      masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
       train_masks=null                    the same of train
       class_names=null                    text file with the name of each class, a line each
       ignore_value=255                    value of pixels that belong to no class
@@ -738,7 +738,7 @@ def compare(
       seed=0                              of all random numbers
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first
-      masks=null                          folder of PNG masks named as the images; null: masks/ beside them
+      masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
       output=null                         folder for a page and JSON files; null: comparison, in Python none
     """
 

@@ -35,9 +35,9 @@ from dino_vit.config.commands import RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, NonEmpty, Positive, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
 from dino_vit.eval.maps.pictures import resize_sides
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
@@ -107,7 +107,7 @@ def read_ground_truth(folder: Path) -> tuple[list[str], list[Query]]:
         raise ValueError(f"{paths[0]} is no ground truth of Revisited Oxford or Paris: {error}") from error
 
 
-def indices_of(source: Source, names: list[str]) -> list[int]:
+def indices_of(source: ImageSet, names: list[str]) -> list[int]:
     """Return where in a source the images of these names are."""
     index = {Path(source.name(i)).stem: i for i in range(len(source))}
     if missing := [name for name in names if name not in index]:
@@ -134,7 +134,7 @@ def at_scales(model: Backbone, image: Tensor, scales: tuple[float, ...]) -> Tens
 
 @torch.no_grad()
 def describe(
-    config: OxfordParisConfig, model: Backbone, source: Source, names: list[str], boxes: Any, title: str
+    config: OxfordParisConfig, model: Backbone, source: ImageSet, names: list[str], boxes: Any, title: str
 ) -> Tensor:
     """Return the L2-normalised features (n, D) of images, or of boxes of them."""
     transform, features = eval_transform_of(model), []

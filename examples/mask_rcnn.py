@@ -15,7 +15,7 @@ from torchvision.models.detection import MaskRCNN, anchor_utils, mask_rcnn
 from torchvision.ops import FeaturePyramidNetwork, box_iou, masks_to_boxes
 
 import dino_vit
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("weights", help="run or file of weights")
@@ -25,7 +25,7 @@ backbone = dino_vit.load_backbone(options.weights)
 dino_vit.export(options.weights, "exported", format="timm", overwrite=True, verbose=False)
 features = {"features_only": True, "out_indices": [backbone.depth - 1], "dynamic_img_size": True}
 body = timm.create_model("local-dir:exported", pretrained=True, **features)
-scenes = SceneSource(size=backbone.image_size[0])
+scenes = make_scenes(size=backbone.image_size[0])
 
 
 class Pyramid(torch.nn.Sequential):

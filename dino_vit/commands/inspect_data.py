@@ -17,11 +17,10 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.text import brief, plural, printable, public
+from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.labels import splits_of
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import MixedSource, Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.maps.pictures import as_picture, draw_sheet
@@ -53,7 +52,7 @@ def run(config: InspectConfig) -> Facts:
     return Facts(facts=facts, text=text)
 
 
-def training_config(file: str | None, source: Source, summary: ImageSummary) -> PretrainConfig:
+def training_config(file: str | None, source: ImageSet, summary: ImageSummary) -> PretrainConfig:
     """Return the settings of a training on the source, completed from its images."""
     config = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
     choices = auto_choices(
@@ -68,7 +67,7 @@ def training_config(file: str | None, source: Source, summary: ImageSummary) -> 
     return config if config.data.bits else replace(config, {"data.bits": summary.bits})
 
 
-def describe(name: str, source: Source, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
+def describe(name: str, source: ImageSet, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
     """Return what is in a source as plain values."""
     labels = Counter(source.label(index) for index in range(len(source)))
     images, is_multiclass = summary.images, recognise(source.classes) == "multiclass"
@@ -79,8 +78,8 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
         "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
         "without_label": labels[None],
         "targets": None if is_multiclass else str(read_targets(source)),
-        "epoch": source.describe_epoch() if isinstance(source, MixedSource) else None,
-        "splits": {name: len(indices) for name, indices in splits_of(source).items()},
+        "epoch": source.describe_epoch(),
+        "splits": {name: len(indices) for name, indices in source.splits.items()},
         "advice": advice,
         "inspected": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
@@ -96,7 +95,7 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
     }
 
 
-def _mean_and_std(source: Source, summary: ImageSummary) -> dict[str, list[float] | None]:
+def _mean_and_std(source: ImageSet, summary: ImageSummary) -> dict[str, list[float] | None]:
     """Return mean and std of the values in [0, 1]; None if their range is unknown."""
     pixels = Pixels(channels=summary.channels, bits=16)
     indices = [image.index for image in summary.images if image.fits(pixels.channels)]
@@ -158,7 +157,7 @@ def _counts(counts: Mapping[str, int]) -> str:
     return f"{text} and {len(counts) - LISTED:,} more" if len(counts) > LISTED else text
 
 
-def draw_views(sheet: Path, source: Source, summary: ImageSummary, training: PretrainConfig) -> bytes:
+def draw_views(sheet: Path, source: ImageSet, summary: ImageSummary, training: PretrainConfig) -> bytes:
     """Draw the sheet of the views of some images, an image per row."""
     pixels = build_pixels(training)
     indices = [image.index for image in summary.images if image.fits(pixels.channels)]

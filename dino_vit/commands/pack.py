@@ -31,15 +31,14 @@ from dino_vit.core.process import in_threads, locked
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import Result, plural, printable, progress
-from dino_vit.data.catalogue import CATALOGUE
-from dino_vit.data.catalogue_writer import Shard, index_shard, write_catalogue
+from dino_vit.data.catalogue import CATALOGUE, Shard, index_shard, write_catalogue
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
-from dino_vit.data.labels import LabelledSource
 from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.open import archive_files, open_source
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
+from dino_vit.data.sources.paths import IMAGE_SUFFIXES
 from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
 
@@ -136,7 +135,7 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = None) -> PackResult:
+def pack(source: ImageSet, folder: Path, *, shard_bytes: int, size: int | None = None) -> PackResult:
     """Write a source into shards of about this size, and then their checksums.
 
     Images are reduced to a shorter side of `size` pixels.
@@ -189,7 +188,7 @@ def _index(config: PackConfig) -> PackResult:
 
 
 def _readable_items(
-    source: Source, unreadable: list[UnreadableImage], size: int | None, labelled: bool
+    source: ImageSet, unreadable: list[UnreadableImage], size: int | None, labelled: bool
 ) -> Iterator[_Item]:
     """Yield the readable items in order, prefetched by threads, and add the others to `unreadable`."""
     read = partial(_read, source, size=size, labelled=labelled)
@@ -203,13 +202,11 @@ def _readable_items(
                 yield item
 
 
-def _read(source: Source, index: int, *, size: int | None, labelled: bool) -> _Item | UnreadableImage:
+def _read(source: ImageSet, index: int, *, size: int | None, labelled: bool) -> _Item | UnreadableImage:
     """Read an item, as it is or reduced, with its label."""
-    inner = source.source if isinstance(source, LabelledSource) else source
-    name: str = getattr(inner, "public_name", inner.name)(index)  # of any characters, where it has some
     try:
         item = read_item(source, index)
-        image = item if isinstance(item, Tensor) else decode(item, name)
+        image = item if isinstance(item, Tensor) else decode(item, source.name(index))
     except UnreadableImage as error:
         return error
     height, width = image.shape[1:]
@@ -219,7 +216,7 @@ def _read(source: Source, index: int, *, size: int | None, labelled: bool) -> _I
     if reduced:
         image = resize(image, smaller)
     data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
-    return _Item(_member_name(name, data, labelled), data, source.label(index), reduced)
+    return _Item(_member_name(source.public_name(index), data, labelled), data, source.label(index), reduced)
 
 
 def _encode(image: Tensor, item: bytes | Tensor) -> bytes:

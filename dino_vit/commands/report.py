@@ -23,10 +23,11 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.outputs import claim, write_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.maps.attention import (
     attention_of,
@@ -60,7 +61,7 @@ PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to k
 TINY = 1e-30
 
 
-def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
+def view_rows(config: PretrainConfig, source: ImageSet, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
     sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
     indices = sampler.order(epoch)[:ROWS].tolist()
@@ -79,7 +80,7 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     return rows
 
 
-def attention_rows(teacher: FrozenBackbone, source: Source, indices: list[int]) -> list[Row]:
+def attention_rows(teacher: FrozenBackbone, source: ImageSet, indices: list[int]) -> list[Row]:
     """Draw the attention maps of a few whole images, by head of the last block."""
     rows = []
     for index in indices[:ROWS]:
@@ -94,7 +95,7 @@ def attention_rows(teacher: FrozenBackbone, source: Source, indices: list[int]) 
 
 
 def build_map(
-    teacher: FrozenBackbone, source: Source, indices: list[int]
+    teacher: FrozenBackbone, source: ImageSet, indices: list[int]
 ) -> tuple[list[int], dict[str, Any]]:
     """Return the images that can be read, and what a teacher makes of them as `page.js` reads it."""
     found = teacher.extract(source, indices)
@@ -117,7 +118,7 @@ def build_map(
     }
 
 
-def _draw_images(teacher: FrozenBackbone, source: Source, indices: list[int]) -> dict[str, Any]:
+def _draw_images(teacher: FrozenBackbone, source: ImageSet, indices: list[int]) -> dict[str, Any]:
     """Return the pictures of images: as thumbnails, as photos, and the attention to them."""
     side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
     photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
@@ -198,7 +199,7 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     return pictures
 
 
-def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: int) -> None:
+def _draw_network(pictures: Pictures, record: RunRecord, source: ImageSet, count: int) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
         pictures.notes.append("The run has not written a checkpoint yet.")

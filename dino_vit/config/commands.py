@@ -160,12 +160,14 @@ class PredictConfig(CachedConfig):
 class DenseConfig(BackboneConfig):
     """Classify the pixels of images by their patches, on features of a frozen backbone."""
 
-    examples: ClassVar = ("dense photos runs/pretrain", "dense VOCdevkit/VOC2012 runs/pretrain size=512")
+    examples: ClassVar = ("dense photos runs/pretrain", "dense VOCdevkit/VOC2012 runs/pretrain masks=voc")
     writes: ClassVar = "eval/dense"
-    source: str = Field(description="images with masks, or Pascal VOC, ADE20k, Cityscapes as unpacked")
+    source: str = Field(description="images with masks, or a published set as it is unpacked")
     size: Side | None = setting(None, "side of crops and windows, or [height, width]; null: of the weights")
     fit: ResizeMode | None = setting(None, "crop: sliding windows; whole: one window; null: by the weights")
-    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
+    masks: str | None = setting(
+        None, "folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes"
+    )
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
     ignore_value: Byte = setting(IGNORED, "value of pixels that belong to no class")
@@ -190,7 +192,9 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     weights: NonEmpty[str] = Field(description="run folders or weights files")  # type: ignore[assignment]
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
-    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
+    masks: str | None = setting(
+        None, "folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes"
+    )
     output: str | None = setting(None, f"folder for a page and JSON files; null: comparison, {IN_PYTHON}")
     writes: ClassVar = "comparison"
 

@@ -16,10 +16,33 @@ from pathlib import Path
 from dino_vit.core import log
 from dino_vit.core.text import plural
 
+FEATURES, SHARDS = "features", "shards"  # folders of other files in that of the indexes
 STALE_S = 3600  # after so long without a change nobody writes a temporary file any more
 _INDEX, _FEATURES = r"[a-z]+-[0-9a-f]{24}\.arrow", r"[0-9a-f]{15}\.safetensors"
 _OURS = re.compile(f"{_INDEX}|{_FEATURES}")
 _PARTIAL = re.compile(rf"\.(?:{_INDEX}|{_FEATURES})\..*partial|\d+-[0-9a-f]{{24}}\.partial")
+
+
+def cache_folder() -> Path:
+    """Return the folder of indexes and other files that can be made again."""
+    if given := os.environ.get("DINO_VIT_CACHE"):
+        return below_home(given)
+    return below_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dino-vit"
+
+
+def below_home(path: str) -> Path:
+    """Return the path of a cache, its ~ replaced; a user in a container may have no home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        text = f"{path} is in a home folder that does not exist"
+        raise ValueError(f"{text}; give another, for all caches by the variable DINO_VIT_CACHE") from error
+
+
+def bound_caches(gigabytes: float, features: Path | None = None, spared: Path | None = None) -> None:
+    """Delete indexes and features, used longest ago, until all fit; and copies of shards left incomplete."""
+    folder = cache_folder()
+    bound([folder, features or folder / FEATURES, folder / SHARDS], gigabytes, spared)
 
 
 def keep(path: Path, owner: object) -> None:

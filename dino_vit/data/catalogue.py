@@ -7,13 +7,16 @@ The catalogue is mapped into memory, and the index of a shard is read when an im
 ordered by shard, and in each by name. Unless that is the order of all names, they begin with their shard.
 """
 
-import glob
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache, partial
+import zipfile
+import zlib
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +25,17 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dino_vit.core.cache import keep
-from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import expand_braces, plural, printable, public, public_names, public_text
+from dino_vit.core.text import brief, public, public_text
+from dino_vit.data.index import bytes_to_arrow, fingerprint_of, to_arrow
+from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
 from dino_vit.data.limits import open_regular
-from dino_vit.data.shards import LocalCopies, ShardedSource
-from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, class_names, read_member
-from dino_vit.data.sources.files import (
-    ChangedFile,
-    Refused,
-    exists,
-    file_signature,
-    file_signatures,
-    is_url,
-    read_file,
-)
-from dino_vit.data.sources.index import cache_folder
-from dino_vit.data.sources.ranges import ByteRangeReader
-from dino_vit.data.sources.source import ShardLayout, suffix_of
+from dino_vit.data.sources.archives import ARCHIVES, FIELDS, class_names, named
+from dino_vit.data.sources.files import UNKNOWN, Refused, file_signature, is_url, read_file, remotely
+from dino_vit.data.sources.paths import suffix_of
 
 CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in
-HELD = 256  # indexes in each process
+FINGERPRINTED = 2**24  # with more images, the fingerprint is that of the indexes, not of names and sizes
 VERSION = 1
 
 
@@ -59,7 +52,7 @@ def names_digest(folder: str, files: Sequence[str]) -> str:
     """Return a digest of the names of classes beside archives, which their indexes hold."""
     parents = sorted(set(map(os.path.dirname, files)))
     stated = [class_names(os.path.join(folder, parent)) for parent in parents]
-    names = [[] if of_folder is None else of_folder or None for of_folder in stated]
+    names = [[] if classes is None else classes or None for classes in stated]
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
 
@@ -110,133 +103,140 @@ class Catalogue(Sequence[str]):
         return str(self._digests[shard].as_py().hex())
 
 
-@lru_cache(HELD)
-def _rows(catalogue: Catalogue, shard: int) -> pa.RecordBatch:
-    return read_index(catalogue[shard], catalogue.indexes[shard].as_py().hex())
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a catalogue needs to know of a shard."""
+
+    file: str  # below the folder of the catalogue
+    images: int
+    size: int
+    version: int
+    digest: str  # SHA-256, empty if it was not computed
+    index: str  # the digest of its index
+    first: bytes  # name
+    last: bytes
+    paths: set[bytes]  # of an image in each folder
+    labels: set[str | None]
 
 
-class CataloguedSource(ShardedSource):
-    """Images in the archives of a folder with a catalogue."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        self.catalogue, metadata = catalogue, catalogue.metadata
-        self.starts = np.concatenate([[0], np.cumsum(catalogue.images)])
-        self.classes = list(map(printable, public_names(metadata["classes"])))
-        self.splits = {printable(name): range(*images) for name, images in metadata["splits"].items()}
-        self.fingerprint: str = metadata["fingerprint"]
-        self._number = {name: number for number, name in enumerate(metadata["classes"])}
-        self.ranges = ByteRangeReader(catalogue, catalogue.signatures)
-        self.local_copies = LocalCopies(self.ranges, catalogue.digest)
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout(self.starts)
-
-    def places(self) -> list[tuple[int, int]]:
-        shards = range(len(self.catalogue))
-        return [
-            (shard, start) for shard in shards for start in _rows(self.catalogue, shard)["start"].to_pylist()
-        ]
-
-    def read(self, index: int) -> bytes:
-        shard, row = self._locate(index)
-        rows = _rows(self.catalogue, shard)
-        try:
-            return read_member(self, shard, {field: rows[field][row].as_py() for field in FIELDS})
-        except (ChangedFile, FileNotFoundError) as error:
-            raise stale(f"{self.catalogue[shard]} is not as it was when it was catalogued") from error
-
-    def label(self, index: int) -> int | None:
-        if not self.classes:  # an index would be read for it
-            return None
-        shard, row = self._locate(index)
-        rows, depth = _rows(self.catalogue, shard), self.catalogue.metadata["label_depth"]
-        if depth is None:
-            return self._number.get(rows["label"][row].as_py())
-        folders = rows["name"][row].as_py().split(b"/")[:-1]
-        return self._number[os.fsdecode(folders[depth])] if len(folders) > depth else None
-
-    def name(self, index: int) -> str:
-        return printable(self.public_name(index))
-
-    def public_name(self, index: int) -> str:
-        """Return the name without secrets, of any characters."""
-        return public(os.fsdecode(self.raw_name(index)))
-
-    def full_name(self, index: int) -> str:
-        return printable(os.fsdecode(self.raw_name(index)))
-
-    def raw_name(self, index: int) -> bytes:
-        """Return the name as the archive has it, after that of the archive unless all names are in order."""
-        shard, row = self._locate(index)
-        name = bytes(_rows(self.catalogue, shard)["name"][row].as_py())
-        if self.catalogue.metadata["ordered"]:
-            return name
-        return os.fsencode(self.catalogue.files[shard].as_py()) + b"/" + name
-
-    @cached_property
-    def stamp(self) -> str:
-        """A digest of the catalogue, and of the times of local shards: an image may be replaced in one.
-
-        Remote shards are what the catalogue says: of another one no image could be read.
-        """
-        digest = hashlib.sha256(self.catalogue.path.read_bytes())
-        if not self.ranges.is_remote:
-            digest.update(file_signatures(list(self.catalogue)).tobytes())
-        return digest.hexdigest()
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return shard, index - int(self.starts[shard])
+def index_shard(folder: str, file: str, digest: str = "") -> Shard:
+    """Write the index of an archive beside it; with a digest, the checksums in it are of the images."""
+    path = os.path.join(folder, file)
+    size, version, _ = file_signature(path)
+    members = named(ARCHIVES[suffix_of(file)](path), class_names(os.path.dirname(path)) or [])
+    members.sort(key=lambda member: member.name)
+    if digest:  # of a local tar, whose images are read once more
+        with open(path, "rb") as archive:
+            contents = (os.pread(archive.fileno(), member.size, member.start) for member in members)
+            crcs = [zlib.crc32(content) for content in contents]
+        stored = zipfile.ZIP_STORED
+        members = [m._replace(method=stored, crc=crc) for m, crc in zip(members, crcs, strict=True)]
+    names = [member.name for member in members]
+    labels = [None if member.label is None else str(member.label) for member in members]
+    columns = {"name": bytes_to_arrow(names), "label": pa.array(labels, pa.string())}
+    columns |= {field: to_arrow(np.array([getattr(m, field) for m in members], np.int64)) for field in FIELDS}
+    return Shard(
+        file=file,
+        images=len(members),
+        size=size,
+        version=version if is_url(path) else UNKNOWN,
+        digest=digest,
+        index=_write(path + INDEX, pa.record_batch(columns)),
+        first=names[0] if names else b"",
+        last=names[-1] if names else b"",
+        paths={b"".join(name.rpartition(b"/")[:2]) + b"x" for name in names},
+        labels=set(labels),
+    )
 
 
-def open_catalogued(spec: str, list_files: Callable[[str], tuple[str, list[str]]]) -> CataloguedSource | None:
-    """Open archives, given by their folder or a pattern, if a catalogue there is of these and no others."""
-    if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
-        return None
-    folder, pattern = os.path.split(spec) if suffix_of(spec) in ARCHIVES else (spec.rstrip("/"), "")
-    path = os.path.join(folder, CATALOGUE)
-    if not exists(path):
-        return None
-    catalogue = Catalogue(folder, _on_this_host(path))
-    if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):
-        return None
-    from_rank_0(lambda: _check_files(catalogue, partial(list_files, spec)))
-    return CataloguedSource(catalogue)
+def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
+    """Write the catalogue of some shards, and return its metadata."""
+    shards = sorted(shards, key=lambda shard: os.fsencode(shard.file))
+    filled = [shard for shard in shards if shard.images]
+    if not filled:
+        raise ValueError(f"the archives in {public(folder)} contain no images")
+    ordered = all(shard.last < after.first for shard, after in pairwise(filled))
+    paths = sorted(set[bytes]().union(*(shard.paths for shard in shards)))
+    labels = set[str | None]().union(*(shard.labels for shard in shards))
+    folders = {os.path.dirname(os.path.join(folder, shard.file)) for shard in shards}
+    stated = labels != {None} or [] in map(class_names, folders)
+    below = list(below_shared(paths))
+    splits, shared = find_splits(below), paths[0].removesuffix(below[0])
+    metadata = {
+        "version": VERSION,
+        "classes": (number_labels([*labels]) if stated else folder_labels(paths)).classes,
+        # Which folder of a name is its label, if labels are folders.
+        "label_depth": None if stated else shared.count(b"/") + bool(splits),
+        "splits": {
+            split: [_count_before(folder, filled, shared + split.encode() + end) for end in (b"/", b"0")]
+            for split in (splits if ordered else ())
+        },  # 0 follows the slash
+        "ordered": ordered,
+        "class_names": names_digest(folder, [shard.file for shard in shards]),
+        "fingerprint": _fingerprint(folder, shards, ordered),
+    }
+    columns: dict[str, Any] = {"file": pa.array([shard.file for shard in shards], pa.large_string())}
+    columns |= {
+        "images": pa.array([shard.images for shard in shards], pa.int64()),
+        "signature": signature_column(np.array([(shard.size, shard.version, 0) for shard in shards])),
+    }
+    for name in ("digest", "index"):
+        columns[name] = pa.array([bytes.fromhex(getattr(shard, name)) for shard in shards], pa.binary())
+    batch = pa.record_batch(columns, metadata={"dino_vit": json.dumps(metadata)})
+    _write(os.path.join(folder, CATALOGUE), batch)
+    return metadata
 
 
-def _on_this_host(path: str) -> Path:
-    """Return the catalogue, or the copy of a remote one in the cache folder."""
-    if not is_url(path):
-        return Path(path)
-    key = hashlib.sha256(f"{path}\0{file_signature(path)}".encode()).hexdigest()
-    copy = cache_folder() / f"catalogue-{key[:24]}.arrow"
-    if not copy.exists():
-        write_bytes(copy, read_file(path))
-    return copy
+def signature_column(signatures: NDArray[np.int64]) -> pa.Array:
+    """Return signatures of files (n, 3) as a column, which can be mapped into memory as it is."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel(), pa.int64()), 3)
 
 
-def _matches_all(pattern: str, files: set[str]) -> bool:
-    """Tell whether a pattern is of these files, none of which then lies in a folder below."""
-    given = set(expand_braces(pattern))
-    patterns = set(filter(glob.has_magic, given))
-    matched = {file for file in files if "/" not in file and any(fnmatchcase(file, p) for p in patterns)}
-    return files == (given - patterns) | matched
+def _count_before(folder: str, shards: Sequence[Shard], name: bytes) -> int:
+    """Return how many images of ordered shards come before a name."""
+    number = bisect_left([shard.last for shard in shards], name)
+    names = []
+    if number < len(shards):
+        index = read_index(os.path.join(folder, shards[number].file), shards[number].index)
+        names = index["name"].to_pylist()
+    return sum(shard.images for shard in shards[:number]) + bisect_left(names, name)
 
 
-def _check_files(catalogue: Catalogue, list_files: Callable[[], tuple[str, list[str]]]) -> None:
-    """Check the names of classes and, in a local folder, that these are the archives, and no others."""
-    files = catalogue.files.to_pylist()
-    if names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
-        raise stale(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
-    if is_url(catalogue.folder):
+def _fingerprint(folder: str, shards: Sequence[Shard], ordered: bool) -> str:
+    """Return the fingerprint of the same images in any other source, as far as these are few enough."""
+    images = sum(shard.images for shard in shards)
+    if ordered and images <= FINGERPRINTED:
+        indexes = [read_index(os.path.join(folder, shard.file), shard.index) for shard in shards]
+        names = [name for index in indexes for name in index["name"].to_pylist()]
+        return fingerprint_of(names, np.concatenate([np.from_dlpack(index["size"]) for index in indexes]))
+    text = "".join(f"{shard.file}\0{shard.index}\0" for shard in shards)
+    return f"shards-{images}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _refuse_foreign(path: Path, schema: pa.Schema) -> None:
+    """Raise if there is a file that has other columns, which is none of ours."""
+    if not os.path.lexists(path):
         return
-    _, present = list_files()
-    sizes = file_signatures([os.path.join(catalogue.folder, file) for file in present])[:, 0].tolist()
-    expected = zip(files, catalogue.signatures[:, 0].tolist(), strict=True)
-    if wrong := sorted({*expected} ^ {*zip(present, sizes, strict=True)}):
-        counted = plural(len({*dict(wrong)}), "archive")
-        raise stale(f"{catalogue.folder} is not as it was: {counted} changed, such as {wrong[0][0]}")
+    names = list[str]()
+    with suppress(OSError, pa.ArrowException):
+        if path.is_file():
+            names = pa.ipc.open_file(path.read_bytes()).schema.names
+    if names != schema.names:
+        raise ValueError(f"{path} already exists, and dino-vit did not write it; move it away")
+
+
+def _write(path: str, batch: pa.RecordBatch) -> str:
+    """Write rows to a local or remote file, and return its digest."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data = bytes(sink.getvalue())
+    if is_url(path):
+        try:
+            remotely(path, lambda system, inner: system.pipe_file(inner, data))
+        except OSError as error:
+            raise ValueError(f"{public(path)} cannot be written: {brief(error, 300)}") from error
+    else:
+        _refuse_foreign(Path(path), batch.schema)
+        write_bytes(Path(path), data)
+    return hashlib.sha256(data).hexdigest()

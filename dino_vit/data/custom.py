@@ -15,17 +15,18 @@ from torch.utils.data import Subset as TorchSubset
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
 from dino_vit.core.text import numbered, numbers_apart, plural, printable, progress, public, public_names
+from dino_vit.data.image_set import ImageSet, Store, join_sets, spread
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.source import Joined, Source, Subset, is_image, spread
+from dino_vit.data.sources.paths import is_image
 
 LOOKED_AT = 8  # items, for labels in them
 FINGERPRINTED = 4  # images that tell a source from others with the same names
 TARGETS = ("targets", "labels", "_labels")  # where data sets, those of torchvision too, keep their labels
 
 
-class CustomSource:
-    """Wrap an object with a length, and `read(i)` or `object[i]`, which return an image.
+class OwnStore(Store):
+    """An object with a length, and `read(i)` or `object[i]`, which return an image.
 
     An image is the bytes of a file, a path, a Pillow image (whose alpha is dropped), an array (H, W, C) or a
     tensor (C, H, W). An item may also be a tuple of an image and its label. It must be the same at every
@@ -36,49 +37,39 @@ class CustomSource:
         if not hasattr(given, "__len__") or not (hasattr(given, "read") or hasattr(given, "__getitem__")):
             raise ValueError(f"{title_of(given)} is no source of images: give it __len__, and read(i) or [i]")
         self.given = given
-        if not len(self):
+        if not len(given):
             raise ValueError(f"{title_of(given)} has no images")
-        self._labels = _labels_of(given)
-        self.classes: Sequence[str] = tuple(public_names(self._labels.classes))
-        names = list(map(self.full_name, range(len(self))))
-        self._numbers = numbers_apart(names)
-        stated = getattr(self.given, "fingerprint", None)
-        self.fingerprint = str(stated or self._digest(names))
-        self.stamp = "" if stated else None  # images of code change without a trace
+        names = list(map(self.full_name, range(len(given))))
+        self.numbers = numbers_apart(names)
+        self.key = str(getattr(given, "fingerprint", None) or self._digest(names))
 
-    def __len__(self) -> int:
-        return len(self.given)
-
-    def read(self, index: int) -> bytes | Tensor:
+    def read(self, row: int) -> bytes | Tensor:
         read = _method(self.given, "read")
         try:
-            item = read(index) if read else self.given[index]
+            item = read(row) if read else self.given[row]
             return from_given(item[0] if isinstance(item, tuple) else item)
         except (OSError, ValueError):
             raise
         except Exception as error:  # of any kind, as the code is not ours; the image counts as unreadable
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
-    def label(self, index: int) -> int | None:
-        return self._labels.of(index)
+    def name(self, row: int) -> str:
+        return numbered(public(self.full_name(row)), self.numbers.get(row))
 
-    def name(self, index: int) -> str:
-        return numbered(public(self.full_name(index)), self._numbers.get(index))
-
-    def full_name(self, index: int) -> str:
+    def full_name(self, row: int) -> str:
         samples = getattr(self.given, "samples", None)  # of torchvision's folders: path and class
         if name := _method(self.given, "name"):
-            return printable(str(name(index)))
-        return printable(str(samples[index][0] if isinstance(samples, list) else index))
+            return printable(str(name(row)))
+        return printable(str(samples[row][0] if isinstance(samples, list) else row))
 
     def _digest(self, names: Sequence[str]) -> str:
         """Return a digest of the names and of a few images."""
         digest = hashlib.sha256("\n".join(names).encode())
-        for index in spread(len(self), FINGERPRINTED):
+        for row in spread(len(names), FINGERPRINTED):
             with suppress(Exception):  # an image that cannot be read is met when it is used
-                item = self.read(index)
+                item = self.read(row)
                 digest.update(item if isinstance(item, bytes) else item.contiguous().numpy().tobytes())
-        return f"{title_of(self.given)}-{len(self)}-{digest.hexdigest()[:32]}"
+        return f"{title_of(self.given)}-{len(names)}-{digest.hexdigest()[:32]}"
 
 
 class _HubRows:
@@ -117,17 +108,29 @@ class _HubRows:
         return str(index) if self.names is None else str(self.names[index])
 
 
-def wrap(given: Any) -> Source:
-    """Return a data set as a source; a part of one, and several joined, are those of their data sets."""
+def wrap(given: Any) -> ImageSet:
+    """Return a data set as images; a part of one, and several joined, are those of their data sets."""
     if isinstance(given, TorchSubset | ConcatDataset) and not len(given):
         raise ValueError(f"{title_of(given)} has no images")
     if isinstance(given, TorchSubset):
-        return Subset(wrap(given.dataset), given.indices)
+        return wrap(given.dataset).subset(given.indices)
     if isinstance(given, ConcatDataset):
         datasets: list[Any] = given.datasets
         parts = {str(number): wrap(part) for number, part in enumerate(datasets) if len(part)}
-        return Joined([*parts], [*parts.values()])
-    return CustomSource(_HubRows(given) if hasattr(given, "cast_column") else given)
+        return join_sets([*parts], [*parts.values()])
+    store = OwnStore(_HubRows(given) if hasattr(given, "cast_column") else given)
+    labels = _labels_of(store.given)
+    return ImageSet(
+        store=store,
+        rows=range(len(store.given)),
+        names=store.name,
+        full_names=store.full_name,
+        labels=labels.numbers.item,
+        classes=tuple(public_names(labels.classes)),
+        fingerprint=store.key,
+        # Images of code change without a trace.
+        stamp="" if getattr(store.given, "fingerprint", None) else None,
+    )
 
 
 def _method(given: Any, name: str) -> Callable[[int], Any] | None:
@@ -196,7 +199,7 @@ def names_sources(given: object) -> bool:
     return all(isinstance(path, str | os.PathLike) and not is_image(os.fspath(path)) for path in each)
 
 
-def open_custom(spec: str) -> Source:
+def open_custom(spec: str) -> ImageSet:
     """Open the object that `python:MODULE:NAME` names, or one that a program passed, wrapped already."""
     given: Any = find(spec)
     return given if spec.startswith("object:") else wrap(given)

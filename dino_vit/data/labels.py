@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural, printable, public, public_names, public_values
+from dino_vit.core.text import brief, plural, printable, public, public_values
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import read_file
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, full_name, suffix_of
+from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
 from dino_vit.data.targets import SEPARATOR, as_number, join_numbers
 
 PATH_COLUMNS = tuple(
@@ -39,11 +40,6 @@ class Labels(NamedTuple):
 
     numbers: NDArray[np.int32]
     classes: list[str]
-
-    def of(self, index: int) -> int | None:
-        """Return the class of an item, None for no label."""
-        number = int(self.numbers[index])
-        return None if number < 0 else number
 
 
 def number_labels(
@@ -71,8 +67,8 @@ def number_labels(
     names = sorted({text for text in texts if text}, key=os.fsencode)
     if None not in map(as_number, names):  # so that 10 comes after 9
         names.sort(key=lambda text: (as_number(text), text))
-    of_text = {"": -1} | {name: number for number, name in enumerate(names)}
-    return Labels(np.array([of_text[text] for text in texts], dtype=np.int32), names)
+    numbers_by_text = {"": -1} | {name: number for number, name in enumerate(names)}
+    return Labels(np.array([numbers_by_text[text] for text in texts], dtype=np.int32), names)
 
 
 def _named(value: object, classes: Sequence[str], title: str) -> object:
@@ -80,7 +76,7 @@ def _named(value: object, classes: Sequence[str], title: str) -> object:
     if not isinstance(value, list | tuple):
         return value
     if len(value) == len(classes) > 2 and set(value) <= {0, 1}:
-        return [name for name, is_of_it in zip(classes, value, strict=True) if is_of_it]
+        return [name for name, has_label in zip(classes, value, strict=True) if has_label]
     numbers = number_labels(value, classes, title).numbers.tolist()
     return [classes[number] for number in numbers if number >= 0]
 
@@ -133,16 +129,11 @@ class Split(NamedTuple):
     images: range
 
 
-def splits_of(source: Source) -> Mapping[str, range]:
-    """Return the images of each split by the name of its folder; empty if the source has none."""
-    return getattr(source, "splits", {})
-
-
-def choose_splits(source: Source) -> tuple[Split, Split] | None:
+def choose_splits(source: ImageSet) -> tuple[Split, Split] | None:
     """Return what to learn from and what to evaluate on; None unless the source has both, with labels."""
     labelled = {
         name.lower(): Split(name, images)
-        for name, images in splits_of(source).items()
+        for name, images in source.splits.items()
         if any(source.label(index) is not None for index in images)
     }
     train = next((labelled[name] for name in TRAIN if name in labelled), None)
@@ -150,10 +141,10 @@ def choose_splits(source: Source) -> tuple[Split, Split] | None:
     return (train, held_out) if train and held_out else None
 
 
-def describe_use(source: Source, train: Split, held_out: Split, name: str) -> str:
+def describe_use(source: ImageSet, train: Split, held_out: Split, name: str) -> str:
     """Return what a source is split into and how that is used, as a sentence."""
-    sizes = (f"{split} ({plural(len(images), 'image')})" for split, images in splits_of(source).items())
-    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is classified from {train.name}"
+    sizes = (f"{split} ({plural(len(images), 'image')})" for split, images in source.splits.items())
+    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
 
 
 class Entry(NamedTuple):
@@ -208,6 +199,10 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
         others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
         values = {row[at].strip().lower() for row in rows[start:] for at in others if at < len(row)}
         numbers = [] if None in map(as_number, values - {"", "nan"}) else others
+        if len(numbers) > 1 and values <= {"0", "1"}:
+            named = brief(", ".join(header[at] for at in numbers))
+            text = "write the labels of an image in one column, as in sea;sky"
+            raise ValueError(f"{path} has only 0 and 1 in the columns {named}: {text}")
     if label is None and len(rows[0]) > 2 and not numbers:
         named = ", ".join(columns)
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])
@@ -237,44 +232,25 @@ def _is_path(cell: str) -> bool:
     return public(cell.strip()).lower().endswith(IMAGE_SUFFIXES)
 
 
-class LabelledSource(Subset):
-    """All items of a source, with other labels."""
-
-    def __init__(self, source: Source, labels: Labels) -> None:
-        super().__init__(source, range(len(source)))
-        self._labels, self.classes, self.splits = labels, public_names(labels.classes), splits_of(source)
-
-    def label(self, index: int) -> int | None:
-        return self._labels.of(index)
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-
-def without_labels(source: Source) -> LabelledSource:
-    return LabelledSource(source, number_labels([None] * len(source)))
-
-
-def join_labels(source: Source, path: str | Path) -> LabelledSource:
-    """Label items by name from a file, and warn about names without a match."""
-    values = values_by_name(source, str(path), LABEL_COLUMNS)
-    missing = [source.name(index) for index, value in enumerate(values) if value is None]
+def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
+    """Label images by name from a file, and warn about names without a match."""
+    values = values_by_name(images, str(path), LABEL_COLUMNS)
+    missing = [images.name(index) for index, value in enumerate(values) if value is None]
     if missing:
         examples = _examples(missing)
         text = "%s: no label for %d of %d images: %s"
         log.warning(text, public(str(path)), len(missing), len(values), examples)
-    return LabelledSource(source, number_labels(values))
+    return images.with_labels(*number_labels(values))
 
 
-def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[object]:
+def values_by_name(source: ImageSet, path: str, columns: Sequence[str]) -> list[object]:
     """Return the value of each item in a file, None without one; warn about names that are not in the source.
 
     `columns` are possible names of the column of values.
     """
     table = _read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
-    full_names = [full_name(source, index) for index in range(len(source))]
+    full_names = [source.full_name(index) for index in range(len(source))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
     path = public(path)
     if len(surplus) == len(table):
@@ -302,7 +278,7 @@ def parse_json(text: str | bytes, name: str) -> object:
 
 
 def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
-    """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
+    """Read a value for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
     try:
         data, path = read_file(path), public(path)
     except FileNotFoundError:

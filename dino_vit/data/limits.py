@@ -118,7 +118,7 @@ def _release_all() -> None:
 os.register_at_fork(after_in_child=_release_all)
 
 
-class WholeFile(OSError):
+class RangeNotSupported(OSError):
     """A server does not know how to send a part of a file."""
 
 
@@ -134,7 +134,7 @@ def read_range(system: Any, inner: str, start: int, size: int, limits: Mapping[s
         if answer.ok and (length is None or length > size):
             answered = "any length" if length is None else f"{length:,} bytes"
             text = f"{public(inner)}: the server answers with {answered}, where {size:,} bytes were asked for"
-            raise WholeFile(text) if answer.status == 200 else OSError(text)
+            raise RangeNotSupported(text) if answer.status == 200 else OSError(text)
 
     headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
     settings = {**limits, "headers": headers, "raise_for_status": check}

@@ -10,62 +10,113 @@ import os
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
+from dino_vit.core.cache import SHARDS, cache_folder
 from dino_vit.core.text import brief, public
-from dino_vit.data.sources.files import ChangedFile, Refused, SourceLost, retry
-from dino_vit.data.sources.index import SHARDS, cache_folder
-from dino_vit.data.sources.ranges import ByteRangeReader
-from dino_vit.data.sources.source import ShardLayout, Source, Subset
+from dino_vit.data.limits import open_regular
+from dino_vit.data.sources.files import (
+    UNKNOWN,
+    ChangedFile,
+    Refused,
+    SourceLost,
+    changed,
+    check_length,
+    is_url,
+    remote_info,
+    remote_signature,
+    request,
+    retry,
+)
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
 _COPY = re.compile(r"\d+-[0-9a-f]{24}\.(shard|partial)")  # nothing else in the folder is ours to delete
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 RECENT_S = 600  # for which a copy that another run uses is spared
+OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 POLL_S = 0.2  # between two looks at the position of the run
 
 
-class ShardedSource(ABC):
-    """Images in some large files. Remote files are copied to a local disk, shard by shard."""
+class ByteRangeReader:
+    """Read ranges of bytes of files, from several threads and processes at once."""
 
-    ranges: ByteRangeReader
-    local_copies: "LocalCopies"
+    def __init__(self, paths: Sequence[str], file_signatures: NDArray[np.int64]) -> None:
+        self.paths, self.file_signatures = paths, file_signatures
+        self.is_remote = is_url(paths[0])
+        self._unchanged: set[int] = set()  # remote files that were checked
+
+    def read(self, file: int, start: int, size: int) -> bytes:
+        path = self.paths[file]
+        if is_url(path):
+            return retry(lambda: self.request(file, start, size), path)
+        opened = _opened(self, file)  # kept until the read is done: another thread may push it out
+        status = os.fstat(opened.number)
+        # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
+        if status.st_size != self.file_signatures[file, 0]:
+            raise changed(path)
+        # Without moving a position, so that processes can share the open file.
+        within = min(size, max(0, status.st_size - start))  # a damaged archive may state any size
+        return check_length(os.pread(opened.number, within, start), size, path)
+
+    def request(self, file: int, start: int, size: int) -> bytes:
+        """Read a range of a remote file by one request, after a look whether it is still the same."""
+        if file not in self._unchanged:
+            self.check_unchanged(file)
+        return request(self.paths[file], start, size)
+
+    def check_unchanged(self, file: int) -> None:
+        """Raise if a remote file is not the one in the index."""
+        info = remote_info(self.paths[file], fresh=True)
+        size, version, _ = self.file_signatures[file].tolist()
+        now = remote_signature(info)
+        if now[0] != size or version not in (UNKNOWN, now[1]):
+            raise changed(self.paths[file])
+        self._unchanged.add(file)
+
+
+@lru_cache(OPEN_FILES)
+def _opened(reader: ByteRangeReader, file: int) -> "_Descriptor":
+    return _Descriptor(reader.paths[file])
+
+
+class _Descriptor:
+    """An open file, closed when it is no longer used: opening one takes a request to a file server."""
+
+    def __init__(self, path: str) -> None:
+        with open_regular(path) as file:
+            self.number = os.dup(file.fileno())
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+class Shards:
+    """The files that hold the images of a set, and the local copies of remote ones."""
+
+    def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
+        """`digest` returns the one of a shard that a catalogue states, empty if there is none."""
+        self.ranges, self.copies = ranges, LocalCopies(ranges, digest)
 
     @property
-    @abstractmethod
-    def layout(self) -> ShardLayout:
-        """Return which images lie in which file."""
+    def is_remote(self) -> bool:
+        return self.ranges.is_remote
 
-    @abstractmethod
-    def places(self) -> Iterable[tuple[int, int]]:
-        """Return the file of each image, and where or in which row it is there."""
-
-    def read_range(self, shard: int, start: int, size: int) -> bytes:
+    def read(self, shard: int, start: int, size: int) -> bytes:
         """Read from a copy, or else from the file itself."""
-        data = self.local_copies.read(shard, start, size) if self.ranges.is_remote else None
+        data = self.copies.read(shard, start, size) if self.is_remote else None
         return self.ranges.read(shard, start, size) if data is None else data
-
-
-def shards_of(source: Source) -> tuple[ShardedSource, ShardLayout] | None:
-    """Return the source that reads a source's images from shards, and which images lie in which shard."""
-    if isinstance(source, Subset):
-        sharded = shards_of(source.source)
-        if sharded is None or (isinstance(source.indices, range) and len(source) == len(source.source)):
-            return sharded
-        shards = sharded[1].shards(np.asarray(source.indices))
-        return sharded[0], ShardLayout.of(shards, len(sharded[1].sizes))
-    return (source, source.layout) if isinstance(source, ShardedSource) else None
 
 
 class LocalCopies:
@@ -75,7 +126,6 @@ class LocalCopies:
     """
 
     def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
-        """`digest` returns the one of a shard that a catalogue states, empty if there is none."""
         self.ranges, self.digest, self.sizes = ranges, digest, ranges.file_signatures[:, 0]
         self.folder, self.limit = cache_folder() / SHARDS, math.inf
 
@@ -161,7 +211,7 @@ class LocalCopies:
                 if not stated or stated == hashlib.file_digest(file, "sha256").hexdigest():
                     return
         raise ValueError(
-            f"{public(url)} is damaged: it has not the digest in its catalogue. Copy or pack it again"
+            f"{public(url)} is damaged: it does not match the digest in its catalogue. Copy or pack it again"
         )
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.limits import MAX_PIXELS, one_image
 from dino_vit.data.sources.files import raise_if_lost
-from dino_vit.data.sources.source import Source
 
 INSPECTED = 64
 MEASURED = 256
@@ -127,7 +127,7 @@ def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:
         yield "scaled down to 8 bits"
 
 
-def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
+def inspect_images(source: ImageSet, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
     """Inspect images without conversion; one of them must be readable."""
     compared = frozenset(indices[:: -(-len(indices) // MEASURED)])  # the layouts of all would take memory
     inspect = partial(_inspect, source, compared=compared, max_pixels=max_pixels)
@@ -143,7 +143,7 @@ def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = 
 
 @one_image()
 def _inspect(
-    source: Source, index: int, *, compared: Collection[int], max_pixels: int
+    source: ImageSet, index: int, *, compared: Collection[int], max_pixels: int
 ) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
@@ -196,7 +196,7 @@ class ChannelStatistics(NamedTuple):
     images: int
 
 
-def channel_statistics(source: Source, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:
+def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:
     """Measure mean and std of images as they are trained on."""
     results = in_threads(partial(_image_statistics, source, pixels), indices, threads=_THREADS)
     moments = [result for result in results if isinstance(result, Tensor)]
@@ -213,7 +213,7 @@ def channel_statistics(source: Source, indices: Sequence[int], pixels: Pixels) -
 
 
 @one_image()
-def _image_statistics(source: Source, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
+def _image_statistics(source: ImageSet, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
     try:
         image = read_image(source, index, pixels)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural
-from dino_vit.data.sources.source import Source
+from dino_vit.data.image_set import ImageSet
 
 SEPARATOR = ";"
 
@@ -39,7 +39,7 @@ class Targets(NamedTuple):
 
 
 def read_targets(
-    source: Source, indices: Sequence[int] | None = None, *, task: Task | None = None
+    source: ImageSet, indices: Sequence[int] | None = None, *, task: Task | None = None
 ) -> Targets:
     """Return what the labels of a source, or of some of its images, say; without a task as they look."""
     chosen = np.arange(len(source)) if indices is None else np.asarray(indices, np.int64)
@@ -57,12 +57,11 @@ def read_targets(
 def recognise(labels: Sequence[str]) -> Task:
     """Return what the distinct labels of a source are for.
 
-    Whole numbers are classes, unless some are fractions or a table has several columns of them. Columns of 0
-    and 1 are labels.
+    Whole numbers are classes, unless some are fractions or a table has several columns of them.
     """
     names, values = _read_numbers(labels) or ((), np.empty(0))
     if (values % 1).any() or (len(names) > 1 and all(names)):
-        return "multilabel" if np.isin(values, (0, 1)).all() else "regression"
+        return "regression"
     return "multilabel" if any(SEPARATOR in label for label in labels) else "multiclass"
 
 
@@ -93,17 +92,17 @@ def join_numbers(cells: Mapping[str, str]) -> str:
 
 
 def _parse(labels: Sequence[str], task: Task) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-    """Return names of columns, and for each label the numbers, or a 0 or 1 for each of the labels in it."""
+    """Return names, and for each label its numbers, or whether it has each of several labels."""
     columns, values = _read_numbers(labels) or ((), np.empty(0))
-    names = tuple(name or "number" + f" {column}" * bool(column) for column, name in enumerate(columns))
     if task == "regression":
+        names = tuple(name or "number" + f" {column}" * bool(column) for column, name in enumerate(columns))
         if labels and not names:
             text = next((label for label in labels if not _read_numbers([label])), labels[0])
             raise ValueError(f"task=regression needs the same numbers for each image; one has {brief(text)}")
         return names, values
-    # More than two numbers of 0 and 1 are no set of labels, as one is there twice.
-    if (len(columns) > 2 or any(columns)) and np.isin(values, (0, 1)).all():
-        return names, values
+    if len(columns) > 2 and np.isin(values, (0, 1)).all():
+        text = "is a 0 or 1 for each label, without the names of the labels: let the object have `classes`"
+        raise ValueError(f"{brief(labels[0])} {text}, or write those of an image by name, as in sea;sky")
     sets = [{name.strip() for name in label.split(SEPARATOR)} - {""} for label in labels]
     names = tuple(sorted(set[str]().union(*sets)))
-    return names, np.array([[name in of_label for name in names] for of_label in sets], np.float64)
+    return names, np.array([[name in each for name in names] for each in sets], np.float64)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from dino_vit.core import height_width, log
-from dino_vit.core.cache import keep
+from dino_vit.core.cache import FEATURES, bound_caches, cache_folder, keep
 from dino_vit.core.distributed import (
     agree,
     all_equal,
@@ -31,10 +31,9 @@ from dino_vit.core.distributed import (
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import progress
+from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.index import FEATURES, bound_caches, cache_folder
-from dino_vit.data.sources.source import Source, describe_images, spread, stamp_of
 from dino_vit.data.statistics import inspect_images
 from dino_vit.eval.reading import Features, concatenate, in_batches, read_batches
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, eval_mode
@@ -95,7 +94,7 @@ class FrozenBackbone:
         return {**origin, "precision": self.precision}
 
     def features(
-        self, source: Source, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
+        self, source: ImageSet, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
     ) -> Generator[Features]:
         """Yield the features of each batch of indices, on the model's device.
 
@@ -108,7 +107,7 @@ class FrozenBackbone:
             yield replace(batch, values=self.compute(normalise(images), spec)[: len(batch.values)])
 
     def extract(
-        self, source: Source, indices: Sequence[int], spec: FeatureSpec = CLS, passes: int = 0
+        self, source: ImageSet, indices: Sequence[int], spec: FeatureSpec = CLS, passes: int = 0
     ) -> Features:
         """Return the features of images in memory, on the model's device, in the order of the indices.
 
@@ -171,7 +170,7 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
 
 def cached_features(
     frozen: FrozenBackbone,
-    source: Source,
+    source: ImageSet,
     *,
     spec: FeatureSpec = CLS,
     indices: Sequence[int] | None = None,
@@ -183,17 +182,17 @@ def cached_features(
     transform, tokens, precision), or computed and written there first. All processes must call it; they
     share the work. Unreadable images are left out with a warning. Another device or batch
     size may round the last bits differently. What is interrupted starts again. Features are not cached where
-    changes of the images cannot be detected (`stamp_of`).
+    changes of the images cannot be detected (`ImageSet.stamp`).
     """
     chosen = range(len(source)) if indices is None else indices
     if not len(chosen):
         raise ValueError("there are no images to compute features of")
     frozen.check_all_equal()
     of_some = "" if indices is None else digest({"indices": torch.as_tensor(indices)}, {})
-    agree("images", lambda: source, lambda _: f"{len(chosen):,} of {describe_images(source)}{of_some}")
+    agree("images", lambda: source, lambda _: f"{len(chosen):,} of {source.describe()}{of_some}")
     if is_main_process():
         _say_what_is_unlike(frozen, source, chosen)
-    stamp = stamp_of(source)
+    stamp = source.stamp
     keeps = not any_process(stamp is None)
     if not keeps and source.fingerprint not in _SAID and is_main_process():
         _SAID.add(source.fingerprint)
@@ -231,7 +230,7 @@ def cached_features(
     return values, tensors["indices"].numpy()
 
 
-def _say_what_is_unlike(frozen: FrozenBackbone, source: Source, indices: Sequence[int]) -> None:
+def _say_what_is_unlike(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]) -> None:
     """Warn if images are far smaller than what they are resized to, or of other pixels."""
     try:
         sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
@@ -264,14 +263,14 @@ def _left_out(chosen: Sequence[int], kept: ArrayLike) -> list[int]:
     return np.setdiff1d(np.asarray(chosen, np.int64), np.asarray(kept)).tolist()
 
 
-def warn_of_unreadable(source: Source, chosen: Sequence[int], kept: ArrayLike) -> None:
+def warn_of_unreadable(source: ImageSet, chosen: Sequence[int], kept: ArrayLike) -> None:
     """Say how many of some images are not among those that were read, by whichever process."""
     if unreadable := _left_out(chosen, kept):
         text = "%d of %d images cannot be read and are left out, the first is %s"
         log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
 
 
-def _readable_again(frozen: FrozenBackbone, source: Source, left_out: Sequence[int]) -> bool:
+def _readable_again(frozen: FrozenBackbone, source: ImageSet, left_out: Sequence[int]) -> bool:
     """Tell whether an image that was left out can be read now: a disk may have been away for a moment."""
     batches = in_batches(left_out, frozen.batch_size)
     return any(len(batch.indices) > 0 for batch in read_batches(source, frozen.transform, batches))
@@ -280,7 +279,7 @@ def _readable_again(frozen: FrozenBackbone, source: Source, left_out: Sequence[i
 def _compute(
     path: Path | None,
     frozen: FrozenBackbone,
-    source: Source,
+    source: ImageSet,
     indices: Sequence[int],
     spec: FeatureSpec,
     title: str,

@@ -17,8 +17,8 @@ from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import choose_splits
-from dino_vit.data.sources.open import Source
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
@@ -87,7 +87,7 @@ class _WithColours(FeatureSpec):
         return torch.cat([super().of(model, images), colours(images)], dim=1)
 
 
-def random_indices(source: Source, seed: int) -> list[int]:
+def random_indices(source: ImageSet, seed: int) -> list[int]:
     """Return the indices of a source in a random order; of a very large one some of them."""
     if len(source) > MANY:
         drawn = random_bits(seed, RngPurpose.EVALUATION, np.arange(DRAWN)) % np.uint64(len(source))
@@ -114,7 +114,7 @@ class OnlineEvaluation:
     def __init__(
         self,
         *,
-        source: Source,
+        source: ImageSet,
         transform: EvalTransform,
         seed: int,
         images: int = 5000,

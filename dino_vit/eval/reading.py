@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.open import Source
 from dino_vit.views.eval_transform import EvalTransform
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
-def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
+def pixel_features(source: ImageSet, indices: Sequence[int], *, transform: EvalTransform) -> Features:
     """Return the flattened normalised pixels of images: a baseline for any features."""
     normalise = transform.normaliser(torch.device("cpu"))
     batches = read_batches(source, transform, in_batches(indices, 256))
@@ -64,7 +64,7 @@ def read_ahead(
 
 
 def read_batches(
-    source: Source,
+    source: ImageSet,
     transform: EvalTransform,
     batches: Iterable[Sequence[int]],
     *,

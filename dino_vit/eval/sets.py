@@ -1,8 +1,6 @@
 """Labelled images as sets and as features, and few of them at random."""
 
 import hashlib
-import os
-import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,18 +17,15 @@ from dino_vit.core import log
 from dino_vit.core.blocks import choose_blocks, numbers_of, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import choose_splits, describe_use
-from dino_vit.data.shards import ShardedSource
-from dino_vit.data.sources.index import IndexedSource
-from dino_vit.data.sources.open import PathSource, open_source
-from dino_vit.data.sources.source import Source, Subset
+from dino_vit.data.sources.open import open_source
 from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.figures import Predictions
 from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
-_PIECE = 4096  # bytes from the middle of an image on that tell it from others of its size
 
 _VAL_SHARE = 5  # one in so many images is for validation where no training set is given
 _HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
@@ -42,7 +37,7 @@ class LabelledSubset:
     """Images of a source that have a label, and what is to be predicted of them."""
 
     name: str  # for messages
-    source: Source
+    source: ImageSet
     indices: Rows  # in the source, ascending
     targets: NDArray[Any]  # (n,) classes from 0 on; (n, c) several labels or numbers
     classes: tuple[str, ...]  # or the names of labels or numbers
@@ -59,9 +54,9 @@ class LabelledSubset:
         return len(self.indices) == len(self.source)
 
     @property
-    def images(self) -> Source:
+    def images(self) -> ImageSet:
         """These images as a source of their own."""
-        return self.source if self.is_whole_source else Subset(self.source, self.indices)
+        return self.source if self.is_whole_source else self.source.subset(self.indices)
 
     @property
     def fingerprint(self) -> str:
@@ -150,7 +145,7 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
     return train.with_columns(names), val.with_columns(names)
 
 
-def refuse_same_images(name: str, source: Source, of_train: str, train: Source) -> None:
+def refuse_same_images(name: str, source: ImageSet, of_train: str, train: ImageSet) -> None:
     """Refuse to judge by the very images that were learned from, and warn if some are."""
     name, of_train = public(name), public(of_train)
     shared = count_shared(source, train)
@@ -162,39 +157,10 @@ def refuse_same_images(name: str, source: Source, of_train: str, train: Source) 
         log.warning(text, shared, len(source), name, of_train)
 
 
-def count_shared(source: Source, train: Source) -> int:
+def count_shared(source: ImageSet, train: ImageSet) -> int:
     """Return how many images of a source are those of another, whatever paths lead to them."""
-    learned = set(_origins(train))
-    return sum(origin in learned for origin in _origins(source))
-
-
-def _origins(source: Source) -> list[Hashable]:
-    """Return the file of each image, its place in one, a checksum, or else its place in its source."""
-    if isinstance(source, Subset):
-        of_all = _origins(source.source)
-        return [of_all[index] for index in source.indices]
-    if isinstance(source, PathSource):
-        return [_file_at(source.path(index)) for index in range(len(source))]
-    if isinstance(source, ShardedSource):
-        files = [_file_at(path) for path in source.ranges.paths]
-        return [(files[shard], place) for shard, place in source.places()]
-    if isinstance(source, IndexedSource) and len(source.index.images):  # unpacked there
-        start, size = (source.index.columns[name] for name in ("start", "size"))
-        images = source.index.images
-        return [
-            (size, zlib.crc32(images[at + size // 2 : at + min(size, size // 2 + _PIECE)]))
-            for at, size in zip(start.tolist(), size.tolist(), strict=True)
-        ]
-    return [(source.fingerprint, index) for index in range(len(source))]
-
-
-def _file_at(path: str) -> Hashable:
-    """Return what no other file is, whatever links lead to it; of a remote or missing one its path."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return path
-    return status.st_dev, status.st_ino
+    learned = set(train.origins())
+    return sum(origin in learned for origin in source.origins())
 
 
 def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]:
@@ -212,7 +178,7 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     return train, val.part(chosen, f"a fifth of {val.name}")
 
 
-def open_subset(name: str, source: Source, task: Task | None = None) -> LabelledSubset:
+def open_subset(name: str, source: ImageSet, task: Task | None = None) -> LabelledSubset:
     """Return the labelled images of a source; without a task it is recognised by their labels."""
     name = public(name)
     targets = read_targets(source, task=task)

@@ -19,6 +19,7 @@ from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PHASES, PretrainConfig
 from dino_vit.config.settings import get
 from dino_vit.core import log
+from dino_vit.core.cache import bound_caches
 from dino_vit.core.checkpoint import Checkpoints, NotFinite
 from dino_vit.core.distributed import (
     SETUP_TIMEOUT,
@@ -34,9 +35,8 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, wait_for_device
 from dino_vit.core.storage import StorageError
 from dino_vit.core.text import progress
+from dino_vit.data.image_set import spread
 from dino_vit.data.sources.files import retrying
-from dino_vit.data.sources.index import bound_caches
-from dino_vit.data.sources.source import spread
 from dino_vit.data.statistics import INSPECTED, inspect_images
 from dino_vit.method.objective import output_statistics
 from dino_vit.method.optim import (

@@ -24,7 +24,6 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
-from dino_vit.data.sources.source import images_per_epoch
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -217,7 +216,7 @@ def start_record(run: ReadyRun) -> Start:
         precision=state.precision,
         workers=state.loader.workers,
         global_batch=plan.global_batch,
-        images=images_per_epoch(state.source),
+        images=state.source.images_per_epoch,
         steps_per_epoch=plan.steps_per_epoch,
         total_steps=plan.total_steps,
         parameters={"backbone": backbone, "head": total - backbone},

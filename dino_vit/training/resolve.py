@@ -26,8 +26,7 @@ from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import from_rank_0, in_all_processes
 from dino_vit.core.text import plural
-from dino_vit.data.shards import shards_of
-from dino_vit.data.sources.source import Source, images_per_epoch, parts_of, spread
+from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, channel_statistics, inspect_images
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.build import advice_on_size, build_pixels
@@ -57,7 +56,7 @@ NO_ESTIMATE = BudgetEstimate()  # of a run whose budget is not in minutes
 class RunContext:
     """What a config is resolved from, and a run set up with."""
 
-    source: Source
+    source: ImageSet
     processes: int
     device: torch.device
     resumed: Checkpoint | None = None
@@ -100,7 +99,7 @@ def resolve_config(config: PretrainConfig, context: RunContext) -> Resolution:
         summary = from_rank_0(
             lambda: inspect_images(source, spread(len(source), INSPECTED), max_pixels=max_pixels)
         )
-    images = images_per_epoch(source)
+    images = source.images_per_epoch
     made: dict[str, Choice] = {}
 
     def add(choices: Sequence[Choice]) -> None:
@@ -292,7 +291,7 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     return [Choice(key, get(before, key), "as the run started") for key in sorted(keys)]
 
 
-def _pixel_statistics(config: PretrainConfig, source: Source) -> tuple[list[Choice], list[str]]:
+def _pixel_statistics(config: PretrainConfig, source: ImageSet) -> tuple[list[Choice], list[str]]:
     """Measure mean and std where they are open, and check that images can be read as configured."""
     open_names = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)
@@ -319,13 +318,13 @@ def _pixel_statistics(config: PretrainConfig, source: Source) -> tuple[list[Choi
 
 def _order_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     """Walk through remote shards one after another, as their copies on the disk do, and through very many."""
-    sharded = [part for each in parts_of(context.source) if (part := shards_of(each))]
-    is_remote = any(source.ranges.is_remote for source, _ in sharded)
+    sharded = [part.shards for part in context.source.parts if part.shards]
+    is_remote = any(shards.is_remote for shards in sharded)
     if config.data.order is not None or context.resumed or not sharded:
         return []
     if not is_remote and len(context.source) <= GLOBAL_ORDER:
         return []
-    count = sum(len(source.ranges.paths) for source, _ in sharded)
+    count = sum(len(shards.ranges.paths) for shards in sharded)
     shards = plural(count, "remote shard" if is_remote else "local shard")
     reason = f"of {shards}, {config.data.window} at a time are mixed (data.window)"
     return [Choice("data.order", "window", reason)]

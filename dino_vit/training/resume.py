@@ -15,7 +15,7 @@ from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
-from dino_vit.data.sources.source import MixedSource, Source, stamp_of
+from dino_vit.data.image_set import ImageSet
 from dino_vit.reports.metrics import METRICS, START_ADAPTER, OnlineFigures, read_records, to_json
 from dino_vit.training.resolve import RunContext, started_config
 from dino_vit.training.state import TrainingState
@@ -52,7 +52,7 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or run.resume=changed to resume anyway"
         )
-    stamp = stamp_of(context.source)  # before 0.4 it was made otherwise, and called `files`
+    stamp = context.source.stamp  # before 0.4 it was made otherwise, and called `files`
     if resumed.metadata.get("stamp", stamp) != stamp:
         text = (
             "the files of %s were moved, copied or changed since step %d, but have the same names and sizes"
@@ -107,11 +107,11 @@ def set_earlier_run_aside(folder: Path, settings: bytes) -> None:
     log.warning("%s has no checkpoints to resume from, but %s, now in %s", folder, names, aside)
 
 
-def _more_images(config: PretrainConfig, source: Source, step: int) -> str:
+def _more_images(config: PretrainConfig, source: ImageSet, step: int) -> str:
     """Return how many images more or fewer a run has than at a step; "" if as many, or unknown."""
     starts = read_records(Path(config.output) / "starts.jsonl", START_ADAPTER)
     before = [start.images for start in starts if start.step < step]
-    if not before or isinstance(source, MixedSource):  # of which a start has the images of an epoch
+    if not before or source.mix:  # of which a start has the images of an epoch
         return ""
     more = len(source) - before[-1]
     return f"{plural(abs(more), 'image')} {'more' if more > 0 else 'fewer'}" if more else ""

@@ -19,7 +19,6 @@ from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
 from dino_vit.data.labels import choose_splits, describe_use
-from dino_vit.data.sources.source import MixedSource, evaluated_part, images_per_epoch
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
@@ -77,8 +76,8 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: BudgetEstimate
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
             "the head, the temperatures and the centre have no effect"
         )
-    if isinstance(context.source, MixedSource):
-        notes.append(context.source.describe_epoch())
+    if epoch := context.source.describe_epoch():
+        notes.append(epoch)
     before = state.evaluated_by
     if state.plan.steps_between_evaluations:
         notes += _open_evaluations(config, state)
@@ -92,7 +91,7 @@ def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[
     """Open the evaluation by masks, if there are some, and yield notes on what the run is evaluated by."""
     from dino_vit.eval.maps.online import open_segmentation
 
-    evaluated, name = evaluated_part(state.source)
+    evaluated, name = state.source.evaluated_part()
     images = name or config.data.images
     if name:
         yield f"the run is evaluated on {name}, the first source with labels, or the first of all"
@@ -188,7 +187,7 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 
 def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accelerator) -> TrainingState:
     device, processes = accelerator.device, context.processes
-    images, resumed = images_per_epoch(context.source), context.resumed is not None
+    images, resumed = context.source.images_per_epoch, context.resumed is not None
     plan = make_plan(config, images, processes, context.fit.steps, resumed=resumed)
     student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
@@ -217,7 +216,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     )
     augment = build_augment(config)  # the workers' is the same module, if it is an object of the user's
     evaluation = OnlineEvaluation(
-        source=evaluated_part(context.source)[0],
+        source=context.source.evaluated_part()[0],
         transform=build_eval_transform(config),
         seed=config.seed,
         autocast=DTYPES[precision] if precision != "no" else None,

@@ -20,7 +20,7 @@ from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, 
 from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.storage import digest
-from dino_vit.data.sources.source import Source, stamp_of
+from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
@@ -52,7 +52,7 @@ class TrainingState:
     plan: Plan
     accelerator: Accelerator
     precision: Precision
-    source: Source
+    source: ImageSet
     loader: Loader
     augment: nn.Module
     student: Network
@@ -279,7 +279,7 @@ class TrainingState:
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
-            "stamp": stamp_of(self.source),
+            "stamp": self.source.stamp,
             "precision": self.precision,
             **self.weights_read,
             "evaluated_by": self.evaluated_by,

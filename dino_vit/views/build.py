@@ -16,21 +16,14 @@ from dino_vit.config.objects import find, is_object
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import values
 from dino_vit.core import Size
+from dino_vit.core.cache import below_home
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
+from dino_vit.data.image_set import ImageSet, Mix, ShardLayout
 from dino_vit.data.images.decoded import expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels, reduced_size
-from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
-from dino_vit.data.sources.index import below_home
+from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import (
-    MixedSource,
-    ShardLayout,
-    Source,
-    describe_images,
-    images_per_epoch,
-    parts_of,
-)
 from dino_vit.data.statistics import ImageSummary
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
@@ -103,7 +96,7 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
     return mean, std
 
 
-def open_images(config: PretrainConfig) -> Source:
+def open_images(config: PretrainConfig) -> ImageSet:
     """Open the images of a run; all processes must see the same."""
     data = config.data
     shared = [
@@ -112,7 +105,9 @@ def open_images(config: PretrainConfig) -> Source:
     with in_all_processes():
         agree("settings", lambda: shared, ", ".join)
         return agree(
-            "images", lambda: open_source(data.source or data.images, data.labels, data.mix), describe_images
+            "images",
+            lambda: open_source(data.source or data.images, data.labels, data.mix),
+            ImageSet.describe,
         )
 
 
@@ -152,7 +147,7 @@ def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":
 
 def build_loader(
     config: PretrainConfig,
-    source: Source,
+    source: ImageSet,
     *,
     global_batch: int,
     rank: int,
@@ -160,17 +155,16 @@ def build_loader(
     pin: bool,
 ) -> Loader:
     """Return the loader of one process."""
-    sharded = [shards_of(part) for part in parts_of(source)]
-    if config.data.order == "window" and not any(sharded):
+    if config.data.order == "window" and not any(part.shards for part in source.parts):
         raise ValueError(
             "data.order=window walks through tar shards or zips, but "
             f"data.source={config.data.images} has none: give data.order=global, or write shards with "
             "`dino-vit pack`"
         )
-    layouts = [part[1] if part and config.data.order == "window" else None for part in sharded]
-    mixed = _mixed_order(config, source, layouts) if isinstance(source, MixedSource) else None
+    layouts = [part.layout if config.data.order == "window" else None for part in source.parts]
+    mixed = _mixed_order(config, source.mix, layouts) if source.mix else None
     sampler = Sampler(
-        length=images_per_epoch(source),
+        length=source.images_per_epoch,
         batch_size=global_batch,
         seed=config.seed,
         rank=rank,
@@ -180,7 +174,7 @@ def build_loader(
         window=config.data.window,
         mixed=mixed,
     )
-    remote = [(number, part) for number, part in enumerate(sharded) if part and part[0].ranges.is_remote]
+    remote = [(n, part) for n, part in enumerate(source.parts) if part.shards and part.shards.is_remote]
     prefetches = [build_prefetch(config, part, sampler, number, len(remote)) for number, part in remote]
     return Loader(
         source=source,
@@ -208,29 +202,27 @@ def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
     return f"{text} (data.keep_decoded=false decodes them each time)" if loader.decoded else None
 
 
-def _mixed_order(
-    config: PretrainConfig, source: MixedSource, layouts: Sequence[ShardLayout | None]
-) -> MixedOrder:
+def _mixed_order(config: PretrainConfig, mix: Mix, layouts: Sequence[ShardLayout | None]) -> MixedOrder:
     """Return the order of several sources, each in its own."""
     orders = [
         WindowOrder(layout, config.seed, config.data.window)
         if layout
         else GlobalOrder(len(part), config.seed)
-        for part, layout in zip(source.parts, layouts, strict=True)
+        for part, layout in zip(mix.parts, layouts, strict=True)
     ]
-    return MixedOrder(orders, source.counts, source.starts.tolist(), config.seed)
+    return MixedOrder(orders, mix.counts, mix.starts.tolist(), config.seed)
 
 
 def build_prefetch(
     config: PretrainConfig,
-    sharded: tuple[ShardedSource, ShardLayout],
+    source: ImageSet,
     sampler: Sampler,
     number: int = 0,
     sources: int = 1,
 ) -> Prefetch | None:
     """Let a source, by its number in a mix, read from copies; it may fill its part of the cache."""
-    (source, layout), data, mixed = sharded, config.data, sampler.mixed
-    copies = source.local_copies
+    assert source.shards, "only sources in shards are copied"
+    copies, data, mixed = source.shards.copies, config.data, sampler.mixed
     if data.cache:
         copies.folder = below_home(data.cache)
     if not data.cache_gb:
@@ -259,12 +251,12 @@ def build_prefetch(
         batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
         ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
         ahead = ahead * sampler.length // mixed.counts[number] if mixed else ahead  # in images of the mix
-    uses = ShardUses(sampler, len(layout.sizes), number)
+    uses = ShardUses(sampler, len(copies.sizes), number)
     return Prefetch(copies, uses.next, ahead, limit)
 
 
 def make_views(
-    config: PretrainConfig, source: Source, samples: Sequence[int], epoch: int
+    config: PretrainConfig, source: ImageSet, samples: Sequence[int], epoch: int
 ) -> list[list[Tensor]]:
     """Make the views of samples in an epoch again, as the networks get them but with values from 0 to 1.
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from dino_vit.config.sections import Interpolation, ResizeMode
 from dino_vit.core import Size, log
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.limits import one_image
-from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 
 FAR = 2  # times the trained side, or a half of it, beyond which a size is said to be another
@@ -47,7 +47,7 @@ class EvalTransform:
         shape = images, self.pixels.channels, *self.size
         return torch.empty(shape, dtype=self.pixels.dtype, pin_memory=pin)
 
-    def read(self, source: Source, index: int) -> Tensor:
+    def read(self, source: ImageSet, index: int) -> Tensor:
         """Read an image of a source: (C, *size), uint8, or float32 from 0 to 1 if it is deeper."""
         with one_image():
             return self.resize(read_image(source, index, self.pixels))

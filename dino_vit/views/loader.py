@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.core import Size
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.decoded import DecodedImages
 from dino_vit.data.images.formats import Reduction
@@ -26,7 +27,6 @@ from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import raise_if_lost
-from dino_vit.data.sources.open import Source
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries, interleave
@@ -84,7 +84,7 @@ class Loader(Dataset[Any]):
     `scaled_decoding` a JPEG is decoded no larger than its views need it. What is decoded may be kept.
     """
 
-    source: Source
+    source: ImageSet
     views: Sequence[View]
     sampler: Sampler
     pixels: Pixels = RGB

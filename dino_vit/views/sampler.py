@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.sources.source import ShardLayout
+from dino_vit.data.image_set import ShardLayout
 
 BLOCK = 2**18  # images, at least, that a window order draws at a time
 

@@ -116,12 +116,12 @@ def assert_clean(*paths):
 def test_labels_by_names_of_any_bytes_are_found(photos, tmp_path):
     source = open_source(str(photos))
     table = tmp_path / "labels.csv"
-    rows = [f'"{os.fsdecode(source.raw_name(n))}",{ODD[:1]}{n % 2}\n' for n in range(len(source))]
+    rows = [f'"{source.public_name(n)}",{ODD[:1]}{n % 2}\n' for n in range(len(source))]
     table.write_bytes(os.fsencode("".join(rows)))
     labelled = open_source(str(photos), table)
     assert labelled.classes == [r"\xff0", r"\xff1"]
     assert [labelled.label(n) for n in range(len(source))] == [n % 2 for n in range(len(source))]
-    assert Path(os.fsdecode(source.raw_name(0))).name != source.name(0)
+    assert Path(source.public_name(0)).name != source.name(0)
 
 
 @pytest.mark.parametrize(

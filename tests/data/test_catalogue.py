@@ -4,16 +4,16 @@ import os
 import pickle
 import shutil
 
+import fsspec
 import numpy as np
 import pytest
 
 import dino_vit
 from dino_vit.cli import main
-from dino_vit.data.catalogue import CataloguedSource, StaleIndex
-from dino_vit.data.shards import shards_of
+from dino_vit.data.catalogue import StaleIndex
+from dino_vit.data.sources.catalogued import CatalogueStore
 from dino_vit.data.sources.files import is_folder
 from dino_vit.data.sources.open import expand, open_source
-from dino_vit.data.sources.source import stamp_of
 from dino_vit.views.sampler import WindowOrder
 from tests.support.image_sets import FILES, ORDER, items, write_folder, write_tar, write_zip
 from tests.support.processes import command_in_two
@@ -38,7 +38,7 @@ def write_archives(folder, files, count=2, suffix=".tar"):
 def catalogue(folder):
     assert main(["pack", str(folder), "index_only=true"]) == 0
     source = open_source(str(folder))
-    assert isinstance(source, CataloguedSource)
+    assert isinstance(source.store, CatalogueStore)
     return source
 
 
@@ -55,8 +55,11 @@ def test_a_source_with_a_catalogue_is_the_source_without(tmp_path, files, suffix
         assert list(items(each)) == list(items(plain))
         assert (each.classes, each.splits) == (plain.classes, plain.splits)
         assert each.fingerprint == plain.fingerprint
-        assert (shards_of(each)[1].starts == shards_of(plain)[1].starts).all()
-    assert [place[0] for place in source.places()] == [place[0] for place in plain.places()]
+        assert (each.layout.starts == plain.layout.starts).all()
+    shards = [[shard for shard, _ in each.origins()] for each in (source, plain)]
+    assert [list(dict.fromkeys(each)).index(shard) for each in shards for shard in each] == [
+        *2 * [int(shard) for shard in plain.layout.shards(np.arange(len(plain)))]
+    ]
 
 
 def test_labels_beside_the_images_are_those_of_the_catalogue(tmp_path):
@@ -83,7 +86,7 @@ def test_some_archives_of_a_folder_have_a_catalogue(tmp_path, capsys):
     shutil.copy(folder / "000.tar", folder / "val.tar")
     assert main(["pack", str(folder / "00*.tar"), "index_only=true"]) == 0
     source = open_source(str(folder / "00*.tar"))
-    assert isinstance(source, CataloguedSource)
+    assert isinstance(source.store, CatalogueStore)
     assert len(source) == len(SORTED)
     shutil.copy(folder / "000.tar", folder / "002.tar")
     with pytest.raises(StaleIndex, match=r"1 archive changed, such as 002\.tar"):
@@ -102,6 +105,18 @@ def test_archives_in_a_new_folder_below_are_noticed_but_not_by_a_pattern(tmp_pat
     assert len(open_source(str(folder / "*.tar"))) == len(SORTED)
 
 
+@pytest.mark.parametrize("name", ["set.1.0", "v1.tar"])
+def test_a_name_that_looks_like_a_suffix_does_not_hide_a_catalogue(tmp_path, name):
+    folder = write_archives(tmp_path / name, SORTED)
+    local = catalogue(folder)
+    assert list(items(local)) == list(items(open_source(str(folder / "*.tar"))))
+    if name == "set.1.0":  # what is called a tar behind an address is a file
+        fsspec.filesystem("memory").put(str(folder), f"/{name}", recursive=True)
+        remote = open_source("memory://set.1.0")
+        assert isinstance(remote.store, CatalogueStore)
+        assert list(items(remote)) == list(items(local))
+
+
 def test_without_classes_no_index_is_read_for_labels(tmp_path):
     folder = write_archives(tmp_path / "set", {"a.png": b"a", "b.png": b"b"}, 2)
     source = catalogue(folder)
@@ -113,10 +128,10 @@ def test_without_classes_no_index_is_read_for_labels(tmp_path):
 def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):
     folder = write_archives(tmp_path / "set", SORTED)
     before = catalogue(folder)
-    stamp = stamp_of(before)
+    stamp = before.stamp
     os.utime(folder / "000.tar", (2e9, 2e9))
     assert open_source(str(folder)).read(0) == SORTED[ORDER[0]], "a later time is no change"
-    assert stamp_of(open_source(str(folder))) != stamp, "but may be one of an image"
+    assert open_source(str(folder)).stamp != stamp, "but may be one of an image"
     names = ORDER[: len(ORDER) // 2]
     write_tar(folder / "000.tar", {f"cow{name[3:]}": SORTED[name] for name in names})
     with pytest.raises(StaleIndex, match=r"000\.tar is not as it was.*index_only=true"):
@@ -186,7 +201,7 @@ def test_an_archive_without_images_is_one_of_those_in_the_catalogue(tmp_path):
     source = catalogue(folder)
     assert list(items(source)) == list(items(open_source(str(plain))))
     assert source.fingerprint == open_source(str(plain)).fingerprint
-    assert isinstance(open_source(str(folder / "{000,0005,001}.tar")), CataloguedSource)
+    assert isinstance(open_source(str(folder / "{000,0005,001}.tar")).store, CatalogueStore)
     assert sorted(WindowOrder(source.layout, 0, 2).take(0, 0, 5)) == [0, 1, 2, 3, 4]
 
 
@@ -213,10 +228,10 @@ def test_a_remote_source_starts_from_its_catalogue(tmp_path):
     local = catalogue(tmp_path / "served")
     with serving(tmp_path / "served") as server:
         source = open_source(f"{server.url}/{{000..003}}.tar")
-        assert isinstance(source, CataloguedSource)
+        assert isinstance(source.store, CatalogueStore)
         assert not server.requested()
-        source.local_copies.folder = tmp_path / "copies"
-        assert source.local_copies.copy(1)
+        source.shards.copies.folder = tmp_path / "copies"
+        assert source.shards.copies.copy(1)
         server.requests.clear()
         assert [source.read(index) for index in range(32)] == [local.read(index) for index in range(32)]
         assert server.requested() == {"000.tar", "002.tar", "003.tar"}
@@ -266,7 +281,7 @@ def test_two_processes_catalogue_what_one_does(tmp_path):
     source = open_source(str(tmp_path / "two"))
     assert list(items(source)) == list(items(expected))
     assert source.fingerprint == expected.fingerprint
-    assert np.array_equal(source.starts, expected.starts)
+    assert np.array_equal(source.layout.starts, expected.layout.starts)
 
 
 def test_what_cannot_be_catalogued_is_refused(tmp_path, capsys):

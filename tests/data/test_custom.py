@@ -10,10 +10,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import dino_vit
 from dino_vit.config.objects import find
-from dino_vit.data.custom import CustomSource, wrap
+from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.views.eval_transform import EvalTransform
@@ -29,7 +29,7 @@ class Photos:
     """Textures with names and labels."""
 
     def __init__(self, count=64):
-        self.source = SyntheticSource(length=count)
+        self.source = make_textures(length=count)
 
     def __len__(self):
         return len(self.source)
@@ -54,7 +54,7 @@ class Pairs(Dataset):
     classes = ("cat", "dog", "none")
 
     def __init__(self):
-        self.source = SyntheticSource(length=64)
+        self.source = make_textures(length=64)
         self.targets = [index % 2 for index in range(64)]
 
     def __len__(self):
@@ -65,18 +65,18 @@ class Pairs(Dataset):
 
 
 def test_an_object_is_a_source():
-    source = CustomSource(Photos())
+    source = wrap(Photos())
     assert (len(source), source.name(3), source.classes) == (64, "photo 3", ("even", "odd"))
     assert [source.label(index) for index in range(4)] == [None, 0, 1, 0]
-    assert torch.equal(read_image(source, 5), SyntheticSource(length=64).read(5))
-    assert source.fingerprint == CustomSource(Photos()).fingerprint
-    assert source.fingerprint != CustomSource(Photos(63)).fingerprint
+    assert torch.equal(read_image(source, 5), make_textures(length=64).read(5))
+    assert source.fingerprint == wrap(Photos()).fingerprint
+    assert source.fingerprint != wrap(Photos(63)).fingerprint
 
 
 def test_a_dataset_of_pillow_images_is_a_source():
-    source = CustomSource(Pairs())
+    source = wrap(Pairs())
     assert (source.classes, source.label(3), source.name(3)) == (("cat", "dog", "none"), 1, "3")
-    assert torch.equal(read_image(source, 5), SyntheticSource(length=64).read(5))
+    assert torch.equal(read_image(source, 5), make_textures(length=64).read(5))
 
 
 def labels_of(source):
@@ -88,7 +88,7 @@ def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
     chosen = wrap(Subset(Indexed(), [5, 0, 2]))
     assert labels_of(chosen) == ["even", None, "odd"]
     assert chosen.name(0) == "photo 5"
-    assert torch.equal(read_image(chosen, 0), SyntheticSource(length=64).read(5))
+    assert torch.equal(read_image(chosen, 0), make_textures(length=64).read(5))
     alike = wrap(ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])]))
     assert alike.classes == ["cat", "dog", "none"]
     assert labels_of(alike) == ["cat", "dog"] * 32 + ["dog", "dog"]
@@ -100,17 +100,17 @@ def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
 
 def test_tuples_give_labels(tmp_path, caplog):
     images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
-    source = CustomSource(TensorDataset(images, torch.tensor([3, 1, -1, 3])))
+    source = wrap(TensorDataset(images, torch.tensor([3, 1, -1, 3])))
     assert labels_of(source) == ["3", "1", None, "3"]
-    ten = CustomSource(TensorDataset(images, torch.rand(4, 10)))
-    assert read_targets(ten).values.tolist() == [item[1].tolist() for item in ten.given]
+    ten = wrap(TensorDataset(images, torch.rand(4, 10)))
+    assert read_targets(ten).values.tolist() == [item[1].tolist() for item in ten.store.given]
     for name in ("ant/a.png", "ant/b.png", "bee/c.png"):
         write_synthetic(tmp_path / name, 0, size=32)
     folder = torchvision.datasets.ImageFolder(str(tmp_path))
-    assert labels_of(CustomSource(folder)) == ["ant", "ant", "bee"]
-    assert CustomSource(folder).name(2) == str(tmp_path / "bee/c.png")
+    assert labels_of(wrap(folder)) == ["ant", "ant", "bee"]
+    assert wrap(folder).name(2) == str(tmp_path / "bee/c.png")
     fake = torchvision.datasets.FakeData(size=6, image_size=(3, 8, 8), num_classes=2)  # items alone know
-    assert labels_of(CustomSource(fake)) == [str(int(target)) for _, target in fake]
+    assert labels_of(wrap(fake)) == [str(int(target)) for _, target in fake]
 
 
 class Partly(Pairs):
@@ -130,7 +130,7 @@ class Partly(Pairs):
 
 
 def test_labels_that_only_some_items_have_are_read():
-    assert labels_of(CustomSource(Partly())) == [None] * 60 + ["ant"] * 4
+    assert labels_of(wrap(Partly())) == [None] * 60 + ["ant"] * 4
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_an_item_may_be_any_image(tmp_path, kind):
     given = {"path": path, "text": str(path), "bytes": path.read_bytes(), "array": pixels, "nothing": {}}
     given |= {"grey": pixels[:, :, 0], "pillow": Image.fromarray(pixels)}
     given["clear"] = Image.fromarray(pixels).convert("RGBA")
-    source = CustomSource([given[kind]])
+    source = wrap([given[kind]])
     if kind == "nothing":
         with pytest.raises(UnreadableImage, match="0: TypeError: dict is not an image: give a path"):
             read_image(source, 0)
@@ -274,24 +274,24 @@ class Plain(Dataset):
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_targets_are_indices_of_the_classes(kind):
-    source = CustomSource(Plain(kind([2, 5, 2]), list("abcdef")))
+    source = wrap(Plain(kind([2, 5, 2]), list("abcdef")))
     assert [source.classes[source.label(index)] for index in range(3)] == ["c", "f", "c"]
-    assert CustomSource(Plain(kind([2, 5, 2]))).classes == ("2", "5")
-    named = CustomSource(Plain(["c", "a"], list("abc")))
+    assert wrap(Plain(kind([2, 5, 2]))).classes == ("2", "5")
+    named = wrap(Plain(["c", "a"], list("abc")))
     assert [named.label(index) for index in range(2)] == [2, 0]
     with pytest.raises(ValueError, match="Plain has the label 6, which is none of its 6 classes, nor the"):
-        CustomSource(Plain([6], list("abcdef")))
+        wrap(Plain([6], list("abcdef")))
 
 
 def test_two_classes_of_one_name_are_two():
     class Birds(list):
         targets, classes = [0, 1, 2], ["crane", "dog", "crane"]
 
-    assert labels_of(CustomSource(Birds("abc"))) == ["crane (0)", "dog", "crane (2)"]
+    assert labels_of(wrap(Birds("abc"))) == ["crane (0)", "dog", "crane (2)"]
 
 
 def test_sources_with_the_same_names_but_other_images_are_two():
-    one, two, again = (CustomSource(Plain([0] * 9, shift=shift)) for shift in (0, 1, 0))
+    one, two, again = (wrap(Plain([0] * 9, shift=shift)) for shift in (0, 1, 0))
     assert one.fingerprint == again.fingerprint
     assert one.fingerprint != two.fingerprint
     assert one.name(3) == "3"
@@ -313,7 +313,7 @@ def test_an_image_that_cannot_be_read_is_left_out_wherever_it_is(tmp_path, broke
     given = Breaking([0, 1] * 5)
     given.broken = (broken,)
     frozen = FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path)
-    _, indices = cached_features(frozen, CustomSource(given))
+    _, indices = cached_features(frozen, wrap(given))
     assert indices.tolist() == [index for index in range(10) if index != broken]
 
 
@@ -322,11 +322,11 @@ def test_targets_are_as_many_as_images(count):
     given = Photos(10)
     given.label, given.targets = None, [0] * count
     with pytest.raises(ValueError, match=f"Photos has {count} targets, but 10 images; each needs one"):
-        CustomSource(given)
+        wrap(given)
 
 
 @pytest.mark.parametrize("classes", [None, ["cat", "dog"]])
 def test_a_target_of_minus_one_is_no_label(classes):
-    source = CustomSource(Plain(np.array([-1, 1, 0, -1]), classes))
+    source = wrap(Plain(np.array([-1, 1, 0, -1]), classes))
     assert [source.label(index) for index in range(4)] == [None, 1, 0, None]
     assert len(source.classes) == 2

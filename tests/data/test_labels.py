@@ -207,7 +207,7 @@ def test_a_folder_and_a_zip_have_the_same_splits(folder, tmp_path):
         assert (train.name, held_out.name) == ("train", "val")
         assert describe_use(source, train, held_out, "photos") == (
             "photos has the splits test (2 images), train (8 images), val (4 images): "
-            "val is classified from train"
+            "val is evaluated against train"
         )
 
 

@@ -13,7 +13,8 @@ from dino_vit.data import limits
 from dino_vit.data.images.decode import UnreadableImage, decode, read_given, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.limits import Budget, hold, one_image, open_regular, read_regular
-from dino_vit.data.sources.open import FolderSource, open_source
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import channel_statistics, inspect_images
 from dino_vit.weights import load_backbone
 from tests.support.images import png, saved, smooth
@@ -55,7 +56,7 @@ def test_a_sparse_file_of_terabytes_is_not_read(tmp_path):
         with (tmp_path / name).open("wb") as file:
             file.truncate(2**42)
     with pytest.raises(UnreadableImage, match="has 4,398,046,511,104 bytes"):
-        read_image(FolderSource(tmp_path), 0)
+        read_image(open_folder(tmp_path), 0)
     for given in [(str(tmp_path / "list.txt"),), (str(tmp_path), tmp_path / "labels.json")]:
         with pytest.raises(ValueError, match="has 4,398,046,511,104 bytes"):
             open_source(*given)
@@ -147,7 +148,7 @@ def test_threads_hold_no_more_pixels_than_the_budget_until_they_are_done(tmp_pat
         inside.pop()
         return "uint8"
 
-    source = FolderSource(tmp_path)
+    source = open_folder(tmp_path)
     monkeypatch.setattr("dino_vit.data.statistics._THREADS", 6)
     monkeypatch.setattr("dino_vit.data.statistics.kind_of", conversion)
     monkeypatch.setattr("dino_vit.data.images.formats.PIXELS", Budget(20 * 30))
@@ -158,7 +159,7 @@ def test_threads_hold_no_more_pixels_than_the_budget_until_they_are_done(tmp_pat
 def test_an_image_gives_back_what_it_held_also_if_it_cannot_be_read(tmp_path):
     smooth().save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(png(9, 9, bytes(5)))
-    source = FolderSource(tmp_path)
+    source = open_folder(tmp_path)
     inspect_images(source, range(2))
     channel_statistics(source, range(2), Pixels())
     assert (limits.BYTES.free, limits.PIXELS.free) == (limits.MAX_BYTES, limits.MAX_PIXELS)
@@ -211,7 +212,7 @@ def test_a_file_is_read_as_long_as_it_says():
 def test_wide_integers_have_one_white_in_a_folder(tmp_path, brightest, bits):
     for number, top in enumerate(brightest):
         np.save(tmp_path / f"{number}.npy", np.array([[0, 200, top]] * 2, np.int32))
-    source = FolderSource(tmp_path)
+    source = open_folder(tmp_path)
     assert inspect_images(source, range(2)).bits == bits
     images = [read_image(source, index, Pixels(channels=1, bits=bits)) for index in range(2)]
     assert images[0][0, 0, 1] == images[1][0, 0, 1]

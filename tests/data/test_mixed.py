@@ -7,8 +7,8 @@ import pytest
 from dino_vit.cli import main
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.image_set import mix_sets
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import MixedSource, evaluated_part
 from tests.support.image_sets import FILES, ORDER, write_folder, write_tar
 from tests.support.images import write_synthetic
 from tests.support.remote import write_shards
@@ -24,9 +24,9 @@ def sources(tmp_path):
 
 def test_an_epoch_ends_when_the_source_that_is_used_up_first_is(sources):
     plain, labelled = map(open_source, sources)
-    assert open_source(sources).counts == [20, 5]
-    assert open_source(sources, None, [0.7, 0.3]).counts == [12, 5]
-    assert MixedSource(sources, [plain, labelled], [9, 1]).counts == [20, 2]
+    assert open_source(sources).mix.counts == [20, 5]
+    assert open_source(sources, None, [0.7, 0.3]).mix.counts == [12, 5]
+    assert mix_sets(sources, [plain, labelled], [9, 1]).mix.counts == [20, 2]
     text = open_source(sources, None, [1, 1]).describe_epoch()
     assert text.startswith("an epoch is 10 images, none of them twice: 5 of the 20 of ")
     assert text.endswith("labelled (50.0%)")
@@ -40,7 +40,7 @@ def test_items_are_those_of_the_sources(sources):
     assert [mixed.read(20 + index) for index in range(5)] == [FILES[name] for name in ORDER]
     assert mixed.name(20) == f"{sources[1]}/{ORDER[0]}"
     assert [mixed.label(index) for index in (0, 19, 20)] == [None, None, 0]
-    part, name = evaluated_part(mixed)
+    part, name = mixed.evaluated_part()
     assert (name, len(part), part.classes) == (sources[1], 5, ["cat", "dog", "dog-2"])
     assert mixed.fingerprint != open_source(sources, None, [1, 1]).fingerprint
     assert mixed.stamp == open_source(sources).stamp

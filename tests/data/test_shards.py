@@ -12,7 +12,7 @@ import pytest
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data import shards as module
-from dino_vit.data.shards import Prefetch, shards_of
+from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import ChangedFile, Refused, SourceLost
 from dino_vit.data.sources.open import open_source
@@ -42,8 +42,8 @@ def server(folder, monkeypatch):
 def opened(url, folder):
     """Open the shards below a URL and return the source and the copies of them."""
     source = open_source(f"{url}/{{000..{COUNT - 1:03d}}}.tar")
-    source.local_copies.folder = folder
-    return source, source.local_copies
+    source.shards.copies.folder = folder
+    return source, source.shards.copies
 
 
 def content(copies, shard):
@@ -180,10 +180,10 @@ def test_copies_leave_a_tenth_of_their_disk_free(server, tmp_path, monkeypatch):
     sampler = Sampler(length=len(source), batch_size=8, seed=0)
     config = load(PretrainConfig, None, {"data.cache": str(tmp_path / "copies"), "data.order": "global"})
     monkeypatch.setattr(build, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert build.build_prefetch(config, shards_of(source), sampler) is None  # they do not all fit
+    assert build.build_prefetch(config, source, sampler) is None  # they do not all fit
     assert copies.limit == 900
     monkeypatch.undo()
-    assert build.build_prefetch(config, shards_of(source), sampler)
+    assert build.build_prefetch(config, source, sampler)
 
 
 def copy_all(url, folder):
@@ -245,12 +245,12 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch):
     local = open_source(str(tmp_path / "shards" / "*.tar"))
     with gcs_bucket(tmp_path / "shards", int(port)) as put:
         source = open_source("gs://shards/*.tar")
-        source.local_copies.folder = tmp_path / "copies"
+        source.shards.copies.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 40)] == [local.read(index) for index in (0, 40)]
-        assert source.local_copies.copy(1)
-        put("002.tar", bytes(int(source.ranges.file_signatures[2, 0])))
+        assert source.shards.copies.copy(1)
+        put("002.tar", bytes(int(source.shards.ranges.file_signatures[2, 0])))
         with pytest.raises(ChangedFile):
-            source.local_copies.copy(2)
+            source.shards.copies.copy(2)
     assert source.read(IMAGES) == local.read(IMAGES)
 
 
@@ -260,7 +260,7 @@ def test_shards_are_copied_from_s3_and_an_image_that_is_replaced_is_noticed(fold
         for name, value in s3_environ(bucket).items():
             monkeypatch.setenv(name, value)
         source = open_source("s3://shards/*.tar")
-        copies = source.local_copies
+        copies = source.shards.copies
         copies.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 100)] == [local.read(index) for index in (0, 100)]
         assert copies.copy(3)

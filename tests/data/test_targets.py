@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dino_vit.data.custom import CustomSource, wrap
+from dino_vit.data.custom import wrap
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.targets import read_targets
 from tests.support.images import saved
@@ -50,7 +50,6 @@ def read(tmp_path):
         ),
         (",path,age\n0,a.png,3.5\n1,b.png,4\n", "regression", ("number",), [[3.5], [4]]),  # with an index
         ("path,x,y\na.png,3,8\nb.png,4,9\n", "regression", ("x", "y"), [[3, 8], [4, 9]]),
-        ("path,sea,sky\na.png,0,1\nb.png,0,0\n", "multilabel", ("sea", "sky"), [[0, 1], [0, 0]]),
     ],
 )
 def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values):
@@ -69,6 +68,11 @@ def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values)
 def test_other_columns_are_not_guessed_to_be_labels(read, caplog):
     assert len(read("path,age,split\na.png,3.5,train\nb.png,2,test\n").indices) == 0
     assert "has none of the columns label" in caplog.text
+
+
+def test_columns_of_0_and_1_are_refused_and_not_taken_for_numbers(read):
+    with pytest.raises(ValueError, match=r"only 0 and 1 in the columns sea, sky: write .* as in sea;sky"):
+        read("path,sea,sky\na.png,0,1\nb.png,0,0\n")
 
 
 def test_a_task_reads_labels_otherwise_than_they_look(read):
@@ -119,5 +123,8 @@ def test_a_0_or_1_for_each_class_is_several_labels():
     class MultiHot(list):
         classes, targets = ("sea", "land", "sky"), ([1, 0, 1], [0, 0, 0])
 
-    targets = read_targets(CustomSource(MultiHot([Image.new("RGB", (8, 8))] * 2)))
+    targets = read_targets(wrap(MultiHot([Image.new("RGB", (8, 8))] * 2)))
     assert (targets.names, targets.values.tolist()) == (("sea", "sky"), [[1, 1], [0, 0]])
+    del MultiHot.classes
+    with pytest.raises(ValueError, match="is a 0 or 1 for each label, without the names"):
+        read_targets(wrap(MultiHot([Image.new("RGB", (8, 8))] * 2)))

@@ -13,9 +13,11 @@ from pyarrow.parquet import read_table
 
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.core.storage import StorageError, read_tensors
-from dino_vit.data.custom import CustomSource
-from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.custom import wrap
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
@@ -36,7 +38,7 @@ def backbone():
 
 def store_in(folder, source=None, *, indices=None, spec=CLS, **changes):
     settings = {"model": backbone(), "transform": TRANSFORM, "batch_size": 4, "cache": folder, **changes}
-    source = source or SyntheticSource(length=50)
+    source = source or make_textures(length=50)
     return cached_features(FrozenBackbone(**settings), source, spec=spec, indices=indices)
 
 
@@ -58,7 +60,7 @@ def computed(monkeypatch):
     "spec", [FeatureSpec(), FeatureSpec(tokens="cls+mean", blocks=2), FeatureSpec(tokens="patches")]
 )
 def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
-    source = SyntheticSource(length=50)
+    source = make_textures(length=50)
     stored, indices = store_in(tmp_path, source, spec=spec)
     expected = extracted(backbone(), source, spec=spec, transform=TRANSFORM, batch_size=4)
     assert np.array_equal(stored, expected.numpy())
@@ -66,7 +68,7 @@ def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
 
 
 def test_small_images_that_are_enlarged_are_said(tmp_path, caplog):
-    source = SyntheticSource(length=9, size=16)
+    source = make_textures(length=9, size=16)
     store_in(tmp_path, source, transform=replace(TRANSFORM, size=(32, 32)))
     assert "enlarged" not in caplog.text
     store_in(tmp_path, source, transform=replace(TRANSFORM, size=(36, 36)))
@@ -74,7 +76,7 @@ def test_small_images_that_are_enlarged_are_said(tmp_path, caplog):
 
 
 def test_chosen_images_come_in_the_order_asked_for(tmp_path):
-    source = SyntheticSource(length=50)
+    source = make_textures(length=50)
     chosen, indices = store_in(tmp_path, source, indices=[40, 3, 17])
     np.testing.assert_allclose(chosen, store_in(tmp_path, source)[0][[40, 3, 17]], atol=1e-5)
     assert indices.tolist() == [40, 3, 17]
@@ -94,7 +96,7 @@ def test_cached_features_are_used_until_anything_differs(tmp_path, computed):
         other.norm.bias[0] += 1e-3
     for changes in (
         {"model": other},
-        {"source": SyntheticSource(length=50, seed=1)},
+        {"source": make_textures(length=50, seed=1)},
         {"transform": replace(TRANSFORM, fit="whole", size=(16, 12))},
         {"transform": replace(TRANSFORM, mean=(0.4,) * 3)},
         {"spec": FeatureSpec(blocks=2)},
@@ -167,14 +169,14 @@ class Code:
 def test_features_of_an_object_are_kept_only_if_it_has_a_fingerprint(tmp_path, computed):
     given = Code()
     for given.shift in (0, 90):
-        values, _ = store_in(tmp_path, CustomSource(given))
-        expected = extracted(backbone(), CustomSource(given), transform=TRANSFORM, batch_size=4)
+        values, _ = store_in(tmp_path, wrap(given))
+        expected = extracted(backbone(), wrap(given), transform=TRANSFORM, batch_size=4)
         assert np.array_equal(values, expected.numpy())
         assert not list(tmp_path.rglob("*.safetensors"))
     given.fingerprint = "mine, version 1"
     computed.clear()
     for _ in range(2):
-        store_in(tmp_path, CustomSource(given))
+        store_in(tmp_path, wrap(given))
     assert sum(computed) == 30
 
 
@@ -183,19 +185,19 @@ def test_the_cache_keeps_the_features_that_were_used_last(tmp_path, computed, ca
     caplog.set_level("INFO")
     names = {}
     for seed in (0, 1, 2):
-        store_in(tmp_path, SyntheticSource(length=50, seed=seed))
+        store_in(tmp_path, make_textures(length=50, seed=seed))
         names |= {path.name: seed for path in tmp_path.iterdir() if path.name not in names}
         for path in tmp_path.iterdir():
             os.utime(path, (seed + names[path.name], 0))
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    store_in(tmp_path, SyntheticSource(length=50, seed=0))  # used last
-    kept = store_in(tmp_path, SyntheticSource(length=50, seed=3), cache_gb=size / 1e9)
+    store_in(tmp_path, make_textures(length=50, seed=0))  # used last
+    kept = store_in(tmp_path, make_textures(length=50, seed=3), cache_gb=size / 1e9)
     assert len(kept[0]) == 50
     assert {names.get(path.name, 3) for path in tmp_path.iterdir()} == {0, 2, 3}
     assert "1 file that had not been used for longest" in caplog.text
     del kept
     gc.collect()
-    store_in(tmp_path, SyntheticSource(length=50, seed=4), cache_gb=0)
+    store_in(tmp_path, make_textures(length=50, seed=4), cache_gb=0)
     assert len(list(tmp_path.iterdir())) == 1, "the latest stays"
 
 
@@ -225,7 +227,7 @@ def test_features_that_cannot_be_kept_are_used(tmp_path, monkeypatch, caplog):
 def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
     for _ in range(2):  # computed, and from the cache
         caplog.clear()
-        source = FolderSource(folder)
+        source = open_folder(folder)
         stored, indices = store_in(tmp_path / "cache", source)
         assert len(indices) == len(stored) == 37
         assert "3 of 40 images cannot be read and are left out, the first is even/04.png" in caplog.text
@@ -233,18 +235,18 @@ def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
 
 
 def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, monkeypatch, computed):
-    source, read = SyntheticSource(length=5), SyntheticSource.read
+    source, read = make_textures(length=5), ImageSet.read
 
     def away(self, index):
         if index == 3:
             raise OSError("the disk is away")
         return read(self, index)
 
-    monkeypatch.setattr(SyntheticSource, "read", away)
+    monkeypatch.setattr(ImageSet, "read", away)
     for _ in range(2):
         assert len(store_in(tmp_path, source)[1]) == 4
     assert sum(computed) == 4
-    monkeypatch.setattr(SyntheticSource, "read", read)
+    monkeypatch.setattr(ImageSet, "read", read)
     assert len(store_in(tmp_path, source)[1]) == 5
 
 
@@ -252,7 +254,7 @@ def test_a_source_without_one_readable_image_is_refused(tmp_path, folder):
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"none of 40 images can be read, the first is even/00.png"):
-        store_in(tmp_path / "cache", FolderSource(folder))
+        store_in(tmp_path / "cache", open_folder(folder))
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
@@ -277,6 +279,6 @@ def test_images_that_lose_bits_are_said(tmp_path, caplog):
     for number in range(3):
         values = np.full((16, 16), 4000 + number, np.uint16)
         Image.fromarray(values).save(tmp_path / "deep" / f"{number}.png")
-    store_in(tmp_path / "cache", FolderSource(tmp_path / "deep"))
+    store_in(tmp_path / "cache", open_folder(tmp_path / "deep"))
     converted = "3 repeated from grey to RGB, 3 scaled down to 8 bits"
     assert f"of 3 images that were inspected, {converted}, as the weights need them" in caplog.text

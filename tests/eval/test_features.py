@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dino_vit.core.storage import digest
-from dino_vit.data.sources.open import FolderSource
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.reading import pixel_features
 from dino_vit.models.backbone import FeatureSpec, eval_mode
@@ -16,6 +16,7 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted
 from tests.support.close import assert_close_to_scale
+from tests.support.image_sets import with_read
 from tests.support.images import write_synthetic
 
 TRANSFORM = EvalTransform(size=(32, 32), mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
@@ -27,7 +28,7 @@ def extract(model, source, indices=None, **changes):
 
 
 def test_features_come_in_the_order_asked_for():
-    source, model = SyntheticSource(length=50, size=40), backbone()
+    source, model = make_textures(length=50, size=40), backbone()
     indices = [3, 49, 3, 0, *range(10, 30)]
     features = FrozenBackbone(model=model, **SETTINGS).extract(source, indices)
     assert features.values.shape == (24, 32)
@@ -42,7 +43,7 @@ def test_features_come_in_the_order_asked_for():
 
 @pytest.mark.parametrize("registers", [0, 3])
 def test_features_are_the_tokens_that_the_spec_names(registers):
-    source, model = SyntheticSource(length=4), backbone(depth=5, registers=registers)
+    source, model = make_textures(length=4), backbone(depth=5, registers=registers)
     images = torch.stack(
         [TRANSFORM.normaliser(torch.device("cpu"))(TRANSFORM.read(source, i)) for i in range(4)]
     )
@@ -68,14 +69,14 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
 
 
 def test_features_do_not_depend_on_the_batch_or_a_classifier():
-    source, model = SyntheticSource(length=20), backbone(num_classes=3)
+    source, model = make_textures(length=20), backbone(num_classes=3)
     whole, parts = (extract(model, source, batch_size=size) for size in (100, 3))
     torch.testing.assert_close(whole, parts)
     assert whole.shape == (20, 32)
 
 
 def test_autocast_computes_in_its_dtype_and_returns_float32():
-    source, model = SyntheticSource(length=9), backbone()
+    source, model = make_textures(length=9), backbone()
     exact, rounded = (extract(model, source, autocast=dtype) for dtype in (None, torch.bfloat16))
     assert rounded.dtype == torch.float32
     assert not torch.equal(exact, rounded)
@@ -107,7 +108,7 @@ def test_extraction_leaves_no_trace():
     model.norm.weight.requires_grad_(False)
     modes = [module.training for module in model.modules()]
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
-    first, again = (extract(model, SyntheticSource(length=12)) for _ in range(2))
+    first, again = (extract(model, make_textures(length=12)) for _ in range(2))
     assert torch.equal(first, again)  # no branch is dropped
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -125,7 +126,7 @@ def broken_folder(tmp_path):
         write_synthetic(path := tmp_path / f"{number}.png", number)
         if number in (2, 3):
             path.write_bytes(path.read_bytes()[:30])
-    return FolderSource(tmp_path)
+    return open_folder(tmp_path)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -140,28 +141,25 @@ def test_unreadable_images_are_left_out_and_named(broken_folder, batch_size):
 
 
 def test_no_more_than_the_next_batch_is_read_ahead():
-    class Counting(SyntheticSource):
-        read_so_far = 0
-
-        def read(self, index):
-            self.read_so_far += 1
-            return super().read(index)
+    def read(index):
+        read_so_far.append(index)
+        return textures.read(index)
 
     class Watching(VisionTransformer):
         def embed_patches(self, images, mask=None):
             time.sleep(0.02)  # time enough to read everything, if one did
-            seen.append(source.read_so_far)
+            seen.append(len(read_so_far))
             return super().embed_patches(images, mask)
 
-    seen, source = [], Counting(length=40)
+    seen, read_so_far, textures = [], [], make_textures(length=40)
     model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)
-    extract(model, source, batch_size=5)
+    extract(model, with_read(textures, read), batch_size=5)
     assert all(read <= 5 * (number + 2) for number, read in enumerate(seen))
     assert seen[-1] == 40
 
 
 def test_pixels_are_features_too():
-    source = SyntheticSource(length=5)
+    source = make_textures(length=5)
     features = pixel_features(source, [4, 1], transform=TRANSFORM)
     pixels = torch.stack([TRANSFORM.read(source, 4), TRANSFORM.read(source, 1)]) / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (TRANSFORM.mean, TRANSFORM.std))

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from dino_vit.core.distributed import end_processes
-from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import make_scenes, make_textures
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.neighbours import weighted_knn
@@ -52,7 +53,7 @@ def right_by_loop(features, labels, k):
 
 
 def test_figures_are_those_of_each_image_among_the_others():
-    source, model = SyntheticSource(length=500), backbone()
+    source, model = make_textures(length=500), backbone()
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=3, images=120, batch_size=50)
     figures = evaluation(model)
     features = extracted(model, source, evaluation.indices, **SETTINGS, batch_size=50)
@@ -93,7 +94,7 @@ def test_features_that_are_colours_are_explained_by_them():
 
 @pytest.mark.parametrize("depth", [1, 6])
 def test_the_best_of_the_simple_features_is_named(depth):
-    source, model = SyntheticSource(length=200), backbone(depth=depth)
+    source, model = make_textures(length=200), backbone(depth=depth)
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     labels = torch.tensor(evaluation.indices) % 10
     found = {}
@@ -120,7 +121,7 @@ def test_splits_are_not_classes(tmp_path):
         split, of_class = ("train", "val", "train")[number % 3], ("dark", "light")[number % 2]
         low = 100 * (of_class == "light") + 50 * (split == "val")
         write_noise(tmp_path / split / of_class / f"{number}.png", low, low + 60)
-    source = FolderSource(tmp_path)
+    source = open_folder(tmp_path)
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     guesses = evaluation.guesses()
     assert (guesses.queries, guesses.chance, guesses.leave_one_out) == (40, 50, False)
@@ -140,7 +141,7 @@ def test_with_splits_a_probe_learns_from_the_images_that_vote(tmp_path):
         split, shade = ("train", "val", "train")[number % 3], number % 2
         of_class = ("dark", "light")[shade ^ (split == "val")]
         write_noise(tmp_path / split / of_class / f"{number}.png", 100 * shade, 100 * shade + 20)
-    evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
+    evaluation = OnlineEvaluation(source=open_folder(tmp_path), **SETTINGS, seed=0)
     assert evaluation.guesses().colours == 0
     figures = evaluation(backbone())
     assert figures.probe == 0
@@ -149,7 +150,7 @@ def test_with_splits_a_probe_learns_from_the_images_that_vote(tmp_path):
 
 def test_the_images_are_a_function_of_the_seed():
     def indices(seed, **changes):
-        source = SyntheticSource(length=300)
+        source = make_textures(length=300)
         return OnlineEvaluation(source=source, **SETTINGS, seed=seed, **{"images": 50, **changes}).indices
 
     assert indices(0) == indices(0)
@@ -159,18 +160,15 @@ def test_the_images_are_a_function_of_the_seed():
     assert sorted(indices(0, images=5000)) == list(range(300))
 
 
-class PartlyLabelled(SyntheticSource):
-    def __init__(self, length, labels):
-        super().__init__(length=length)
-        self.labels = labels
-
-    def label(self, index):
-        return self.labels.get(index)
+def partly_labelled(length, labels):
+    textures = make_textures(length=length)
+    numbers = [labels.get(index, -1) for index in range(length)]
+    return textures.with_labels(np.array(numbers, np.int32), textures.classes)
 
 
 @pytest.mark.parametrize("labels", [{}, dict.fromkeys(range(100), 7)], ids=["no labels", "one class"])
 def test_without_labels_the_rank_is_what_there_is(labels):
-    evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
+    evaluation = OnlineEvaluation(source=partly_labelled(100, labels), **SETTINGS, seed=0, images=40)
     figures = evaluation(backbone())
     assert (figures.knn, figures.best_features, figures.best_knn, figures.probe) == (None,) * 4
     assert math.isfinite(figures.colour)
@@ -181,7 +179,7 @@ def test_without_labels_the_rank_is_what_there_is(labels):
 
 def test_images_with_labels_are_preferred():
     labels = {index: index % 2 for index in range(0, 100, 5)}
-    source, model = PartlyLabelled(100, labels), backbone()
+    source, model = partly_labelled(100, labels), backbone()
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0, images=40)
     assert sorted(evaluation.indices) == sorted(labels)
     features = extracted(model, source, evaluation.indices, **SETTINGS)
@@ -192,7 +190,7 @@ def test_images_with_labels_are_preferred():
 def test_a_broken_network_has_no_figures():
     model = backbone()
     nn.init.constant_(model.norm.weight, torch.nan)
-    figures = OnlineEvaluation(source=SyntheticSource(length=30), **SETTINGS, seed=0)(model)
+    figures = OnlineEvaluation(source=make_textures(length=30), **SETTINGS, seed=0)(model)
     assert math.isnan(figures.rankme)
     assert math.isnan(figures.knn)
 
@@ -202,7 +200,7 @@ def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
         write_synthetic(tmp_path / "ab"[number % 2] / f"{number}.png", number)
     for number in range(2):
         (tmp_path / "ab"[number] / f"{number}.png").write_bytes(b"")
-    evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
+    evaluation = OnlineEvaluation(source=open_folder(tmp_path), **SETTINGS, seed=0)
     assert math.isfinite(evaluation(backbone()).knn)
     assert "leaves out unreadable images: 2, first b/1.png" in caplog.text
     assert "the file is empty" in caplog.text
@@ -224,10 +222,10 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
 
 def _figures(model):
     """Of images and, by masks, of 33 to learn from: the first process takes one batch, the second two."""
-    sources = SyntheticSource(length=101), SyntheticSource(length=2), PartlyLabelled(9, labels={})
+    sources = make_textures(length=101), make_textures(length=2), partly_labelled(9, labels={})
     evaluations = [
         OnlineEvaluation(source=source, **SETTINGS, seed=0)
-        for source in (*sources, SceneSource(length=65, size=40))
+        for source in (*sources, make_scenes(length=65, size=40))
     ]
     segmentation, _ = open_segmentation("synthetic:scenes", evaluations[-1], model)
     return [*(astuple(evaluation(model)) for evaluation in evaluations), tuple(segmentation(model).values())]

@@ -11,8 +11,7 @@ from PIL import Image
 
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Subset
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.classification.supervised import SupervisedLoader
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets, open_subset
@@ -36,7 +35,7 @@ def folder(tmp_path):
 
 
 def test_one_set_is_split_by_the_seed():
-    whole = SyntheticSource(length=103)
+    whole = make_textures(length=103)
     train, val = sets_of("synthetic:103:32", seed=1)
     assert train.classes == val.classes == tuple(whole.classes)
     assert (len(train), len(val)) == (83, 20)
@@ -58,7 +57,7 @@ def test_splits_are_the_sets(folder, tmp_path, caplog):
     for subset, split in ((train, "train"), (val, "test")):
         assert {subset.source.name(index)[: len(split)] for index in subset.indices} == {split}
         assert subset.targets.tolist() == [0, 0, 0, 1, 1, 1]
-    assert "has the splits test (6 images), train (6 images): test is classified from train" in caplog.text
+    assert "has the splits test (6 images), train (6 images): test is evaluated against train" in caplog.text
     folder("photos/test", "c")
     with pytest.raises(ValueError, match=r"photos/test has classes that are not among the 2 .*: c\."):
         sets_of(str(tmp_path / "photos"))
@@ -67,8 +66,8 @@ def test_splits_are_the_sets(folder, tmp_path, caplog):
 def test_a_part_is_a_source_of_its_images_alone():
     train, val = sets_of("synthetic:50:32")
     images = val.images
-    assert isinstance(images, Subset)
-    assert images.indices.tolist() == val.indices.tolist()
+    names = [val.source.name(index) for index in val.indices]
+    assert [images.name(index) for index in range(len(images))] == names
     assert [images.label(place) for place in range(10)] == val.targets.tolist()
     relabelled = replace(val, targets=val.targets[::-1].copy())
     prints = {each.fingerprint for each in (val, train, val.source, relabelled)}

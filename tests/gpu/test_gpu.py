@@ -11,7 +11,7 @@ import torch
 
 from dino_vit import VisionTransformer
 from dino_vit.core.distributed import apply_fsdp, full_tensor
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import FAISS, _gpu_resources, nearest
 from dino_vit.method.cross_entropy import LazyLogits
@@ -132,7 +132,7 @@ def test_positions_are_those_of_the_cpu_and_their_gradient_is_the_same_every_tim
 def test_features_are_those_of_the_cpu():
     model = VisionTransformer(image_size=32, patch_size=8, width=192, depth=4, heads=3).eval()
     source, transform = (
-        SyntheticSource(length=40, size=40),
+        make_textures(length=40, size=40),
         EvalTransform(size=(32, 32), mean=MEAN, std=STD),
     )
     keywords = {"transform": transform, "batch_size": 16}

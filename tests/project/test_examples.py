@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import dino_vit
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 from tests.support.documents import ROOT
 from tests.support.images import write_synthetic
 
@@ -67,7 +67,7 @@ def test_a_loop_of_ones_own_its_backbone_in_timm_and_a_search_by_faiss(run, fold
     said = run("timm_finetune.py", "own.safetensors", "photos", "--epochs", "1")
     assert said.startswith("epoch 1: ")
     assert (folder / "finetuned.pth").exists()
-    scenes = SceneSource(length=20, size=32)
+    scenes = make_scenes(length=20, size=32)
     for number in range(20):
         for name, pixels in (
             ("images", scenes.read(number).permute(1, 2, 0)),

@@ -14,11 +14,11 @@ import dino_vit
 from dino_vit.cli import main
 from dino_vit.commands.pack import pack
 from dino_vit.core.text import PrintableFormatter
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import full_name
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.results import plain
-from tests.support.image_sets import write_tar
+from tests.support.image_sets import with_read, write_tar
 from tests.support.images import write_classes
 from tests.support.remote import as_png, serving
 from tests.support.runs import TINY
@@ -34,7 +34,7 @@ def server(tmp_path_factory):
     """A server that asks for no password, and takes any."""
     folder = tmp_path_factory.mktemp("served")
     write_classes(folder / "photos", ["a cat", "dogs"], 6)
-    source = SyntheticSource(length=24)
+    source = make_textures(length=24)
     for shard in range(2):
         pictures = {f"{'ab'[number % 2]}/{number}.png": as_png(source, number) for number in range(8)}
         write_tar(folder / "shards" / f"{shard}.tar", pictures)
@@ -176,14 +176,14 @@ def test_names_are_public_and_remain_different(addresses, tmp_path):
     names = [source.name(index) for index in range(len(source))]
     assert SECRET not in "".join(names)
     assert len(set(names)) == len(names)
-    assert [full_name(source, index) for index in range(len(source))] == addresses
+    assert [source.full_name(index) for index in range(len(source))] == addresses
     assert names[addresses.index("https://host/a.jpg")] == "https://host/a.jpg"
     mixed = open_source([f"{tmp_path}/list.txt", "synthetic:4"])
     assert SECRET not in mixed.name(0)
-    assert SECRET in full_name(mixed, 0)
+    assert SECRET in mixed.full_name(0)
 
 
-@pytest.mark.parametrize("write", [full_name, lambda source, index: source.name(index)])
+@pytest.mark.parametrize("write", [ImageSet.full_name, ImageSet.name])
 def test_labels_are_found_by_whole_addresses_and_by_shown_names(write, addresses, tmp_path, caplog):
     source = open_source(str(tmp_path / "list.txt"))
     table = {write(source, index): str(index % 3) for index in range(len(source))}
@@ -203,7 +203,7 @@ def test_sources_of_code_have_public_names(monkeypatch):
             return f"https://{SECRET}@host/image?id={index // 2}{SECRET}"
 
         def __getitem__(self, index):
-            return SyntheticSource(length=3).read(index)
+            return make_textures(length=3).read(index)
 
     module = ModuleType("own_images")
     module.Images = Images()
@@ -222,22 +222,8 @@ def test_results_hold_what_text_that_is_cut_would_lose():
 
 
 def test_packed_names_are_those_without_secrets(addresses, tmp_path):
-    class Readable:
-        """The same images, which can be read."""
-
-        def __init__(self):
-            self.source = open_source(str(tmp_path / "list.txt"))
-
-        def __getattr__(self, name):
-            return getattr(self.source, name)
-
-        def __len__(self):
-            return len(self.source)
-
-        def read(self, index):
-            return SyntheticSource(length=9).read(index)
-
-    packed = pack(Readable(), tmp_path / "packed", shard_bytes=10**6)
+    readable = with_read(open_source(str(tmp_path / "list.txt")), make_textures(length=9).read)
+    packed = pack(readable, tmp_path / "packed", shard_bytes=10**6)
     assert packed.images == len(addresses)
     names = [source.name(n) for source in [open_source(f"{tmp_path}/packed")] for n in range(len(source))]
     assert len(set(names)) == len(addresses)

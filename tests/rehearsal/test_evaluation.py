@@ -7,8 +7,8 @@ from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from dino_vit import VisionTransformer, save_backbone, vit_tiny
 from dino_vit.config.loading import load
 from dino_vit.core.distributed import to_device
-from dino_vit.data.sources.open import FolderSource
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.classification import probes
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import weighted_knn
@@ -30,7 +30,7 @@ def test_an_evaluation_in_training_runs_on_a_gpu(tmp_path, splits):
     with Rehearsal(answers=True):
         model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2).to(CUDA)
         transform = EvalTransform(size=(32, 32), mean=MEAN, std=STD)
-        evaluation = OnlineEvaluation(source=FolderSource(tmp_path), transform=transform, seed=0)
+        evaluation = OnlineEvaluation(source=open_folder(tmp_path), transform=transform, seed=0)
         assert (evaluation.bank is not None) == (len(splits) > 1)
         assert evaluation(model).knn is not None
         assert evaluation.guesses() is not None
@@ -41,7 +41,7 @@ def test_features_are_computed_without_a_wait_between_batches(tokens):
     with Rehearsal(answers=True) as rehearsal:
         model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2).to(CUDA)
         source, transform = (
-            SyntheticSource(length=20, size=40),
+            make_textures(length=20, size=40),
             EvalTransform(size=(32, 32), mean=MEAN, std=STD),
         )
         frozen = FrozenBackbone(model=model, transform=transform, autocast=torch.bfloat16)

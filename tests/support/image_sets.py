@@ -4,7 +4,8 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
+
+from dino_vit.data.image_set import ImageSet, Store
 
 NAMES = ["cat/a.b.png", "cat/é.jpg", "dog/deep/1.webp", "dog-2/x.bmp", "dog/new\nline.tiff"]
 CLASSES = ["cat", "dog", "dog-2"]
@@ -73,11 +76,26 @@ def write_parquet(
     return path
 
 
+class _Reading(Store):
+    """A store that reads by a function of the row."""
+
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        self.read_row = read
+
+    def read(self, row: int) -> Any:
+        return self.read_row(row)
+
+
+def with_read(source: ImageSet, read: Callable[[int], Any]) -> ImageSet:
+    """Return a set whose images are read by a function of their index."""
+    return replace(source, store=_Reading(read))
+
+
 def items(source: Any) -> list[tuple[str, bytes, str | None]]:
     """Return the name as it was written, the bytes and the label in words of each item."""
     classes = source.classes
     labels = [source.label(index) for index in range(len(source))]
     return [
-        (source.raw_name(index).decode(), source.read(index), None if label is None else classes[label])
+        (source.public_name(index), source.read(index), None if label is None else classes[label])
         for index, label in enumerate(labels)
     ]

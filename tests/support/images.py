@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from PIL import Image
 
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 
 CLEAR = ("LA", "RGBA")
 RANDOM = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def smooth(mode="RGB", size=(30, 20)):
 def write_synthetic(path, number, *, size=32):
     """Write a generated image; the last digit of its number is its pattern."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = SyntheticSource(length=number + 1, size=size).read(number)
+    image = make_textures(length=number + 1, size=size).read(number)
     Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
 
 
@@ -85,7 +85,7 @@ def png(width, height, rows, *, depth=8, kind=0, interlaced=0, packed=None):
 
 def broken_files():
     """Return files that cannot be used, by kind; all begin as images do, but for the text."""
-    whole = Image.fromarray(SyntheticSource(length=1).read(0).permute(1, 2, 0).numpy())
+    whole = Image.fromarray(make_textures(length=1).read(0).permute(1, 2, 0).numpy())
     jpeg, plain = saved(whole, "JPEG"), saved(whole, "PNG")
     not_a_number = np.full((32, 32), np.nan, dtype=np.float32)
     return {

@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 import fsspec
 from PIL import Image
 
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.synthetic import make_textures
 from tests.support.image_sets import write_tar
 
 
@@ -210,14 +211,14 @@ def gcs_bucket(folder: Path, port: int) -> Iterator[Callable[[str, bytes], objec
 def write_shards(folder: Path, shards: int = 8, images: int = 16) -> None:
     """Write generated textures as tar shards."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = SyntheticSource(length=shards * images)
+    source = make_textures(length=shards * images)
     for shard in range(shards):
         indices = range(shard * images, (shard + 1) * images)
         pictures = {f"{index:06d}.png": as_png(source, index) for index in indices}
         write_tar(folder / f"{shard:03d}.tar", pictures)
 
 
-def as_png(source: SyntheticSource, index: int) -> bytes:
+def as_png(source: ImageSet, index: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
     return file.getvalue()

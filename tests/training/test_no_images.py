@@ -5,7 +5,7 @@ import signal
 import time
 from functools import partial
 
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.image_set import ImageSet
 from dino_vit.views import loader, workers
 from tests.support.runs import Run, history, run, steps
 
@@ -17,7 +17,7 @@ def hang(images=READ):
     """Have the worker read the images of three steps and then wait, as for a disk that is gone."""
     workers.GRACE_S = 0.4
     loader.LOOK_S = workers.LOOK_S = 0.2
-    read, count = SyntheticSource.read, 0
+    read, count = ImageSet.read, 0
 
     def read_or_hang(self, index):
         nonlocal count
@@ -28,7 +28,7 @@ def hang(images=READ):
                 time.sleep(600)
         return read(self, index)
 
-    SyntheticSource.read = read_or_hang
+    ImageSet.read = read_or_hang
 
 
 def test_a_signal_ends_a_run_that_waits_for_images_and_nothing_is_lost(tmp_path):

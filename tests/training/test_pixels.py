@@ -11,11 +11,11 @@ from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.runs import history, run
 
-SOURCE = SyntheticSource(length=32)
+SOURCE = make_textures(length=32)
 NO_COLOUR = {"augment.saturation": 0, "augment.hue": 0, "augment.grey": 0}
 MEASURED = {"data.mean": "null", "data.std": "null"}
 SETTINGS = {

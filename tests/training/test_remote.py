@@ -130,5 +130,5 @@ def test_a_damaged_shard_ends_a_run_with_its_name(folder, tmp_path):
         last = len([*damaged.glob("*.tar")]) - 1
         source = f"{server.url}/{{000000..{last:06}}}.tar"
         settings = {"data.source": source, "data.workers": 0, "budget.steps": 2000}
-        with pytest.raises(ValueError, match=r"\d\.tar is damaged: it has not the digest in its catalogue"):
+        with pytest.raises(ValueError, match=r"\d\.tar is damaged: it does not match the digest in its"):
             trained(tmp_path / "run", settings_of(server.url, tmp_path, **settings))

@@ -7,7 +7,7 @@ import torch
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.training.resolve import RunContext, kept_choices
 from tests.support.runs import assert_same_end, run
 
@@ -27,7 +27,7 @@ def test_what_auto_chose_at_the_start_gives_way_to_what_a_resume_gives():
     before = load(PretrainConfig, None, chosen).model_dump(mode="json")
     resumed = Checkpoint(path=Path("step"), tensors={}, metadata={"config": before})
     given = load(PretrainConfig, None, ["recipe=auto", "budget.steps=16", "run.eval_every_steps=8"])
-    context = RunContext(source=SyntheticSource(length=20), processes=1, device=CPU, resumed=resumed)
+    context = RunContext(source=make_textures(length=20), processes=1, device=CPU, resumed=resumed)
     kept = {choice.key: choice.value for choice in kept_choices(given, context)}
     assert kept["teacher.momentum"] == 0.97
     assert not {"budget.epochs", "run.eval_every"} & set(kept)

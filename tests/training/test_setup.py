@@ -16,7 +16,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.training.loop import pretrain
 from dino_vit.training.reporter import describe_start, start_record
 from dino_vit.training.resolve import BudgetEstimate
@@ -153,7 +153,7 @@ def test_masks_and_labels_of_a_file_are_what_a_run_is_evaluated_with(tmp_path):
     assert trained(tmp_path / "without", settings).best["figure"] == "rankme"
     (tmp_path / "masks").mkdir()
     for index in range(64):
-        mask = SceneSource(length=64, size=32).mask(index).numpy()
+        mask = make_scenes(length=64, size=32).mask(index).numpy()
         Image.fromarray(mask).save(tmp_path / "masks" / f"{index:09d}.png")
     state = trained(tmp_path / "masked", settings)
     assert state.best["figure"] == "miou"

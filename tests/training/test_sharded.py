@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import StorageError
-from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.folders import open_folder
 from dino_vit.eval.online import OnlineEvaluation, random_indices
 from dino_vit.training import setup
 from tests.support.images import write_synthetic
@@ -90,7 +90,7 @@ def test_processes_evaluate_in_as_many_passes(tmp_path, unreadable):
     length = 16 if unreadable else 2 * 256 + 1  # of the two processes, the second has one more
     for number in range(length):
         write_synthetic(tmp_path / "images" / "ab"[number % 2] / f"{number}.png", number)
-    source = FolderSource(tmp_path / "images")
+    source = open_folder(tmp_path / "images")
     for index in random_indices(source, 0)[8:] if unreadable else ():  # the images of the second
         (tmp_path / "images" / source.name(index)).write_bytes(b"")
     settings = {**ONE, "data.source": tmp_path / "images", "budget.steps": 1}

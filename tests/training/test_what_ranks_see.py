@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+from dataclasses import replace
 
 import pytest
 import torch.multiprocessing as mp
@@ -11,7 +12,7 @@ import dino_vit
 from dino_vit.core.distributed import agree, end_processes, in_all_processes, share_work
 from dino_vit.core.runtime import start_processes
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.models.vit import VisionTransformer
@@ -97,7 +98,7 @@ def check_command(name, what, source, folder, **settings):
 
 def check_masks(rank):
     """A mask that one rank cannot read is left out by all."""
-    source = SceneSource(length=12, size=32)
+    source = make_scenes(length=12, size=32)
     mask, asked = source.mask, []
 
     def mask_of(index):
@@ -107,8 +108,8 @@ def check_masks(rank):
         return mask(index)
 
     model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=1, heads=2)
+    source = replace(source, masks=mask_of)
     evaluation = OnlineEvaluation(source=source, transform=eval_transform_of(model), seed=0)
-    source.mask = mask_of
     segmentation, said = open_segmentation("synthetic:scenes:12:32", evaluation, model)
     counts = [int(number) for number in re.findall(r"\d+", said[0])]
     assert sum(counts) == 11, said

@@ -6,10 +6,11 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.models.backbone import Provenance
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize
 from tests.support.backbones import backbone
+from tests.support.image_sets import with_read
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 PREPARATION = EvalTransform(size=(32, 32), mean=MEAN, std=STD)
@@ -69,9 +70,9 @@ def test_the_weights_say_how_images_are_prepared(caplog):
 
 def test_deep_images_keep_their_bits_and_their_scale():
     """Images are scaled as in training, and lose no bit."""
-    source = SyntheticSource(length=1)
+    source = make_textures(length=1)
     deep = torch.randint(0, 4096, (3, 40, 30), generator=torch.Generator().manual_seed(0))
-    source.read = lambda index: deep.to(torch.uint16)
+    source = with_read(source, lambda index: deep.to(torch.uint16))
     transform = replace(PREPARATION, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
     read = transform.read(source, 0)
     assert read.dtype == torch.float32

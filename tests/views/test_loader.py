@@ -15,13 +15,15 @@ from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.views import loader
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import crop_views
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
+from tests.support.image_sets import with_read
 from tests.support.images import write_synthetic
 from tests.support.remote import serving
 from tests.support.views import draw_boxes, draw_rows, views_of
@@ -37,7 +39,7 @@ VIEWS = views_of(
 
 def take(count, *, source=None, position=0, views=VIEWS, batch_size=8, sampler=None, **settings):
     """Return some batches of a loader that has the settings."""
-    source = source or SyntheticSource(length=50)
+    source = source or make_textures(length=50)
     plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **(sampler or {}))
     batches = Loader(source=source, views=views, sampler=plan, **settings).batches(position)
     taken = list(islice(batches, count))
@@ -48,7 +50,7 @@ def take(count, *, source=None, position=0, views=VIEWS, batch_size=8, sampler=N
 # PyTorch notices the end of a worker anywhere, while it makes a temporary file too, which then complains.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_an_error():
-    source = SyntheticSource(length=500)
+    source = make_textures(length=500)
     plan = Sampler(length=500, batch_size=8, seed=7)
     batches = Loader(source=source, views=VIEWS, sampler=plan, workers=1).batches()
     next(batches)
@@ -68,7 +70,7 @@ def test_workers_live_through_signals_until_the_loader_is_closed(monkeypatch):
     start = partial(start_late, loader.init_worker)  # the second is still starting when they come
     monkeypatch.setattr(loader, "init_worker", start)
     plan = Sampler(length=500, batch_size=8, seed=7)
-    batches = Loader(source=SyntheticSource(length=500), views=VIEWS, sampler=plan, workers=2).batches()
+    batches = Loader(source=make_textures(length=500), views=VIEWS, sampler=plan, workers=2).batches()
     next(batches)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for worker in multiprocessing.active_children():
@@ -90,7 +92,7 @@ def same(one, other):
 
 
 def test_a_batch_is_what_its_parts_say():
-    source = SyntheticSource(length=50)
+    source = make_textures(length=50)
     batch = take(1, position=8)[0]
     assert (batch.epoch, batch.step) == (1, 2)
     assert {size: tuple(views.shape) for size, views in batch.views.items()} == {
@@ -143,7 +145,7 @@ def damaged(tmp_path):
         write_synthetic(tmp_path / f"{number:02d}.png", number)
     (tmp_path / "03.png").write_bytes(b"")
     (tmp_path / "11.png").write_bytes(b"no image")
-    return FolderSource(tmp_path)
+    return open_folder(tmp_path)
 
 
 def test_unreadable_images_are_replaced_by_rule_and_reported(damaged):
@@ -168,13 +170,13 @@ def test_unreadable_images_are_replaced_by_rule_and_reported(damaged):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreachable_source_is_an_error(damaged, workers):
     for number in range(30):
-        Path(damaged.root, f"{number:02d}.png").write_bytes(b"")
+        Path(damaged.store.root, f"{number:02d}.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"^11 randomly chosen images .* Check that the source is complete"):
         take(1, source=damaged, workers=workers)
 
 
 def test_a_server_of_all_images_that_is_gone_asks_for_a_restart(damaged, tmp_path, monkeypatch):
-    with serving(Path(damaged.root)) as server:
+    with serving(Path(damaged.store.root)) as server:
         urls = [f"{server.url}/{number:02d}.png" for number in range(30)]
         (tmp_path / "list.txt").write_text("\n".join(urls))
         source = open_source(str(tmp_path / "list.txt"))
@@ -185,9 +187,9 @@ def test_a_server_of_all_images_that_is_gone_asks_for_a_restart(damaged, tmp_pat
 
 
 def test_deep_images_are_cut_as_floats_from_zero_to_one():
-    source = SyntheticSource(length=50)
+    source = make_textures(length=50)
     shallow = [source.read(number) for number in range(50)]
-    source.read = lambda index: shallow[index].to(torch.uint16) * 257
+    source = with_read(source, lambda index: shallow[index].to(torch.uint16) * 257)
     deep = take(2, source=source, pixels=Pixels(bits=16))
     for one, other in zip(deep, take(2), strict=True):
         for size, views in one.views.items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.data.sources.source import ShardLayout
+from dino_vit.data.image_set import ShardLayout
 from dino_vit.views.sampler import GlobalOrder, MixedOrder, Sampler, ShardUses, WindowOrder
 
 LENGTHS, COUNTS = (300, 1000, 50), (300, 450, 7)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.sources.source import ShardLayout
+from dino_vit.data.image_set import ShardLayout
 from dino_vit.views import sampler as module
 from dino_vit.views.sampler import Sampler, ShardUses
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.catalogues import SHARD, simulate, simulated_sampler, write_catalogue
-from dino_vit.data.catalogue import Catalogue, CataloguedSource
+from dino_vit.data.catalogue import Catalogue
+from dino_vit.data.sources.catalogued import catalogued
 
 IMAGES = 10**9
 
@@ -18,7 +19,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(path):
-    return CataloguedSource(Catalogue("s3://nowhere", path))
+    return catalogued(Catalogue("s3://nowhere", path), stamp="")
 
 
 @pytest.mark.slow

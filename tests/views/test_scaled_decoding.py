@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dino_vit.data.images.decode import decode
-from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.folders import open_folder
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
@@ -92,7 +92,7 @@ def test_batches_are_functions_of_the_sample_in_any_worker(tmp_path):
     for number in range(6):
         photo(size=(700 - 90 * number, 600), seed=number).save(tmp_path / f"{number}.jpg")
     photo().save(tmp_path / "6.png")
-    source = FolderSource(tmp_path)
+    source = open_folder(tmp_path)
 
     def batch(**settings):
         sampler = Sampler(length=7, batch_size=7, seed=7)

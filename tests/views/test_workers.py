@@ -11,26 +11,22 @@ import pytest
 import torch
 
 from dino_vit.core.process import keep_freed_memory
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.views import loader, workers
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
 from dino_vit.views.workers import NoBatch
+from tests.support.image_sets import with_read
 from tests.support.runs import server
 from tests.support.views import views_of
 
 VIEWS = views_of("model.patch_size=8", "views.global_size=64", "views.local_count=0")
 
 
-class Odd(SyntheticSource):
+def odd(act):
     """Images of which one is not read but acts."""
-
-    def __init__(self, act):
-        super().__init__(length=64)
-        self.act = act
-
-    def read(self, index):
-        return self.act() if index == 5 else super().read(index)
+    textures = make_textures(length=64)
+    return with_read(textures, lambda index: act() if index == 5 else textures.read(index))
 
 
 def loader_of(source, *, workers=2):
@@ -41,7 +37,7 @@ def loader_of(source, *, workers=2):
 def read_without_shared_memory(failed):
     multiprocessing.set_start_method("fork", force=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # also of files in /dev/shm
-    source = SyntheticSource(length=64)
+    source = make_textures(length=64)
     expected = list(islice(loader_of(source, workers=0).batches(), 6))
     batches = loader_of(source).batches()
     for batch, other in zip(expected, batches, strict=False):
@@ -81,7 +77,7 @@ def fail_with_lock():
 )
 def test_an_error_of_the_users_code_arrives_with_its_traceback(act, kind, text):
     with pytest.raises(kind) as raised:
-        list(islice(loader_of(Odd(act)).batches(), 5))
+        list(islice(loader_of(odd(act)).batches(), 5))
     assert str(raised.value) == text
     (note,) = raised.value.__notes__
     assert note.startswith("in a DataLoader worker:\nTraceback")
@@ -90,14 +86,14 @@ def test_an_error_of_the_users_code_arrives_with_its_traceback(act, kind, text):
 def test_a_sentence_arrives_as_one_with_what_cannot_be_pickled(monkeypatch):
     monkeypatch.setattr(Loader, "make", lambda *_: fail_with_lock())
     with pytest.raises(ValueError, match=r"^I hold a lock$") as raised:
-        next(loader_of(SyntheticSource(length=64), workers=1).batches())
+        next(loader_of(make_textures(length=64), workers=1).batches())
     assert not hasattr(raised.value, "__notes__")
 
 
 def test_what_cannot_be_pickled_is_an_error_too(monkeypatch):
     monkeypatch.setattr(Loader, "make", lambda *_: threading.Lock())
     with pytest.raises(TypeError, match="cannot pickle"):
-        next(loader_of(SyntheticSource(length=64), workers=1).batches())
+        next(loader_of(make_textures(length=64), workers=1).batches())
 
 
 @pytest.mark.parametrize("pin", [False, True])
@@ -105,7 +101,7 @@ def test_a_batch_that_does_not_come_is_not_waited_for_after_a_signal(monkeypatch
     monkeypatch.setattr(loader, "LOOK_S", 0.1)
     monkeypatch.setattr(workers, "LOOK_S", 0.1)
     monkeypatch.setattr(workers, "GRACE_S", 0.3)
-    hanging = loader_of(Odd(lambda: time.sleep(600)))
+    hanging = loader_of(odd(lambda: time.sleep(600)))
     hanging.pin = pin and torch.cuda.is_available()
     signalled = []
 

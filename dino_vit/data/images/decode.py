@@ -8,10 +8,10 @@ from PIL.Image import Image
 from torch import Tensor
 
 from dino_vit.core.text import brief, printable, public
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.limits import MAX_PIXELS, one_image, read_regular
-from dino_vit.data.sources.source import Source
 
 
 class UnreadableImage(Exception):
@@ -27,12 +27,12 @@ class UnreadableImage(Exception):
         return f"{brief(self.name, 3000)}: {self.reason}"  # a list may have names longer than any path
 
 
-def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
+def read_image(source: ImageSet, index: int, pixels: Pixels = RGB) -> Tensor:
     """Return item `index` of a source, decoded and converted to `pixels`."""
     return decode_item(read_item(source, index), source.name(index), pixels)
 
 
-def read_item(source: Source, index: int) -> bytes | Tensor:
+def read_item(source: ImageSet, index: int) -> bytes | Tensor:
     """Return item `index` of a source as it is stored."""
     try:
         return source.read(index)

@@ -6,7 +6,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
@@ -15,13 +15,13 @@ import numpy as np
 from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress, public
+from dino_vit.data.image_set import ImageSet, ShardLayout, Store
+from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
 from dino_vit.data.limits import check_bytes
-from dino_vit.data.shards import LocalCopies, ShardedSource
+from dino_vit.data.shards import ByteRangeReader, Shards
 from dino_vit.data.sources.files import changed, exists, open_file, read_file
-from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
-from dino_vit.data.sources.ranges import ByteRangeReader
-from dino_vit.data.sources.source import ShardLayout, folder_of, is_image, short_names
+from dino_vit.data.sources.paths import file_identity, folder_of, is_image, short_names
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
@@ -51,63 +51,66 @@ class Member(NamedTuple):
     label: object = None
 
 
-class ArchiveSource(IndexedSource, ShardedSource):
-    """Images in archives of one kind. Their names are never used as paths.
+class ArchiveStore(Store):
+    """Images in archives, whose names are never used as paths."""
+
+    def __init__(self, index: Index, files: Sequence[str]) -> None:
+        self.index = index
+        self.shards: Shards = Shards(ByteRangeReader(files, index.file_signatures[: len(files)]))
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self.shards.ranges.paths))
+
+    def read(self, row: int) -> bytes:
+        member = {name: int(self.index.columns[name][row]) for name in ("file", *FIELDS)}
+        return read_member(self.shards, member["file"], member)
+
+    def origins(self, rows: Iterable[int]) -> list[Hashable]:
+        files = list(map(file_identity, self.shards.ranges.paths))
+        shard, start = (self.index.columns[name].tolist() for name in ("file", "start"))
+        return [(files[shard[row]], start[row]) for row in rows]
+
+
+def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
+    """Open the images in archives of one kind.
 
     Labels are those in the archive, or else the first-level folders of the names in it. If several archives
     contain the same name, all names are prefixed with the archive's own, or its path if another is called so.
     """
+    listed: list[list[Member]] = []
 
-    def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
-        self._suffix, self._spec, self._files = suffix, public(spec), list(files)
-        self._listed: list[list[Member]] = []
-        beside = sorted({os.path.join(folder_of(path), CLASS_NAMES) for path in files})
-        with indexing(spec):
-            read = [*self._files, *filter(exists, beside)]
-        index = open_index(suffix[1:], spec, self._build, read, prepare=self._list)
-        super().__init__(index)
-        self.ranges = ByteRangeReader(self._files, index.file_signatures[: len(self._files)])
-        self.local_copies = LocalCopies(self.ranges)
-        self._listed.clear()
-
-    @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self._files))
-
-    def places(self) -> Iterable[tuple[int, int]]:
-        columns = self.index.columns
-        return zip(columns["file"].tolist(), columns["start"].tolist(), strict=True)
-
-    def read(self, index: int) -> bytes:
-        member = {name: int(self.index.columns[name][index]) for name in ("file", *FIELDS)}
-        return read_member(self, member["file"], member)
-
-    def _list(self) -> None:
+    def list_all() -> None:
         """List the images of all archives, each process some of them."""
-        with progress(f"Indexing {self._spec}") as advance, indexing(self._spec):
-            list_images = partial(
-                in_threads, ARCHIVES[self._suffix], done=lambda images: advance(len(images))
-            )
-            self._listed = share_work(list_images, self._files)
+        with progress(f"Indexing {public(spec)}") as advance, indexing(spec):
+            list_images = partial(in_threads, ARCHIVES[suffix], done=lambda images: advance(len(images)))
+            listed.extend(share_work(list_images, files))
 
-    def _build(self, _: WriteImages) -> IndexContents:
-        listed = self._listed
-        folders = list(map(folder_of, self._files))
-        classes = {folder: class_names(folder) for folder in set(folders)}
-        listed = [named(of, classes[folder] or []) for of, folder in zip(listed, folders, strict=True)]
-        images = [image for members in listed for image in members]
-        if not images:
-            raise ValueError(f"{self._spec} contains no images.")
-        file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
-        names, labels = [image.name for image in images], [image.label for image in images]
-        stated = labels.count(None) < len(labels) or [] in classes.values()
-        numbered = number_labels(labels) if stated else folder_labels(names)
-        if len(set(names)) < len(names) and len(self._files) > 1:
-            prefixes = [os.fsencode(f"{title}/") for title in short_names(self._files)]
-            names = [prefixes[number] + name for number, name in zip(file, names, strict=True)]
-        columns = {field: np.array([getattr(image, field) for image in images]) for field in FIELDS}
-        columns |= {"file": file}
-        return IndexContents(names=names, sizes=columns["size"], labels=numbered, columns=columns)
+    beside = sorted({os.path.join(folder_of(path), CLASS_NAMES) for path in files})
+    with indexing(spec):
+        read = [*files, *filter(exists, beside)]
+    index = open_index(suffix[1:], spec, lambda _: _contents(spec, files, listed), read, prepare=list_all)
+    return index.image_set(ArchiveStore(index, files))
+
+
+def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -> IndexContents:
+    folders = list(map(folder_of, files))
+    classes = {folder: class_names(folder) for folder in set(folders)}
+    listed = [named(part, classes[folder] or []) for part, folder in zip(listed, folders, strict=True)]
+    images = [image for members in listed for image in members]
+    if not images:
+        raise ValueError(f"{public(spec)} contains no images.")
+    file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
+    names, labels = [image.name for image in images], [image.label for image in images]
+    stated = labels.count(None) < len(labels) or [] in classes.values()
+    numbered = number_labels(labels) if stated else folder_labels(names)
+    if len(set(names)) < len(names) and len(files) > 1:
+        prefixes = [os.fsencode(f"{title}/") for title in short_names(files)]
+        names = [prefixes[number] + name for number, name in zip(file, names, strict=True)]
+    columns = {field: np.array([getattr(image, field) for image in images]) for field in FIELDS}
+    return IndexContents(
+        names=names, sizes=columns["size"], labels=numbered, columns={**columns, "file": file}
+    )
 
 
 def class_names(folder: str) -> list[str] | None:
@@ -125,15 +128,15 @@ def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
     return [member._replace(label=names[member.label]) for member in members]
 
 
-def read_member(source: ShardedSource, shard: int, member: Mapping[str, int]) -> bytes:
+def read_member(shards: Shards, shard: int, member: Mapping[str, int]) -> bytes:
     """Return a member that has the checksum in the index, which in a tar is mostly that of its header."""
     header = TAR_BLOCK if member["method"] == HEADER else 0
     check_bytes(max(member["stored"], member["size"]), "it")
-    data = source.read_range(shard, member["start"] - header, member["stored"] + header)
+    data = shards.read(shard, member["start"] - header, member["stored"] + header)
     if not header:
         return decompress(data, member["method"], member["size"], member["crc"])
     if zlib.crc32(data[:header]) != member["crc"]:
-        raise changed(source.ranges.paths[shard])
+        raise changed(shards.ranges.paths[shard])
     return data[header:]
 
 

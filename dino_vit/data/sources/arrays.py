@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, printable, public, public_names
+from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.limits import open_regular
 from dino_vit.data.sources.files import file_signature, is_url
@@ -24,42 +25,44 @@ from dino_vit.data.sources.files import file_signature, is_url
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
 
-class ArraySource:
-    """The images of one array; another array of the same length in a .npz holds their labels."""
+class ArrayStore(Store):
+    """The images of one array, read as values of one type."""
 
     def __init__(self, path: str, key: str | None = None, dtype: np.dtype[Any] | None = None) -> None:
-        if is_url(path):
-            raise ValueError(
-                f"{public(path)} is remote, but arrays are mapped into memory: copy it here first."
-            )
-        self._path, self._key = path, key
+        self.path, self.array_name = path, key
         arrays = _load(path)
-        self._images = _choose(path, arrays, key)
-        self._channels_last = _channels_last(path, self._images.shape)
-        self._dtype = dtype or _narrowest(path, self._images)
-        self._labels = _labels(path, arrays, len(self))
-        self.classes = list(map(printable, public_names(self._labels.classes)))
-        self.fingerprint, self.stamp = _fingerprint(self._images), str(file_signature(path))
+        self.images = _choose(path, arrays, key)
+        self.labels = _labels(path, arrays, len(self.images))
+        self.channels_last = _channels_last(path, self.images.shape)
+        self.dtype = dtype or _narrowest(path, self.images)
+        self.key = _fingerprint(self.images)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArraySource, (self._path, self._key, self._dtype)  # NumPy would pickle the pixels
+        return ArrayStore, (self.path, self.array_name, self.dtype)  # NumPy would pickle the pixels
 
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, index: int) -> Tensor:
-        image = self._images[index]
+    def read(self, row: int) -> Tensor:
+        image = self.images[row]
         if image.ndim == 2:
             image = image[None]
-        elif self._channels_last:
+        elif self.channels_last:
             image = np.moveaxis(image, -1, 0)
-        return torch.from_numpy(np.array(image, dtype=self._dtype, order="C"))
+        return torch.from_numpy(np.array(image, dtype=self.dtype, order="C"))
 
-    def label(self, index: int) -> int | None:
-        return self._labels.of(index)
 
-    def name(self, index: int) -> str:
-        return f"{range(len(self))[index]:09d}"
+def open_array(path: str, key: str | None = None) -> ImageSet:
+    """Open the images of an array; another array of the same length in a .npz holds their labels."""
+    if is_url(path):
+        raise ValueError(f"{public(path)} is remote, but arrays are mapped into memory: copy it here first.")
+    store = ArrayStore(path, key)
+    return ImageSet(
+        store=store,
+        rows=range(len(store.images)),
+        names="{:09d}".format,
+        labels=store.labels.numbers.item,
+        classes=list(map(printable, public_names(store.labels.classes))),
+        fingerprint=store.key,
+        stamp=str(file_signature(path)),
+    )
 
 
 def _fingerprint(images: NDArray[Any]) -> str:

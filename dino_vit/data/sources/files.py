@@ -26,13 +26,13 @@ from dino_vit.data import limits
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
 
-FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no folder
+FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # never a folder's suffix
 UNKNOWN = -1  # version of a remote file that no one tells, or in a catalogue that was written elsewhere
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 AT_ONCE = 2**24  # bytes of a file that one of several threads may read before it asks for more
-AGAIN = (408, 425, 429)  # HTTP: of the refusals (400 to 499), those after which to ask again
-OF_ITS_OWN_S = 30  # for which an image is requested that may be on a server of its own
+RETRYABLE_STATUS = (408, 425, 429)  # HTTP: of the refusals (400 to 499), those after which to ask again
+PER_IMAGE_TIMEOUT_S = 30  # for which an image is requested that may be on a server of its own
 # What file systems call the version of a file, or the time of its last change. Not fsspec's `ukey`, which
 # over HTTP is the same whatever the file holds.
 VERSIONS = (
@@ -192,12 +192,12 @@ def _refusal(path: str, error: OSError) -> str | None:
     if type(cause).__name__ == "NoCredentialsError":  # botocore's
         return str(cause)
     if status := getattr(cause, "status", 0):
-        return f"HTTP {status}" if 400 <= status < 500 and status not in AGAIN else None
+        return f"HTTP {status}" if 400 <= status < 500 and status not in RETRYABLE_STATUS else None
     # fsspec also calls a file not found whose website does not answer; botocore's errors have a response.
     unreachable = cause is not None and not hasattr(cause, "response") and not isinstance(cause, LookupError)
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden:")  # as gcsfs says
     refused = (isinstance(error, FileNotFoundError) and not unreachable) or forbidden
-    refused = refused or isinstance(error, limits.WholeFile)
+    refused = refused or isinstance(error, limits.RangeNotSupported)
     return brief(without(path, error), 200) if refused else None
 
 
@@ -327,7 +327,7 @@ def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return size, version and time of change (ns, 0: unknown); size −1 of a local file that is missing."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
     with progress("Looking at files", len(paths)) as advance:
-        rows = in_threads(lambda chunk: [*map(file_signature, chunk)], chunks, lambda of: advance(len(of)))
+        rows = in_threads(lambda part: [*map(file_signature, part)], chunks, lambda rows: advance(len(rows)))
     return np.array([*chain.from_iterable(rows)], dtype=np.int64).reshape(-1, 3)
 
 

@@ -3,7 +3,9 @@
 import io
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +16,10 @@ from torch import Tensor
 from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
 from dino_vit.core.text import plural, public
+from dino_vit.data.image_set import ImageSet, unlabelled
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import exists, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.published import PUBLISHED, PublishedSet, recognise
-from dino_vit.data.sources.source import Source, Subset
 
 INDEXED = ("P", "L", "1")  # Pillow's names for a palette, grey and black and white
 _PNG_BITS = 24  # place of the byte that says how many bits a value has
@@ -27,35 +28,77 @@ _ORIENTATION = 274  # EXIF's tag
 Table = NDArray[np.signedinteger[Any]]
 
 
-@runtime_checkable
-class MaskedSource(Source, Protocol):
-    """A set of images of which each has a mask; `classes` are those of the pixels."""
+class PublishedSet(NamedTuple):
+    """A published set of images with masks, as it is unpacked; `{}` in a path is the name of a split."""
 
-    def mask(self, index: int) -> Tensor:
-        """Return the class of every pixel, uint8 (H, W); `IGNORED` where there is none."""
+    title: str
+    splits: tuple[str, str]  # to learn from, and to judge by
+    images: str
+    masks: str
+    values: Sequence[int]  # of the classes in masks, in their order
+    ignored: Iterable[int]  # other values that masks may have
+    classes: Sequence[str] = ()
+    text: str = ""  # file of the names of a split or, without `classes`, table of those of classes
+    suffixes: tuple[str, str] = ("", "")  # of the stems of an image and its mask
+
+    def paths(self, root: str, *, training: bool) -> list[str]:
+        """Return what a folder must contain: images, masks, and the text file if there is one."""
+        names = filter(None, (self.images, self.masks, self.text))
+        return [f"{root}/{name.format(self.splits[not training])}" for name in names]
 
 
-class FilesWithMasks(Subset):
-    """Images and their masks: PNG files of one channel, whose values stand for classes.
+VOC = """background aeroplane bicycle bird boat bottle bus car cat chair cow dining_table dog horse motorbike
+    person potted_plant sheep sofa train tv_monitor"""
+CITYSCAPES = """road sidewalk building wall fence pole traffic_light traffic_sign vegetation terrain sky
+    person rider car truck bus train motorcycle bicycle"""
+PUBLISHED = {
+    "voc": PublishedSet(
+        title="Pascal VOC",
+        splits=("train", "val"),
+        images="JPEGImages",
+        masks="SegmentationClass",
+        text="ImageSets/Segmentation/{}.txt",
+        values=range(21),
+        ignored=(255,),
+        classes=VOC.split(),
+    ),
+    "ade20k": PublishedSet(
+        title="ADE20k",
+        splits=("training", "validation"),
+        images="images/{}",
+        masks="annotations/{}",
+        text="objectInfo150.txt",
+        values=range(1, 151),
+        ignored=(0,),
+    ),
+    "cityscapes": PublishedSet(
+        title="Cityscapes",
+        splits=("train", "val"),
+        images="leftImg8bit/{}",
+        masks="gtFine/{}",
+        suffixes=("_leftImg8bit", "_gtFine_labelIds"),
+        values=(7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33),
+        ignored=(*range(7), 9, 10, 14, 15, 16, 18, 29, 30, 34, 255),
+        classes=CITYSCAPES.split(),
+    ),
+}
 
-    `table` has the class of each of the 256 values: `IGNORED` for none, -1 for a value that masks must not
-    have; `allowed` says which they may.
-    """
 
-    def __init__(
-        self, images: Subset, masks: Subset, *, classes: Sequence[str], table: Table, allowed: str
-    ) -> None:
-        super().__init__(images.source, images.indices)
-        self._masks, self.classes, self._table, self._allowed = masks, classes, table, allowed
+@dataclass(frozen=True)
+class _Masks:
+    """The masks of images: PNG files of one channel, whose values stand for classes."""
 
-    def label(self, index: int) -> int | None:
-        return None  # the labels of the images are of other classes
+    images: ImageSet
+    files: ImageSet  # of the masks, in the order of the images
+    table: Table  # the class of each of the 256 values: `IGNORED` for none, -1 for one they must not have
+    allowed: str  # which values they may
 
-    def mask(self, index: int) -> Tensor:
-        """Return the class of every pixel, uint8 (H, W); `IGNORED` where there is none."""
-        name = self._masks.name(index)
+    def __call__(self, row: int) -> Tensor:
+        """Return the class of every pixel, uint8 (H, W), by the row of the image in its store."""
+        index = self._indices[row]
+        name = self.files.name(index)
         try:
-            values, size = _read_indexed(self._masks.read(index)), _size(self.read(index))
+            values, size = _read_indexed(self.files.read(index)), _size(self.images.read(index))
         except UnidentifiedImageError as error:  # whose text is the address of an object
             raise UnreadableImage(name, "the mask cannot be read: it is not an image") from error
         except Exception as error:  # Pillow raises anything on damaged files
@@ -65,11 +108,15 @@ class FilesWithMasks(Subset):
             raise UnreadableImage(
                 name, f"the mask has {width} × {height} pixels, its image {w} × {h}; they must be the same"
             )
-        classes = self._table[values]
+        classes = self.table[values]
         if (classes < 0).any():
             highest = values[classes < 0].max()
-            raise ValueError(f"{name}: the mask has the value {highest}, but {self._allowed}")
+            raise ValueError(f"{name}: the mask has the value {highest}, but {self.allowed}")
         return torch.from_numpy(classes.astype(np.uint8))
+
+    @cached_property
+    def _indices(self) -> dict[int, int]:
+        return {int(row): index for index, row in enumerate(self.images.rows)}
 
 
 def open_masks(
@@ -79,53 +126,44 @@ def open_masks(
     class_names: str | None = None,
     ignore_value: int = IGNORED,
     training: bool = False,
-) -> MaskedSource:
-    """Open a set of images with masks; null: masks/ beside the folder of images.
+) -> ImageSet:
+    """Open a set of images with masks, of which `classes` are those of the pixels.
 
-    A mask has the name of its image but for the suffix. `class_names` is a text file with a name a line. Of
-    the folder of a published set this is the split to judge by, or the one to learn from if `training`.
+    `masks` is the folder of the masks, by default masks/ beside that of the images, or the name of a
+    published set (`voc`, `ade20k`, `cityscapes`), of whose folder this is then the split to judge by, or the
+    one to learn from if `training`. A mask has the name of its image but for the suffix. `class_names` is a
+    text file with a name a line.
     """
-    published = None if masks else recognise(spec)
-    source: Source = open_source(spec) if published is None else _open_published(spec, published, training)
-    if isinstance(source, MaskedSource):
+    if masks in PUBLISHED:
+        if class_names or ignore_value != IGNORED:
+            raise ValueError(f"masks={masks} has classes of its own: leave out class_names and ignore_value")
+        return _open_published(spec, PUBLISHED[masks], training)
+    images = open_source(spec)
+    if images.masks:
         if masks or class_names or ignore_value != IGNORED:
             raise ValueError(
                 f"{public(spec)} has masks of its own: leave out masks, class_names and ignore_value"
             )
-        return source
+        return images
     beside = _beside(spec)
     if masks is None and not is_folder(beside):
-        expected = "; ".join(
-            f"{each.title}: {', '.join(each.paths('FOLDER', training=False))}" for each in PUBLISHED
-        )
         raise ValueError(
             f"{public(spec)} has no masks: {public(beside)} does not exist. Give masks=FOLDER with indexed "
-            "PNG files that are named as the images (synthetic:scenes has masks), or the folder of a "
-            f"published set, which is recognised by what is in it ({expected})"
+            "PNG files that are named as the images (synthetic:scenes has masks), or masks="
+            f"{', '.join(PUBLISHED)} for the folder of a published set as it is unpacked"
         )
     classes = _read_names(class_names) if class_names else [str(value) for value in range(IGNORED)]
-    return FilesWithMasks(
-        *_pairs(source, open_source(masks or beside), spec, masks or beside),
-        classes=classes,
-        table=_table(range(len(classes)), [ignore_value]),
-        allowed=f"values of classes go from 0 to {len(classes) - 1}; set ignore_value, or give more "
-        f"class_names (at most {IGNORED})",
-    )
+    allowed = f"values of classes go from 0 to {len(classes) - 1}; set ignore_value, or give more class_names"
+    allowed += f" (at most {IGNORED})"
+    pairs = _pairs(images, open_source(masks or beside), spec, masks or beside)
+    return _with_masks(pairs, classes, range(len(classes)), [ignore_value], allowed)
 
 
-def open_watched(spec: str, source: Source) -> MaskedSource | None:
-    """Return a source, which is open already, with the masks that lie on this machine; None without any."""
-    if isinstance(source, MaskedSource):
-        return source
-    if is_url(spec):
-        return None
-    if recognise(spec) is None:
-        return open_masks(spec) if is_folder(_beside(spec)) else None
-    try:
-        return open_masks(spec)
-    except ValueError as error:  # it only looks like a published set
-        log.warning("%s is not watched by its masks: %s", spec, error)
-        return None
+def open_watched(spec: str, images: ImageSet) -> ImageSet | None:
+    """Return images, which are open already, with the masks that lie on this machine; None without any."""
+    if images.masks:
+        return images
+    return open_masks(spec) if not is_url(spec) and is_folder(_beside(spec)) else None
 
 
 def _beside(spec: str) -> str:
@@ -133,8 +171,8 @@ def _beside(spec: str) -> str:
 
 
 def _pairs(
-    source: Source, folder: Source, spec: str, of_masks: str, suffixes: tuple[str, str] = ("", "")
-) -> tuple[Subset, Subset]:
+    source: ImageSet, folder: ImageSet, spec: str, masks: str, suffixes: tuple[str, str] = ("", "")
+) -> tuple[ImageSet, ImageSet]:
     """Return the images that have a mask, and the masks; name and mask differ by suffixes of their stems."""
     stems = [
         _stem(source.name(index)).removesuffix(suffixes[0]) + suffixes[1] for index in range(len(source))
@@ -143,43 +181,46 @@ def _pairs(
     with_mask = [index for index, stem in enumerate(stems) if stem in masks_by_stem]
     if not with_mask:
         example = f": there is no {stems[0]}.png, for example" if stems else ", as its list names none"
-        raise ValueError(f"no image of {public(spec)} has a mask in {public(of_masks)}{example}")
+        raise ValueError(f"no image of {public(spec)} has a mask in {public(masks)}{example}")
     if len(with_mask) < len(source):
         text = "left out: %s of %s without a mask in %s"
-        log.info(text, plural(len(source) - len(with_mask), "image"), public(spec), public(of_masks))
-    return Subset(source, with_mask), Subset(folder, [masks_by_stem[stems[index]] for index in with_mask])
+        log.info(text, plural(len(source) - len(with_mask), "image"), public(spec), public(masks))
+    return source.subset(with_mask), folder.subset([masks_by_stem[stems[index]] for index in with_mask])
 
 
-def _open_published(spec: str, published: PublishedSet, training: bool) -> FilesWithMasks:
+def _open_published(spec: str, published: PublishedSet, training: bool) -> ImageSet:
     """Open a split of a published set."""
     title, paths = published.title, published.paths(plain(spec).rstrip("/"), training=training)
     if missing := next((path for path in paths if not exists(path)), None):
-        raise ValueError(f"{public(spec)} is {title} by its folders, but lacks {public(missing)}; unpack it")
+        raise ValueError(f"{public(spec)} is not {title} as it is unpacked: it lacks {public(missing)}")
     images, folder = open_source(paths[0]), open_source(paths[1])
     text = read_file(paths[2]).decode() if published.text else ""
     if text and published.classes:
         listed = set(text.split())
-        images = Subset(images, [i for i in range(len(images)) if _stem(images.name(i)) in listed])
+        images = images.subset([i for i in range(len(images)) if _stem(images.name(i)) in listed])
     pairs = _pairs(images, folder, paths[0], paths[1], published.suffixes)
     # The last column, below the title.
     rows = text.strip().splitlines()[1:]
     classes = published.classes or [row.split("\t")[-1].strip() for row in rows]
     split, count = published.splits[not training], plural(len(pairs[0]), "image")
-    log.info("%s is %s by its folders: %s of %s, %d classes", public(spec), title, count, split, len(classes))
-    return FilesWithMasks(
-        *pairs,
-        classes=classes,
-        table=_table(published.values, published.ignored),
-        allowed=f"those of {title} have no such value",
-    )
+    log.info("%s, %s: %s of %s, %d classes", public(spec), title, count, split, len(classes))
+    allowed = f"those of {title} have no such value"
+    return _with_masks(pairs, classes, published.values, published.ignored, allowed)
 
 
-def _table(values: Sequence[int], ignored: Iterable[int]) -> Table:
-    """Return the class of each of the 256 values of a mask: those of the classes in their order."""
+def _with_masks(
+    pairs: tuple[ImageSet, ImageSet],
+    classes: Sequence[str],
+    values: Sequence[int],
+    ignored: Iterable[int],
+    allowed: str,
+) -> ImageSet:
+    """Return images with their masks, which have these values for the classes, in their order."""
     table = np.full(256, -1, np.int16)
     table[[*values]] = np.arange(len(values))
     table[[*ignored]] = IGNORED
-    return table
+    # The labels of the images are of other classes.
+    return replace(pairs[0], labels=unlabelled, classes=classes, masks=_Masks(*pairs, table, allowed))
 
 
 def _read_names(path: str) -> list[str]:

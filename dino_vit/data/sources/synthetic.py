@@ -13,6 +13,7 @@ those of their class. Dense features are judged by whether they find the class o
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
+from dino_vit.data.image_set import ImageSet, Store
 
 Plane = NDArray[np.floating[Any]]
 
@@ -37,43 +39,37 @@ PERIOD_SIZE = 32  # pixels of a scene in which patterns have the periods of text
 NUMBERS = 25  # that a region is drawn from
 
 
-class SyntheticSource:
-    """A labelled set of any length; image `index` is a function of (seed, index)."""
+class _Textures(Store):
+    """Textures; that of a row is a function of (seed, row)."""
 
-    def __init__(self, *, length: int = 20_000, size: int = 32, seed: int = 0) -> None:
+    def __init__(self, length: int, size: int, seed: int) -> None:
         if not 1 <= length <= 10**9 or not 16 <= size <= 512:
             raise ValueError(
                 f"a synthetic set has 1 to a billion images of 16 to 512 pixels, not {length} of {size}"
             )
-        self.length, self.size, self.seed = length, size, seed
-        self.classes = list(PATTERNS)
-        self.stamp, self.fingerprint = "", f"synthetic-{VERSION}-{length}-{size}-{seed}"
+        self.size, self.seed = size, seed
+        self.classes, self.key = list(PATTERNS), f"synthetic-{VERSION}-{length}-{size}-{seed}"
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self._y, self._x = axis[:, None], axis[None, :]
 
-    def __len__(self) -> int:
-        return self.length
-
-    def read(self, index: int) -> Tensor:
-        index = range(self.length)[index]
-        draws = random_uniform(self.seed, RngPurpose.SYNTHETIC, index, 0, np.arange(18 + 8 * PIECES[1]))
-        u, of_pieces = draws[:18].tolist(), rearrange(draws[18:].astype(np.float32), "(u n) -> u n", u=8)
+    def read(self, row: int) -> Tensor:
+        draws = random_uniform(self.seed, RngPurpose.SYNTHETIC, row, 0, np.arange(18 + 8 * PIECES[1]))
+        u, piece_draws = draws[:18].tolist(), rearrange(draws[18:].astype(np.float32), "(u n) -> u n", u=8)
         pieces = PIECES[0] + math.floor((PIECES[1] - PIECES[0] + 1) * u[0])
-        x, y, tone, polarity = _in_pieces(*self._bent(u[1], u[2]), of_pieces[:, :pieces])
-        pattern = PATTERNS[self.classes[index % len(PATTERNS)]](x, y, u[4:])
+        x, y, tone, polarity = _in_pieces(*self._bent(u[1], u[2]), piece_draws[:, :pieces])
+        pattern = PATTERNS[self.classes[row % len(PATTERNS)]](x, y, u[4:])
         # No class is brighter or has more contrast than another.
         pattern = polarity * (pattern - pattern.mean()) / pattern.std()
-        noise = (0.05 + 0.07 * u[3]) * self._noise(index)
+        noise = (0.05 + 0.07 * u[3]) * self._noise(row)
         grey = 127.5 + 127.5 * np.tanh(0.65 * pattern + tone + noise)
         plane = torch.from_numpy(np.rint(grey).astype(np.uint8))
         return plane.expand(3, -1, -1).contiguous()
 
-    def label(self, index: int) -> int | None:
-        return range(self.length)[index] % len(PATTERNS)
+    def label(self, row: int) -> int:
+        return row % len(PATTERNS)
 
-    def name(self, index: int) -> str:
-        index = range(self.length)[index]
-        return f"{self.classes[index % len(PATTERNS)]}/{index:08d}"
+    def name(self, row: int) -> str:
+        return f"{self.classes[row % len(PATTERNS)]}/{row:08d}"
 
     def _bent(self, u: float, v: float) -> tuple[Plane, Plane]:
         """Return coordinates whose straight lines are waves."""
@@ -81,60 +77,57 @@ class SyntheticSource:
         y = self._y + 0.16 * np.sin(3 * self._x + np.float32(2 * math.pi * v))
         return x, y
 
-    def _noise(self, index: int) -> Plane:
+    def _noise(self, row: int) -> Plane:
         """Return noise of mean 0 and variance 1: the sum of four random bytes for each pixel."""
-        words = random_bits(self.seed, RngPurpose.SYNTHETIC, index, 1, np.arange((self.size**2 + 1) // 2))
+        words = random_bits(self.seed, RngPurpose.SYNTHETIC, row, 1, np.arange((self.size**2 + 1) // 2))
         levels = words.astype("<u8", copy=False).view(np.uint8)[: 4 * self.size**2]
         total = rearrange(levels, "(h w four) -> h w four", h=self.size, four=4).sum(-1, dtype=np.float32)
         return (total - 510) / math.sqrt(4 * (256**2 - 1) / 12)
 
 
-class SceneSource(SyntheticSource):
-    """Scenes with masks; image and mask `index` are functions of (seed, index).
+class _Scenes(_Textures):
+    """Scenes with masks; image and mask of a row are functions of (seed, row)."""
 
-    The label of an image is the class of its largest region.
-    """
-
-    def __init__(self, *, length: int = 20_000, size: int = 64, seed: int = 0, classes: int = 10) -> None:
-        super().__init__(length=length, size=size, seed=seed)
+    def __init__(self, length: int, size: int, seed: int, classes: int) -> None:
+        super().__init__(length, size, seed)
         if not 2 <= classes <= MOST_CLASSES:
             raise ValueError(f"scenes have 2 to {MOST_CLASSES} classes, not {classes}")
         names = list(PATTERNS)
         self.classes = [f"{names[i % 10]} {1 + i // 10}" if i >= 10 else names[i] for i in range(classes)]
-        of_classes = f"-{classes}" if classes != len(PATTERNS) else ""
-        self.stamp, self.fingerprint = "", f"scenes-{SCENES_VERSION}-{length}-{size}-{seed}{of_classes}"
+        unusual = f"-{classes}" if classes != len(PATTERNS) else ""
+        self.key = f"scenes-{SCENES_VERSION}-{length}-{size}-{seed}{unusual}"
 
-    def read(self, index: int) -> Tensor:
-        classes, covers = self._regions(index)
+    def read(self, row: int) -> Tensor:
+        classes, covers = self._regions(row)
         number, scene = len(self.classes), np.zeros((3, self.size, self.size), np.float32)
         patterns, spread = list(PATTERNS.values()), 0.35 / math.ceil(number / len(PATTERNS))
         for region, (kind, cover) in enumerate(zip(classes, covers, strict=True)):
-            u = self._draw(index, 2 + region, NUMBERS)
+            u = self._draw(row, 2 + region, NUMBERS)
             pattern = patterns[kind % len(patterns)](*self._coordinates(u), u[11:].tolist())
             pattern = ((pattern - pattern.mean()) / pattern.std()).astype(np.float32)
             hue = 2 * math.pi * (kind / number + np.arange(3) / 3)  # of red, green and blue
             colours = np.stack([0.4 * np.cos(hue) + spread * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]])
             tone, contrast = colours.astype(np.float32)[..., None, None]
             scene += cover * (tone + (contrast if u[4] < 0.5 else -contrast) * pattern)
-        noise = (0.05 + 0.07 * self._draw(index, 1, 1)[0]) * self._noise(index)
+        noise = (0.05 + 0.07 * self._draw(row, 1, 1)[0]) * self._noise(row)
         levels = 127.5 + 127.5 * np.tanh(scene + noise, dtype=np.float32)
         return torch.from_numpy(np.rint(levels).astype(np.uint8))
 
-    def mask(self, index: int) -> Tensor:
+    def mask(self, row: int) -> Tensor:
         """Return the class of every pixel, uint8 (H, W)."""
-        classes, covers = self._regions(index)
+        classes, covers = self._regions(row)
         return torch.from_numpy(classes[covers.argmax(0)].astype(np.uint8))
 
-    def label(self, index: int) -> int | None:
-        return int(self.mask(index).flatten().bincount().argmax())
+    def label(self, row: int) -> int:
+        """Return the class of the largest region."""
+        return int(self.mask(row).flatten().bincount().argmax())
 
-    def name(self, index: int) -> str:
-        return f"{range(self.length)[index]:08d}"
+    def name(self, row: int) -> str:
+        return f"{row:08d}"
 
-    def _draw(self, index: int, part: int, count: int) -> Plane:
-        index = range(self.length)[index]
+    def _draw(self, row: int, part: int, count: int) -> Plane:
         # Not the numbers of the texture of the same index.
-        return random_uniform(self.seed, RngPurpose.SYNTHETIC, index, 2, part, np.arange(count))
+        return random_uniform(self.seed, RngPurpose.SYNTHETIC, row, 2, part, np.arange(count))
 
     def _coordinates(self, u: Plane) -> tuple[Plane, Plane]:
         """Return turned and shifted coordinates in which patterns have periods near 1."""
@@ -144,13 +137,13 @@ class SceneSource(SyntheticSource):
         across, along = (np.float32(7 * shift) for shift in u[2:4])
         return cos * self._x - sin * self._y + across, sin * self._x + cos * self._y + along
 
-    def _regions(self, index: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Plane]:
+    def _regions(self, row: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Plane]:
         """Return the class of each region, and the part (regions, H, W) of each pixel that it covers."""
-        u = self._draw(index, 0, 1 + len(self.classes))
+        u = self._draw(row, 0, 1 + len(self.classes))
         most = min(REGIONS[1], len(self.classes))
         count = REGIONS[0] + math.floor((most - REGIONS[0] + 1) * u[0])
         classes = u[1:].argsort()[:count]
-        numbers = self._draw(index, -1, count * (2 + 3 * WAVES)).reshape(count, -1).astype(np.float32)
+        numbers = self._draw(row, -1, count * (2 + 3 * WAVES)).reshape(count, -1).astype(np.float32)
         scores = []
         for left, top, *waves in numbers:
             score = -((self._x - (1.6 * left - 0.8)) ** 2) - (self._y - (1.6 * top - 0.8)) ** 2
@@ -162,6 +155,30 @@ class SceneSource(SyntheticSource):
         sharpness = np.float32(self.size / (2 * BORDER))
         powers = np.exp(sharpness * (np.stack(scores) - np.max(scores, axis=0)))
         return classes, (powers / powers.sum(0)).astype(np.float32)
+
+
+def make_textures(*, length: int = 20_000, size: int = 32, seed: int = 0) -> ImageSet:
+    """Return a labelled set of textures of any length."""
+    store = _Textures(length, size, seed)
+    return _generated(store, length)
+
+
+def make_scenes(*, length: int = 20_000, size: int = 64, seed: int = 0, classes: int = 10) -> ImageSet:
+    """Return scenes with masks, labelled by the class of the largest region."""
+    store = _Scenes(length, size, seed, classes)
+    return replace(_generated(store, length), masks=store.mask)
+
+
+def _generated(store: _Textures, length: int) -> ImageSet:
+    return ImageSet(
+        store=store,
+        rows=range(length),
+        names=store.name,
+        labels=store.label,
+        classes=store.classes,
+        fingerprint=store.key,
+        stamp="",
+    )
 
 
 def _in_pieces(x: Plane, y: Plane, u: Plane) -> tuple[Plane, Plane, Plane, Plane]:

@@ -6,8 +6,10 @@ An image of a Parquet file is read only with its whole row group, so these are u
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,16 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress, public
+from dino_vit.data.image_set import ImageSet, Store
+from dino_vit.data.index import Index, IndexContents, WriteImages, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
 from dino_vit.data.limits import check_bytes
-from dino_vit.data.sources.files import OF_ITS_OWN_S, open_file, read_image_file
-from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
-from dino_vit.data.sources.source import short_names
+from dino_vit.data.sources.files import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
+from dino_vit.data.sources.paths import short_names
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
+PIECE = 4096  # bytes of an image that tell it from others of its size
 BATCH = 32  # rows of a Parquet file that are read together, unless they may be the same bytes many times
 JOINED_BYTES = 2**24  # of rows that were read one by one and are taken together; a larger one is alone
 BINARY = (pa.binary(), pa.large_binary())
@@ -160,40 +164,54 @@ def holds_paths(table: pa.Table, columns: TableColumns) -> bool:
     return bool(pc.any(pc.and_(pc.is_null(data), pc.is_valid(paths))).as_py())
 
 
-class ParquetSource(IndexedSource):
-    """The images in Parquet files, unpacked into the index."""
+class UnpackedStore(Store):
+    """Images that were unpacked into the index."""
 
-    def __init__(self, spec: str, files: Sequence[str]) -> None:
-        self._spec, self._files = public(spec), list(files)
-        super().__init__(open_index("parquet", spec, self._build, self._files))
-        if self.stamp is None:
-            text = "%s: its server does not tell when it changes; delete %s, which has its images, if it did"
-            log.warning(text, spec, self.index.path)
+    def __init__(self, index: Index) -> None:
+        self.index = index
 
-    def read(self, index: int) -> bytes:
-        start, size = (int(self.index.columns[name][index]) for name in ("start", "size"))
+    def _place(self, row: int) -> tuple[int, int]:
+        return int(self.index.columns["start"][row]), int(self.index.columns["size"][row])
+
+    def read(self, row: int) -> bytes:
+        start, size = self._place(row)
         return bytes(self.index.images[start : start + size])
 
-    def _build(self, write_images: WriteImages) -> IndexContents:
-        rows: Rows | None = None
-        tables = dict.fromkeys(self._files, 0)
-        with progress(f"Unpacking {self._spec}") as advance:
-            for path in self._files:
-                for columns, batch in _read_batches(path):
-                    rows = rows or Rows(columns)
-                    if columns != rows.columns:
-                        raise ValueError(
-                            f"{public(path)} has different columns from {public(self._files[0])}"
-                        )
-                    write_images(b"".join(filter(None, rows.add(batch).to_pylist())))
-                    tables[path] += len(batch)
-                    advance(len(batch))
-        if not rows or not any(rows.sizes):
-            raise ValueError(
-                f"{self._spec} has no image bytes, perhaps only paths; give the folder of the images"
-            )
-        size = np.array(rows.sizes, dtype=np.int64)
-        return rows.index_contents(tables, {"start": np.cumsum(size) - size, "size": size})
+    def origins(self, rows: Iterable[int]) -> list[Hashable]:
+        """Return sizes, and checksums of a piece from the middle on, where images differ."""
+        return [(size, self._checksum(start, size)) for start, size in map(self._place, rows)]
+
+    def _checksum(self, start: int, size: int) -> int:
+        middle = start + size // 2
+        return zlib.crc32(self.index.images[middle : min(start + size, middle + PIECE)])
+
+
+def open_parquet(spec: str, files: Sequence[str]) -> ImageSet:
+    """Open the images in Parquet files, unpacked into the index."""
+    index = open_index("parquet", spec, partial(_unpack, public(spec), files), files)
+    images = index.image_set(UnpackedStore(index))
+    if images.stamp is None:
+        text = "%s: its server does not tell when it changes; delete %s, which has its images, if it did"
+        log.warning(text, spec, index.path)
+    return images
+
+
+def _unpack(spec: str, files: Sequence[str], write_images: WriteImages) -> IndexContents:
+    rows: Rows | None = None
+    tables = dict.fromkeys(files, 0)
+    with progress(f"Unpacking {spec}") as advance:
+        for path in files:
+            for columns, batch in _read_batches(path):
+                rows = rows or Rows(columns)
+                if columns != rows.columns:
+                    raise ValueError(f"{public(path)} has different columns from {public(files[0])}")
+                write_images(b"".join(filter(None, rows.add(batch).to_pylist())))
+                tables[path] += len(batch)
+                advance(len(batch))
+    if not rows or not any(rows.sizes):
+        raise ValueError(f"{spec} has no image bytes, perhaps only paths; give the folder of the images")
+    size = np.array(rows.sizes, dtype=np.int64)
+    return rows.index_contents(tables, {"start": np.cumsum(size) - size, "size": size})
 
 
 def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
@@ -232,50 +250,55 @@ def _has_dictionary(group: Any, column: str) -> bool:
     return any(chunk.has_dictionary_page for chunk in chunks if chunk.path_in_schema == column)
 
 
-class HubSource(IndexedSource):
-    """A dataset of the Hugging Face hub, all its splits or one, from the Arrow files that `datasets` keeps.
+class HubStore(Store):
+    """Images in the Arrow files that `datasets` keeps."""
 
-    Its name is `OWNER/NAME`, `OWNER/NAME/CONFIGURATION[SPLIT]@REVISION` or anything between.
-    """
+    def __init__(self, index: Index, splits: Mapping[str, Any], column: str) -> None:
+        self.index, self.tables, self.column = index, [split.data for split in splits.values()], column
+        self.key = str(index.metadata["fingerprint"])
 
-    def __init__(self, name: str) -> None:
-        self._spec = f"hf:{name}"
-        self._splits = _load_splits(name)
-        first = next(iter(self._splits.values()))  # `datasets` refuses splits with other columns
-        self._columns = find_columns(self._spec, first.features.arrow_schema)
-        files = [str(file["filename"]) for data in self._splits.values() for file in data.cache_files]
-        super().__init__(open_index("hub", self._spec, self._build, files))
-        if any(holds_paths(data.data.table, self._columns) for data in self._splits.values()):
-            self.stamp = None
-
-    def read(self, index: int) -> bytes:
-        split, row = (int(self.index.columns[name][index]) for name in ("split", "row"))
-        data = list(self._splits.values())[split].data
-        image = data.column(self._columns.image)[row].as_py()
+    def read(self, row: int) -> bytes:
+        split, at = (int(self.index.columns[name][row]) for name in ("split", "row"))
+        image = self.tables[split].column(self.column)[at].as_py()
         if isinstance(image, dict):
             path, image = image.get("path"), image["bytes"]
             if image is None and path:
-                return read_image_file(path, OF_ITS_OWN_S)
+                return read_image_file(path, PER_IMAGE_TIMEOUT_S)
         return bytes(image or b"")
 
-    def _build(self, _: WriteImages) -> IndexContents:
-        rows, counts = Rows(self._columns), {split: len(data) for split, data in self._splits.items()}
-        for data in self._splits.values():
-            for batch in data.data.table.to_batches():
-                rows.add(batch)
-        if len(counts) > 1:  # named as in folders
-            of_split = [f"{split}/".encode() for split, count in counts.items() for _ in range(count)]
-            numbers = (number for count in counts.values() for number in range(count))
-            rows.names = [
-                folder + (b"%09d" % number if name is None else name)
-                for folder, number, name in zip(of_split, numbers, rows.names, strict=True)
-            ]
-        columns = {
-            "split": np.repeat(np.arange(len(counts)), list(counts.values())),
-            "row": np.concatenate([np.arange(count) for count in counts.values()]),
-        }
-        tables = counts if len(counts) > 1 else {self._spec: len(rows.sizes)}
-        return rows.index_contents(tables, columns)
+
+def open_hub(name: str) -> ImageSet:
+    """Open a dataset of the Hugging Face hub, all its splits or one.
+
+    Its name is `OWNER/NAME`, `OWNER/NAME/CONFIGURATION[SPLIT]@REVISION` or anything between.
+    """
+    spec, splits = f"hf:{name}", _load_splits(name)
+    first = next(iter(splits.values()))  # `datasets` refuses splits with other columns
+    columns = find_columns(spec, first.features.arrow_schema)
+    files = [str(file["filename"]) for data in splits.values() for file in data.cache_files]
+    index = open_index("hub", spec, lambda _: _hub_contents(spec, splits, columns), files)
+    images = index.image_set(HubStore(index, splits, columns.image))
+    elsewhere = any(holds_paths(data.data.table, columns) for data in splits.values())
+    return replace(images, stamp=None) if elsewhere else images
+
+
+def _hub_contents(spec: str, splits: Mapping[str, Any], columns: TableColumns) -> IndexContents:
+    rows, counts = Rows(columns), {split: len(data) for split, data in splits.items()}
+    for data in splits.values():
+        for batch in data.data.table.to_batches():
+            rows.add(batch)
+    if len(counts) > 1:  # named as in folders
+        folders = [f"{split}/".encode() for split, count in counts.items() for _ in range(count)]
+        numbers = (number for count in counts.values() for number in range(count))
+        rows.names = [
+            folder + (b"%09d" % number if name is None else name)
+            for folder, number, name in zip(folders, numbers, rows.names, strict=True)
+        ]
+    places = {
+        "split": np.repeat(np.arange(len(counts)), list(counts.values())),
+        "row": np.concatenate([np.arange(count) for count in counts.values()]),
+    }
+    return rows.index_contents(counts if len(counts) > 1 else {spec: len(rows.sizes)}, places)
 
 
 def _load_splits(spec: str) -> dict[str, Any]:

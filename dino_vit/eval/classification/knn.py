@@ -16,7 +16,7 @@ from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import format_table, plural, progress
-from dino_vit.data.sources.source import spread
+from dino_vit.data.image_set import spread
 from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, predict, score
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import TITLES, Figure, Predictions, accuracy, measure, measured_share

@@ -22,7 +22,8 @@ from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import MARK, TO_LABEL, after_figures, claim, write_output
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.data.sources.open import Source, open_source
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification.choice import best_of, calibrate, candidates, cross_validate, describe, fit
 from dino_vit.eval.comparison.pixels import RAW_PIXELS, raw_pixels_like
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
@@ -138,7 +139,7 @@ def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
     return output, files + [Path(each) for each in (config.head, config.sheet) if each]
 
 
-Images = tuple[Source, LabelledSubset | None, NDArray[np.int64]]
+Images = tuple[ImageSet, LabelledSubset | None, NDArray[np.int64]]
 
 
 def open_images(config: PredictConfig) -> Images:
@@ -304,7 +305,7 @@ def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], fitted: Fitted
 
 
 def _draw(
-    source: Source,
+    source: ImageSet,
     kept: NDArray[np.int64],
     rows: Sequence[int],
     columns: dict[str, list[Any]],

@@ -13,7 +13,7 @@ from torch import Tensor
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.outputs import PNG_MARK, after_figures, write_output
 from dino_vit.core.text import brief, format_table, plural
-from dino_vit.data.sources.source import spread
+from dino_vit.data.image_set import spread
 from dino_vit.eval.figures import TITLES, Measured, measure, number_text
 from dino_vit.eval.neighbours import neighbour_means
 from dino_vit.eval.results import EvaluationResult, conclude

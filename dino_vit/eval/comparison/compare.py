@@ -25,10 +25,9 @@ from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, format_table, plural, public, said_once
-from dino_vit.data.sources.masks import open_masks
-from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.published import recognise
-from dino_vit.data.sources.source import describe_images
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.masks import PUBLISHED, open_masks
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification import knn, linear
 from dino_vit.eval.comparison.page import Comparison, conclusion, draw_maps, render
 from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings
@@ -159,7 +158,7 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
     )
 
 
-def pixel_evaluators(config: CompareConfig, source: Source, among: Sequence[Evaluator]) -> list[Evaluator]:
+def pixel_evaluators(config: CompareConfig, source: ImageSet, among: Sequence[Evaluator]) -> list[Evaluator]:
     """Return what is measured of raw pixels, too.
 
     They have no patches, and so many columns that a linear classifier takes minutes on thousands of images.
@@ -171,7 +170,7 @@ def pixel_evaluators(config: CompareConfig, source: Source, among: Sequence[Eval
     return [name for name in among if name not in left_out]
 
 
-def describe_compared(config: CompareConfig, source: Source) -> str:
+def describe_compared(config: CompareConfig, source: ImageSet) -> str:
     """Say on which images backbones are compared."""
     learned = f", learned from {public(config.train)}" if config.train else ""
     return f"on {plural(len(source), 'image')} of {public(config.source)}{learned}"
@@ -198,24 +197,23 @@ def names_of(weights: Sequence[str]) -> list[str]:
     return [f"./{path}" if path == UNTRAINED else path for path in weights]
 
 
-def open_compared(config: CompareConfig) -> Source:
-    """Open the images; a published set with masks has folders that are no classes."""
-    source = open_source(config.source, config.labels)
-    unlabelled = config.masks is None and config.labels is None and not source.classes
-    return open_masks(config.source) if unlabelled and recognise(config.source) else source
+def open_compared(config: CompareConfig) -> ImageSet:
+    """Open the images; a published set with masks has other folders too, and no labels."""
+    published = config.masks in PUBLISHED and config.labels is None
+    return open_masks(config.source, config.masks) if published else open_source(config.source, config.labels)
 
 
-def open_measured(config: CompareConfig) -> tuple[Source, list[Evaluator]]:
+def open_measured(config: CompareConfig) -> tuple[ImageSet, list[Evaluator]]:
     """Open the images, and choose what is measured of them."""
     source = open_compared(config)
     return source, choose_evaluators(config, source)
 
 
-def _describe_measured(opened: tuple[Source, list[Evaluator]]) -> str:
-    return f"{describe_images(opened[0])}, measured by {', '.join(opened[1]) or 'none'}"
+def _describe_measured(opened: tuple[ImageSet, list[Evaluator]]) -> str:
+    return f"{opened[0].describe()}, measured by {', '.join(opened[1]) or 'none'}"
 
 
-def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
+def choose_evaluators(config: CompareConfig, source: ImageSet) -> list[Evaluator]:
     """Return what is to be measured, or raise if labels and masks do not allow it."""
     reasons: dict[Evaluator, str] = {}
     if len({source.label(index) for index in range(len(source))} - {None}) < 2:
@@ -224,7 +222,8 @@ def choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
     try:
         open_masks(config.source, config.masks)
         if config.train:
-            open_masks(config.train, training=True)
+            published = config.masks if config.masks in PUBLISHED else None
+            open_masks(config.train, published, training=True)
     except ValueError as error:
         reasons["dense"] = str(error)
     asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]

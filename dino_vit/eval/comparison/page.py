@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
-from dino_vit.data.sources.source import Source, spread
 from dino_vit.eval.comparison.pairs import Pair, verdict
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, Predictions
@@ -27,7 +27,7 @@ DIFFERING = 8  # images of a kind on which backbones differ
 class Comparison:
     """What was measured of some backbones on the images of a source."""
 
-    source: Source
+    source: ImageSet
     pixels: Pixels = RGB  # of the images
     ranks: dict[str, float] = field(default_factory=dict)  # effective, by name of the backbone
     measured: dict[str, dict[str, Measured]] = field(default_factory=dict)  # by title, then by name

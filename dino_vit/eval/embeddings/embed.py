@@ -27,9 +27,9 @@ from dino_vit.core.outputs import MARK, claim, replacing_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import OWN_KEY
 from dino_vit.core.text import Result, brief, plural, public, public_names
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import SourceLost, is_url
-from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.source import unwrapped
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
 from dino_vit.models.backbone import Backbone, FeatureSpec
@@ -83,7 +83,7 @@ class Embeddings:
         """The transform of the images."""
         return TypeAdapter(EvalTransform).validate_python(self.metadata["transform"])
 
-    def open_source(self) -> Source:
+    def open_source(self) -> ImageSet:
         """Open the images that were embedded."""
         spec = self.metadata["source"]["spec"]
         check_trusted([spec], "the embedding file", trust=self.trusted)
@@ -112,7 +112,7 @@ class Embeddings:
             raise ValueError(f"{text}. Embed again, or give them to search with weights=")
         return frozen
 
-    def indices_in(self, source: Source, rows: Iterable[int]) -> dict[int, int]:
+    def indices_in(self, source: ImageSet, rows: Iterable[int]) -> dict[int, int]:
         """Return where the images of rows are in the source now, unless they are gone."""
         found, places = dict[int, int](), dict[str, int]()
         for row in rows:
@@ -232,12 +232,12 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
 
 
 def provenance(
-    values: Array, source: Source, backbone: FrozenBackbone, config: EmbedConfig
+    values: Array, source: ImageSet, backbone: FrozenBackbone, config: EmbedConfig
 ) -> dict[str, Any]:
     """Return all that is needed to compute the features again."""
     path, weights = Path(config.source), backbone.describe_weights()
-    named, root = is_name(weights["source"]), getattr(unwrapped(source), "root", None)
-    local = isinstance(root, str) and not (is_url(root) or is_url(config.source))
+    named, root = is_name(weights["source"]), source.store.root
+    local = root is not None and not (is_url(root) or is_url(config.source))
     return {
         "format": 1,
         "dino_vit": __version__,

@@ -11,8 +11,8 @@ from torch import Tensor
 from dino_vit.config.embeddings import SearchConfig
 from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.text import Result, printable, public
-from dino_vit.data.custom import CustomSource
-from dino_vit.data.sources.source import Source
+from dino_vit.data.custom import wrap
+from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.embeddings.embed import Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.features import check_finite
 from dino_vit.eval.maps.pictures import Panel, draw_sheet, shorten, thumbnail
@@ -48,7 +48,7 @@ def run(config: SearchConfig) -> SearchResult:
     path = output and output.with_suffix(".json")
     claim(*filter(None, (output, path)))
     embeddings = read_image_embeddings(config.embeddings, trust=config.trust)
-    queries = CustomSource([*map(Path, config.images)])
+    queries = wrap([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
     embedded = embeddings.metadata["source"]
     folder = embedded.get("root") or embedded["spec"]
@@ -75,7 +75,7 @@ def run(config: SearchConfig) -> SearchResult:
 
 
 def draw_neighbours(
-    embeddings: Embeddings, queries: Source, names: Sequence[str], neighbours: Sequence[Sequence[Neighbour]]
+    embeddings: Embeddings, queries: ImageSet, names: Sequence[str], neighbours: Sequence[Sequence[Neighbour]]
 ) -> bytes:
     """Draw each given image beside those nearest to it."""
     captions = [
@@ -88,7 +88,7 @@ def draw_neighbours(
     return draw_sheet(sheet)
 
 
-def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings) -> Tensor:
+def query_features(config: SearchConfig, queries: ImageSet, embeddings: Embeddings) -> Tensor:
     """Compute the features of the given images exactly as those in the file were computed."""
     recorded = embeddings.metadata["weights"]
     try:

@@ -24,9 +24,9 @@ from dino_vit.core import Size, height_width, log
 from dino_vit.core.outputs import MARK, claim, remove_output, write_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, plural
+from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.source import spread
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.maps import pictures
 from dino_vit.eval.maps.pictures import resize_sides
@@ -167,7 +167,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
 
 
 def draw_sheets(
-    model: VisionTransformer, source: Source, config: AttentionConfig
+    model: VisionTransformer, source: ImageSet, config: AttentionConfig
 ) -> tuple[list[Path | Image.Image], Maps]:
     """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
     transform, sheets, maps = eval_transform_of(model), list[Path | Image.Image](), Maps()

@@ -11,9 +11,8 @@ from dino_vit.config.commands import DenseConfig
 from dino_vit.core.blocks import choose_half
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import Result, format_table, plural, public
-from dino_vit.data.sources.masks import MaskedSource, open_masks
-from dino_vit.data.sources.published import recognise
-from dino_vit.data.sources.source import describe_images
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.masks import PUBLISHED, open_masks
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone, warn_of_unreadable
 from dino_vit.eval.figures import Figure, Measured, summed
 from dino_vit.eval.maps.segmentation import (
@@ -94,11 +93,11 @@ def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
     return DenseResult(**figures, measured=measured, path=output, text=text)
 
 
-def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:
+def _open(config: DenseConfig) -> tuple[ImageSet, Sequence[int], ImageSet, Sequence[int]]:
     """Return the images to learn from and those to judge."""
     values: dict[str, Any] = {"class_names": config.class_names, "ignore_value": config.ignore_value}
     queries = open_masks(config.source, config.masks, **values)
-    published = config.masks is None and recognise(config.source) is not None
+    published = config.masks if config.masks in PUBLISHED else None
     train_spec = config.train or (config.source if published else None)
     if train_spec is None:
         if len(queries) < 2:
@@ -107,16 +106,16 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
             )
         judged = choose_half(queries.name, range(len(queries)))
         return queries, np.flatnonzero(~judged).tolist(), queries, np.flatnonzero(judged).tolist()
-    train = open_masks(train_spec, config.train_masks, training=True, **values)
+    train = open_masks(train_spec, config.train_masks or published, training=True, **values)
     refuse_same_images(config.source, queries, train_spec, train)
     if list(train.classes) != list(queries.classes):
         raise ValueError(f"{public(train_spec)} has different classes from {public(config.source)}")
     return train, range(len(train)), queries, range(len(queries))
 
 
-def _describe(opened: tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]) -> str:
+def _describe(opened: tuple[ImageSet, Sequence[int], ImageSet, Sequence[int]]) -> str:
     train, train_indices, queries, indices = opened
-    learned, judged = describe_images(train), describe_images(queries)
+    learned, judged = train.describe(), queries.describe()
     return f"{len(indices):,} of {judged} to judge, {len(train_indices):,} of {learned} to learn from"
 
 

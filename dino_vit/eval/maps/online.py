@@ -24,9 +24,9 @@ from dino_vit.core.distributed import (
     world_size,
 )
 from dino_vit.core.text import plural
+from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.masks import MaskedSource, open_watched
-from dino_vit.data.sources.source import describe_images, spread
+from dino_vit.data.sources.masks import open_watched
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, summed
 from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
@@ -42,7 +42,7 @@ SPEC = FeatureSpec(tokens="patches")
 class OnlineSegmentation:
     """Evaluate the patches of a backbone on the same images each time; all processes get the same figures."""
 
-    def __init__(self, source: MaskedSource, evaluation: OnlineEvaluation, backbone: Backbone) -> None:
+    def __init__(self, source: ImageSet, evaluation: OnlineEvaluation, backbone: Backbone) -> None:
         self.source, self.evaluation = source, evaluation
         self.grid = backbone.grid_of(*evaluation.transform.size)
         self.patches = spread(math.prod(self.grid), PATCHES)
@@ -125,11 +125,11 @@ def open_segmentation(
 ) -> tuple[OnlineSegmentation | None, list[str]]:
     """Return the evaluation by the masks of a source, if it has some, and what is to be said of it."""
 
-    def open_masked() -> MaskedSource | None:
+    def open_masked() -> ImageSet | None:
         return open_watched(spec, evaluation.source) if backbone.has_patches else None
 
     try:
-        masked = agree("masks", open_masked, lambda masked: describe_images(masked) if masked else "none")
+        masked = agree("masks", open_masked, lambda masked: masked.describe() if masked else "none")
         if masked is None:
             return None, []
         segmentation = OnlineSegmentation(masked, evaluation, backbone)

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from dino_vit.core import Size
 from dino_vit.core.outputs import PNG_MARK, write_output
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.sources.open import Source
 from dino_vit.reports.page import Tile
 from dino_vit.views.eval_transform import resize
 
@@ -54,7 +54,7 @@ def resize_sides(image: Tensor, shorter: int | None, longest: int | None) -> Ten
     return resize(image, (max(1, round(height * factor)), max(1, round(width * factor))))
 
 
-def thumbnail(source: Source, index: int, pixels: Pixels) -> Tensor:
+def thumbnail(source: ImageSet, index: int, pixels: Pixels) -> Tensor:
     """Return an image of a source as a small picture, empty if it cannot be read."""
     try:
         return as_picture(resize_sides(read_image(source, index, pixels), None, _THUMBNAIL_PIXELS))

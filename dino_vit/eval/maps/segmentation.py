@@ -31,7 +31,7 @@ from dino_vit.core import Size
 from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
-from dino_vit.data.sources.masks import MaskedSource
+from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.classification.probes import initial_weight
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, summed
@@ -71,7 +71,7 @@ class Bank(NamedTuple):
 
 
 def patch_bank(
-    frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[int], spec: FeatureSpec, *, patches: int
+    frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int], spec: FeatureSpec, *, patches: int
 ) -> Bank:
     """Return about so many patches with a class: as many of each image, drawn at random."""
     classes, images, share = len(source.classes), list[int](), patches / len(indices)
@@ -119,7 +119,7 @@ def choose_steps(images: int) -> int:
 
 
 def train_head(
-    frozen: FrozenBackbone, source: MaskedSource, bank: Bank, spec: FeatureSpec, steps: int
+    frozen: FrozenBackbone, source: ImageSet, bank: Bank, spec: FeatureSpec, steps: int
 ) -> nn.Module:
     """Return a BatchNorm and a linear layer that tell the classes of the bank, trained on random crops."""
     width, count, device = bank.features.shape[1], len(bank.classes), frozen.device
@@ -220,7 +220,7 @@ def pixel_accuracy(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
 @torch.no_grad()
 def judge(
     frozen: FrozenBackbone,
-    source: MaskedSource,
+    source: ImageSet,
     indices: Sequence[int],
     bank: Bank,
     head: nn.Module,

@@ -15,9 +15,9 @@ from dino_vit.config.commands import IGNORED
 from dino_vit.core import Size, log
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.limits import one_image
-from dino_vit.data.sources.masks import MaskedSource
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.models.backbone import FeatureSpec
@@ -38,7 +38,7 @@ class Windows(NamedTuple):
 
 
 def read_resized(
-    transform: EvalTransform, source: MaskedSource, index: int, scale: float = 1.0
+    transform: EvalTransform, source: ImageSet, index: int, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return an image at the size at which the crop covers its shorter side, times a scale, and its mask."""
     mask = source.mask(index)
@@ -47,7 +47,7 @@ def read_resized(
         return resize(image, transform.cover_size(mask.shape, scale), transform.interpolation), mask
 
 
-def read_windows(transform: EvalTransform, source: MaskedSource, index: int) -> Windows:
+def read_windows(transform: EvalTransform, source: ImageSet, index: int) -> Windows:
     """Read an image and its mask, and cut the resized image into windows."""
     (image, mask), (h, w) = read_resized(transform, source, index), transform.size
     size = image.shape[1], image.shape[2]
@@ -56,7 +56,7 @@ def read_windows(transform: EvalTransform, source: MaskedSource, index: int) -> 
     return Windows(index, size, corners, windows, mask)
 
 
-def read_crop(transform: EvalTransform, source: MaskedSource, crop: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def read_crop(transform: EvalTransform, source: ImageSet, crop: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return a random crop (channels, *crop), normalised, and the classes of its pixels."""
     index, number = crop
     u = random_uniform(0, RngPurpose.EVALUATION, number, index, np.arange(4)).tolist()
@@ -71,7 +71,7 @@ def read_crop(transform: EvalTransform, source: MaskedSource, crop: tuple[int, i
 
 
 def random_crops(
-    frozen: FrozenBackbone, source: MaskedSource, batches: Iterable[Sequence[tuple[int, int]]]
+    frozen: FrozenBackbone, source: ImageSet, batches: Iterable[Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield crops and the classes of their pixels for batches of (image, number of the crop)."""
     try:
@@ -91,7 +91,7 @@ def patch_maps(frozen: FrozenBackbone, images: Tensor, spec: FeatureSpec) -> Ten
 
 
 def window_maps(
-    frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[int], spec: FeatureSpec, title: str
+    frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int], spec: FeatureSpec, title: str
 ) -> Iterator[tuple[list[Windows], Tensor]]:
     """Yield blocks of images in order, and the maps of all their windows; name what is left out."""
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import pytest
 
-from dino_vit.data.sources import files, ranges
+from dino_vit.data import shards
+from dino_vit.data.sources import files
 from dino_vit.data.sources.archives import list_members
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, items, write_tar, write_zip
@@ -45,7 +46,7 @@ def test_what_gnu_tar_writes_is_read(tmp_path):
         assert members(path) == {odd: b"odd", b"one.png": b"one", b"two.png": b"one"}
     source = open_source(str(path))
     assert [source.read(i) for i in range(3)] == [b"odd", b"one", b"one"]
-    assert source.raw_name(0) == odd
+    assert os.fsencode(source.public_name(0)) == odd
 
 
 def test_archives_one_after_another_are_one(tmp_path):
@@ -106,7 +107,7 @@ def test_a_name_in_several_shards_is_told_apart(tmp_path, names):
 
 
 def test_more_shards_than_files_may_be_open_from_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranges, "_opened", lru_cache(3)(ranges._opened.__wrapped__))
+    monkeypatch.setattr(shards, "_opened", lru_cache(3)(shards._opened.__wrapped__))
     for shard in range(20):
         contents = {f"{shard:03d}-{n}.png": b"%d %d" % (shard, n) for n in range(5)}
         write_tar(tmp_path / f"{shard:03d}.tar", contents)
@@ -185,7 +186,7 @@ def test_a_range_beyond_the_end_of_a_file_is_truncated(tmp_path):
     """A damaged archive may state any size, which must not be taken from memory."""
     path = str(tmp_path / "a.tar")
     (tmp_path / "a.tar").write_bytes(b"abc")
-    reader = ranges.ByteRangeReader([path], files.file_signatures([path]))
+    reader = shards.ByteRangeReader([path], files.file_signatures([path]))
     assert reader.read(0, 1, 2) == b"bc"
     with pytest.raises(OSError, match="truncated: 2 bytes instead of 1,125,899,906,842,624"):
         reader.read(0, 1, 2**50)

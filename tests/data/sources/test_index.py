@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import dino_vit.data.sources.index
+import dino_vit.data.index
+from dino_vit.core.cache import bound_caches, cache_folder
+from dino_vit.data.index import IndexContents, open_index
 from dino_vit.data.labels import number_labels
-from dino_vit.data.sources.index import IndexContents, bound_caches, cache_folder, open_index
-from dino_vit.data.sources.open import FolderSource, open_source
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
 
 
@@ -19,7 +21,7 @@ from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, 
 def cache(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DINO_VIT_CACHE", str(folder))
-    monkeypatch.setattr(dino_vit.data.sources.index, "SETTLED", 200_000_000)
+    monkeypatch.setattr(dino_vit.data.index, "SETTLED", 200_000_000)
     return folder
 
 
@@ -27,9 +29,9 @@ def cache(tmp_path_factory, monkeypatch):
 def built(monkeypatch):
     """Counts how often an index is written."""
     times = []
-    write = dino_vit.data.sources.index._write
+    write = dino_vit.data.index._write
     monkeypatch.setattr(
-        dino_vit.data.sources.index, "_write", lambda file, items: times.append(0) or write(file, items)
+        dino_vit.data.index, "_write", lambda file, items: times.append(0) or write(file, items)
     )
     return times
 
@@ -43,22 +45,22 @@ def test_an_index_is_built_once_and_again_when_the_folder_changes(tmp_path, buil
     write_folder(tmp_path)
     age()
     for _ in range(3):
-        assert len(FolderSource(tmp_path)) == 5
+        assert len(open_folder(tmp_path)) == 5
     assert len(built) == 1
     (tmp_path / "dog" / "deep" / "2.png").write_bytes(b"new")
-    assert FolderSource(tmp_path).read(4) == b"new"
+    assert open_folder(tmp_path).read(4) == b"new"
     assert len(built) == 2
-    before = FolderSource(tmp_path).fingerprint
+    before = open_folder(tmp_path).fingerprint
     (tmp_path / "dog" / "deep" / "2.png").unlink()
-    assert len(FolderSource(tmp_path)) == 5
-    assert FolderSource(tmp_path).fingerprint != before
+    assert len(open_folder(tmp_path)) == 5
+    assert open_folder(tmp_path).fingerprint != before
 
 
 def test_what_was_just_written_is_looked_at_again(tmp_path, built):
     """A change within the clock's resolution leaves the time of a file as it was."""
     write_folder(tmp_path)
     for number in (1, 2):
-        FolderSource(tmp_path)
+        open_folder(tmp_path)
         assert len(built) == number
 
 
@@ -88,7 +90,7 @@ def test_files_are_indexed_again_when_they_change(tmp_path, write):
     write(path)
     age()
     before = open_source(str(path))
-    assert open_source(str(path)).index.metadata == before.index.metadata
+    assert open_source(str(path)).store.index.metadata == before.store.index.metadata
     write(path, dict(list(FILES.items())[:3]))
     after = open_source(str(path))
     assert (len(before), len(after)) == (5, 3)
@@ -128,13 +130,13 @@ def test_the_cache_is_where_the_variables_say(tmp_path, monkeypatch):
 def test_truncated_indices_are_built_anew(tmp_path, cache, caplog):
     write_folder(tmp_path)
     age()
-    FolderSource(tmp_path)
+    open_folder(tmp_path)
     (path,) = cache.glob("*.arrow")
     whole = path.read_bytes()
     for data in (b"", b"?", whole[:100], whole[:-1], whole[: len(whole) // 2], b"x" * len(whole)):
         path.write_bytes(data)
-        source = FolderSource(tmp_path)
-        assert [source.raw_name(index).decode() for index in range(5)] == ORDER
+        source = open_folder(tmp_path)
+        assert [source.public_name(index) for index in range(5)] == ORDER
         assert source.read(2) == FILES[ORDER[2]]
     assert caplog.text.count("is damaged and will be rebuilt") == 12  # before the lock and under it
     assert sorted(p.suffix for p in cache.iterdir()) == [".arrow", ".lock"]
@@ -172,20 +174,20 @@ def test_where_nothing_can_be_locked_an_index_is_built_all_the_same(tmp_path, mo
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     write_folder(tmp_path)
-    monkeypatch.setattr(dino_vit.data.sources.index.fcntl, "flock", refuse)
-    assert len(FolderSource(tmp_path)) == 5
+    monkeypatch.setattr(dino_vit.data.index.fcntl, "flock", refuse)
+    assert len(open_folder(tmp_path)) == 5
     assert "cannot be locked (Function not implemented)" in caplog.text
 
 
 def test_pickles_are_small_and_refuse_another_index(tmp_path):
     for number in range(300):
         (tmp_path / f"{number:03d}.png").write_bytes(b"x")
-    source = FolderSource(tmp_path)
+    source = open_folder(tmp_path)
     pickled = pickle.dumps(source)
     assert len(pickled) < 1000
     assert pickle.loads(pickled).name(299) == "299.png"
     (tmp_path / "new.png").write_bytes(b"x")
-    FolderSource(tmp_path)
+    open_folder(tmp_path)
     with pytest.raises(ValueError, match=r"was rebuilt while .* start again"):
         pickle.loads(pickled)
 

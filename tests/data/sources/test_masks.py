@@ -12,7 +12,6 @@ from dino_vit.config.commands import IGNORED, CompareConfig
 from dino_vit.config.loading import load
 from dino_vit.data.sources.masks import open_masks, open_watched
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.published import PUBLISHED, recognise
 from dino_vit.eval.comparison.compare import choose_evaluators, open_compared
 
 LABEL_IDS = {"road": 7, "sidewalk": 8, "pole": 17, "sky": 23, "train": 31, "bicycle": 33}  # of Cityscapes
@@ -72,91 +71,80 @@ def names_and_classes(masks):
 
 def test_pascal_voc_has_its_splits_in_lists(voc, caplog):
     with caplog.at_level(logging.INFO):
-        names, classes = names_and_classes(open_masks(f"{voc}/"))
+        names, classes = names_and_classes(open_masks(f"{voc}/", "voc"))
     assert names == ["2007_2.jpg"]
     assert classes == ["background", "person", IGNORED, "tv_monitor"] * 2
-    assert caplog.messages[-1] == f"{voc}/ is Pascal VOC by its folders: 1 image of val, 21 classes"
-    assert names_and_classes(open_masks(str(voc), training=True))[0] == ["2007_1.jpg", "2008_3.jpg"]
+    assert caplog.messages[-1] == f"{voc}/, Pascal VOC: 1 image of val, 21 classes"
+    assert names_and_classes(open_masks(str(voc), "voc", training=True))[0] == ["2007_1.jpg", "2008_3.jpg"]
 
 
-def test_pretraining_takes_the_images_of_a_published_set_and_no_masks(voc, ade20k, cityscapes):
-    """All splits of them; folders of masks, splits and cities are no labels."""
-    for root, count, judged in ((voc, 4, 1), (ade20k, 5, 2), (cityscapes, 4, 2)):
-        source = open_source(str(root))
-        assert len(open_watched(str(root), source)) == judged
-        assert len(source) == count
-        assert all(source.name(index).endswith((".jpg", "_leftImg8bit.png")) for index in range(count))
-        assert {source.label(index) for index in range(count)} == {None}
-
-
-def test_labels_of_an_export_that_looks_like_a_published_set_are_kept(voc, caplog):
+def test_a_folder_that_looks_like_a_published_set_is_read_as_any_other(voc):
+    """As that of a labelling tool, which exports in its layout."""
+    write(voc / "bird" / "1.png")
+    source = open_source(str(voc))
+    assert source.classes == ["JPEGImages", "SegmentationClass", "bird"]
+    assert open_watched(str(voc), source) is None
     for name, label in (("2007_1", "cat"), ("2007_2", "dog")):
         (voc / "JPEGImages" / label).mkdir()
         (voc / f"JPEGImages/{name}.jpg").rename(voc / f"JPEGImages/{label}/{name}.jpg")
-    write(voc / "bird" / "1.png")
-    with caplog.at_level(logging.INFO):
-        source = open_source(str(voc))
+    source = open_source(f"{voc}/JPEGImages")
     assert source.classes == ["cat", "dog"]
     assert {source.name(index): source.label(index) for index in range(len(source))}["cat/2007_1.jpg"] == 0
-    assert "its images are in JPEGImages, labelled by the folders there" in caplog.text
-    assert "the images in bird are left out" in caplog.text
-    given = {"source": str(voc), "weights": ["a", "b"]}
-    assert open_compared(load(CompareConfig, None, given)).classes == ["cat", "dog"]
-    assert open_watched(str(voc), source) is None
-    assert "is not watched by its masks: no image of" in caplog.text
 
 
-def test_the_zero_of_ade20k_is_no_class(ade20k, caplog):
-    with caplog.at_level(logging.INFO):
-        masks = open_masks(str(ade20k))
-    assert "is ADE20k by its folders: 2 images of validation, 150 classes" in caplog.messages[-1]
+def test_the_zero_of_ade20k_is_no_class(ade20k):
+    masks = open_masks(str(ade20k), "ade20k")
+    assert (len(masks), len(masks.classes)) == (2, 150)
     _, classes = names_and_classes(masks)
     assert classes == [IGNORED, *(f"thing {number}, of many names" for number in (1, 150, 13))] * 2
-    assert len(open_masks(str(ade20k), training=True)) == 3
+    assert len(open_masks(str(ade20k), "ade20k", training=True)) == 3
     write(ade20k / "annotations/validation/ADE_0.png", values=[1, 151])
     with pytest.raises(
         ValueError, match=r"the mask has the value 151, but those of ADE20k have no such value"
     ):
-        open_masks(str(ade20k)).mask(0)
+        open_masks(str(ade20k), "ade20k").mask(0)
 
 
 def test_cityscapes_is_judged_by_19_of_its_classes(cityscapes):
-    masks = open_masks(str(cityscapes))
+    masks = open_masks(str(cityscapes), "cityscapes")
     names, classes = names_and_classes(masks)
     assert names == [f"lindau/lindau_{number}_leftImg8bit.png" for number in (0, 1)]
     assert classes == [*LABEL_IDS, IGNORED, IGNORED]
     assert len(masks.classes) == len(set(masks.classes)) == 19
-    assert names_and_classes(open_masks(str(cityscapes), training=True))[0][0].startswith("aachen/")
+    train = open_masks(str(cityscapes), "cityscapes", training=True)
+    assert names_and_classes(train)[0][0].startswith("aachen/")
 
 
-def test_a_folder_that_is_none_of_them_is_told_what_they_have(voc, cityscapes):
-    for root, lacks in ((voc, "SegmentationClass"), (cityscapes, "gtFine")):
-        (root / lacks).rename(root / "elsewhere")
-        assert recognise(str(root)) is None
-        with pytest.raises(ValueError, match="has no masks") as caught:
-            open_masks(str(root))
-        for published in PUBLISHED:
-            for path in published.paths("FOLDER", training=False):
-                assert path in str(caught.value)
+def test_masks_follow_their_images_into_a_part(cityscapes):
+    masks = open_masks(str(cityscapes), "cityscapes")
+    chosen = masks.subset([1, 0, 1])
+    assert [chosen.name(index) for index in range(3)] == [masks.name(index) for index in (1, 0, 1)]
+    assert all((chosen.mask(index) == masks.mask(1 - index % 2)).all() for index in range(3))
+    assert chosen.label(0) is None
 
 
-def test_what_a_published_set_lacks_or_has_of_its_own_is_said(ade20k, cityscapes):
+def test_what_a_folder_lacks_or_has_of_its_own_is_said(voc, ade20k, cityscapes):
+    with pytest.raises(ValueError, match=r"has no masks: .* or masks=voc, ade20k, cityscapes for"):
+        open_masks(str(voc))
+    with pytest.raises(ValueError, match=r"is not Pascal VOC as it is unpacked: it lacks .*/JPEGImages"):
+        open_masks(str(cityscapes), "voc")
     (ade20k / "images/training").rename(ade20k / "images/elsewhere")
-    with pytest.raises(ValueError, match=r"is ADE20k by its folders, but lacks .*images/training"):
-        open_masks(str(ade20k), training=True)
-    with pytest.raises(ValueError, match="has masks of its own: leave out masks"):
-        open_masks(str(cityscapes), ignore_value=0)
+    with pytest.raises(ValueError, match=r"is not ADE20k as it is unpacked: it lacks .*images/training"):
+        open_masks(str(ade20k), "ade20k", training=True)
+    with pytest.raises(ValueError, match="masks=cityscapes has classes of its own: leave out class_names"):
+        open_masks(str(cityscapes), "cityscapes", ignore_value=0)
 
 
 def test_the_command_learns_from_one_split_and_judges_the_other(voc, weights):
-    result = dino_vit.dense(voc, weights, steps=2, blocks=2, precision="no", verbose=False)
+    settings = {"steps": 2, "blocks": 2, "precision": "no", "verbose": False}
+    result = dino_vit.dense(voc, weights, masks="voc", **settings)
     assert "pixels of 1 image; learned from 2 others: k-NN from " in str(result)
     assert set(result.linear.iou) == {"background", "person", "tv_monitor"}
 
 
 def test_a_published_set_is_compared_by_its_images_and_masks_alone(voc):
     """Its folders are no classes, and its masks no images."""
-    config = load(CompareConfig, None, {"source": str(voc), "weights": ["a", "b"]})
+    config = load(CompareConfig, None, {"source": str(voc), "masks": "voc", "weights": ["a", "b"]})
     source = open_compared(config)
     assert [source.name(index) for index in range(len(source))] == ["2007_2.jpg"]
     assert choose_evaluators(config, source) == ["dense"]

@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 
-SCENES = SceneSource(length=300, size=64)
+SCENES = make_scenes(length=300, size=64)
 
 
 def test_an_image_and_its_mask_have_two_to_five_classes_of_free_shape():
@@ -20,10 +20,10 @@ def test_an_image_and_its_mask_have_two_to_five_classes_of_free_shape():
 
 
 def test_scenes_are_a_function_of_seed_and_index():
-    again = SceneSource(length=5, size=64)
+    again = make_scenes(length=5, size=64)
     assert torch.equal(again.read(4), SCENES.read(4))
     assert torch.equal(again.mask(-1), SCENES.mask(4))
-    other = SceneSource(length=5, size=64, seed=1)
+    other = make_scenes(length=5, size=64, seed=1)
     assert not torch.equal(other.read(4), SCENES.read(4))
     with pytest.raises(IndexError):
         again.mask(5)
@@ -46,6 +46,6 @@ def test_they_have_as_many_classes_as_asked_for(count):
     assert len(scenes.classes) == len(set(scenes.classes)) == count
     assert {int(value) for index in range(300) for value in scenes.mask(index).unique()} == {*range(count)}
     assert scenes.read(0).shape == (3, 16, 16)
-    assert scenes.fingerprint != SceneSource(length=300, size=16).fingerprint
+    assert scenes.fingerprint != make_scenes(length=300, size=16).fingerprint
     with pytest.raises(ValueError, match="scenes have 2 to 255 classes, not 256"):
         open_source("synthetic:scenes:300:16:256")

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from dino_vit.data.image_set import spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.source import spread
-from dino_vit.data.sources.synthetic import PATTERNS, SyntheticSource
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import PATTERNS, make_textures
 from tests.support.image_sets import items, write_folder
 
 
@@ -38,8 +39,8 @@ def test_folder_follows_links_and_ends_on_a_loop(folder, tmp_path_factory):
     (elsewhere / "far.png").write_bytes(b"far")
     (folder / "link").symlink_to(elsewhere)
     (folder / "b" / "loop").symlink_to(folder)
-    names = [FolderSource(folder).name(index) for index in range(6)]
-    assert len(FolderSource(folder)) == 6
+    names = [open_folder(folder).name(index) for index in range(6)]
+    assert len(open_folder(folder)) == 6
     assert "link/far.png" in names
 
 
@@ -52,11 +53,11 @@ def test_empty_folders_say_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"contains no images, only 2 \.txt, 1 without a suffix"):
         open_source(str(tmp_path))
     with pytest.raises(ValueError, match="is not a folder"):
-        FolderSource(tmp_path / "a.txt")
+        open_folder(tmp_path / "a.txt")
 
 
 def test_a_file_that_is_gone_is_an_unreadable_image(folder):
-    source = FolderSource(folder)
+    source = open_folder(folder)
     os.remove(folder / "top.png")
     with pytest.raises(UnreadableImage, match=r"^top\.png: No such file"):
         read_image(source, 4)
@@ -65,21 +66,21 @@ def test_a_file_that_is_gone_is_an_unreadable_image(folder):
 def test_synthetic_is_a_function_of_seed_and_index():
     source = open_source("synthetic:100:48")
     assert (len(source), source.read(7).shape, source.read(7).dtype) == (100, (3, 48, 48), torch.uint8)
-    assert torch.equal(source.read(7), SyntheticSource(length=50, size=48).read(7))
+    assert torch.equal(source.read(7), make_textures(length=50, size=48).read(7))
     assert not torch.equal(source.read(7), source.read(17))
-    assert not torch.equal(source.read(7), SyntheticSource(length=100, size=48, seed=1).read(7))
+    assert not torch.equal(source.read(7), make_textures(length=100, size=48, seed=1).read(7))
     assert torch.equal(source.read(-1), source.read(99))
     with pytest.raises(IndexError):
         source.read(100)
 
 
 def test_synthetic_labels_are_balanced_and_named():
-    source = SyntheticSource(length=1000)
+    source = make_textures(length=1000)
     assert np.bincount([source.label(index) for index in range(1000)]).tolist() == [100] * len(PATTERNS)
     assert source.name(12) == "checkers/00000012"
-    assert source.fingerprint != SyntheticSource(length=1000, size=64).fingerprint
+    assert source.fingerprint != make_textures(length=1000, size=64).fingerprint
     with pytest.raises(ValueError, match="16 to 512"):
-        SyntheticSource(size=8)
+        make_textures(size=8)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,9 @@ def test_spread_indices_are_different_and_from_all_over(length, count):
 
 def test_files_without_a_suffix_are_counted(folder, caplog):
     caplog.set_level("INFO", "dino_vit")
-    FolderSource(folder)
+    open_folder(folder)
     assert "without a suffix" not in caplog.text
     for name in ("IMG_1", "b/IMG_2", "IMG_3", ".hidden", "notes.txt"):
         (folder / name).write_bytes(b"an image, perhaps")
-    assert len(FolderSource(folder)) == 5
+    assert len(open_folder(folder)) == 5
     assert f"{folder}: 3 files without a suffix were not read, such as " in caplog.text

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from dino_vit.core.storage import write_bytes
-from dino_vit.data.custom import CustomSource
+from dino_vit.data.custom import wrap
+from dino_vit.data.image_set import join_sets
 from dino_vit.data.sources.files import remote_signature
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Joined, stamp_of
-from dino_vit.data.sources.tables import HubSource
+from dino_vit.data.sources.tables import open_hub
 from tests.support.image_sets import write_tar
 from tests.support.images import saved
 from tests.support.remote import serving
@@ -39,7 +39,7 @@ def test_local_images_that_are_replaced_have_another_stamp(tmp_path, kind):
     stamps = []
     for value in (1, 2):
         write_images(tmp_path, value)
-        stamps.append(stamp_of(open_source(str(tmp_path / kind))))
+        stamps.append(open_source(str(tmp_path / kind)).stamp)
     assert stamps[0] != stamps[1]
     assert None not in stamps
 
@@ -57,7 +57,7 @@ def test_images_behind_a_server_have_a_stamp_if_it_tells_their_versions(
         for value in (1, 2):
             write_images(tmp_path, value)
             spec = str(tmp_path / kind) if kind == "list.txt" else f"{server.url}/{kind}"
-            stamps.append(stamp_of(open_source(spec)))
+            stamps.append(open_source(spec).stamp)
         assert not (listed and any(request.name.endswith(".bmp") for request in server.requests))
     if tells_versions and not listed:
         assert stamps[0] != stamps[1]
@@ -69,14 +69,12 @@ def test_images_behind_a_server_have_a_stamp_if_it_tells_their_versions(
 
 
 def test_a_source_that_says_nothing_has_no_stamp():
-    class Silent:
-        fingerprint = "of names"
-
     generated = open_source("synthetic:4:16")
-    assert stamp_of(generated) == ""
-    assert stamp_of(Joined(["a"], [generated])) == ""
-    assert stamp_of(Joined(["a", "b"], [generated, CustomSource([np.zeros((8, 8, 3), np.uint8)])])) is None
-    assert stamp_of(Silent()) is None
+    assert generated.stamp == ""
+    assert join_sets(["a"], [generated]).stamp == ""
+    silent = wrap([np.zeros((8, 8, 3), np.uint8)])
+    assert silent.stamp is None
+    assert join_sets(["a", "b"], [generated, silent]).stamp is None
 
 
 @pytest.mark.parametrize("key", ["ETag", "md5Hash", "LastModified", "mtime", "modified"])
@@ -93,7 +91,7 @@ def test_a_data_set_of_the_hub_that_names_files_has_no_stamp(tmp_path, monkeypat
     for number, image in enumerate([{"bytes": None, "path": path}, {"bytes": b"", "path": path}, None]):
         rows = pa.table({"image": [{"bytes": b"x", "path": None}, image]})
         monkeypatch.setattr("dino_vit.data.sources.tables._load_splits", lambda _, rows=rows: splits_of(rows))
-        assert (stamp_of(HubSource(f"o/{number}")) is None) == (number == 0)
+        assert (open_hub(f"o/{number}").stamp is None) == (number == 0)
 
 
 def splits_of(rows):

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 import dino_vit.eval.classification.knn
+from dino_vit.data.image_set import spread
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import spread
 from dino_vit.eval.classification.knn import few_shots, rank_all
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.sets import LabelledFeatures

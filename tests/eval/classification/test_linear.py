@@ -11,7 +11,7 @@ import torch
 import dino_vit
 from dino_vit import load_backbone
 from dino_vit.config.commands import SupervisedConfig
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.classification.linear import _best_head
 from dino_vit.eval.classification.probes import LinearHeads, count_correct, train_logistic
 from dino_vit.eval.figures import accuracy
@@ -84,7 +84,7 @@ def test_the_best_is_chosen_on_held_out_training_images(weights):
 
 def test_random_labels_are_told_by_chance_unless_heads_are_chosen_by_the_answers(tmp_path, weights):
     """Of two classes, over eight draws of labels: 192 images to judge by."""
-    source = SyntheticSource(length=120, size=16)
+    source = make_textures(length=120, size=16)
     settings = {"steps": 20, "rates": [0.001, 0.01, 0.1, 1], "precision": "no", "verbose": False}
     right, names = {"train": 0, "source": 0}, [source.name(index) for index in range(120)]
     for seed in range(8):

@@ -12,7 +12,7 @@ import dino_vit
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.config.commands import BackboneConfig, CompareConfig
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.comparison.compare import choose_evaluators, names_of, open_compared, untrained_like
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.maps import segmentation
@@ -124,7 +124,7 @@ def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, oth
     missed = right[1 - best] & ~right[best]
     assert f"is right: {(right[best] & ~right[1 - best]).sum()} of 60 images" in text
     assert f"another is right: {missed.sum()} of 60 images" in text
-    said = SyntheticSource(length=60).classes[predictions[best].ranked[missed.nonzero()[0][0], 0]]
+    said = make_textures(length=60).classes[predictions[best].ranked[missed.nonzero()[0][0], 0]]
     assert f"✗ {'ab'[best]}.safetensors: {said}" in text
 
 

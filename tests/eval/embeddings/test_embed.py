@@ -11,8 +11,8 @@ from PIL import Image
 import dino_vit
 from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.data.sources.open import FolderSource
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.embeddings.duplicates import ClosestPairs, find_duplicates, splits_of_names, unite
 from dino_vit.eval.embeddings.embed import Embeddings, embedded_panels, read_embeddings, write_embeddings
 from dino_vit.models.backbone import FeatureSpec
@@ -53,7 +53,7 @@ def unit_rows(values):
 
 
 def test_files_hold_the_features_of_the_backbone(weights, folder, embedded):
-    found, source, model = read_embeddings(embedded), FolderSource(folder), load_backbone(weights)
+    found, source, model = read_embeddings(embedded), open_folder(folder), load_backbone(weights)
     expected = extracted(model, source).numpy()
     assert found.values.dtype == np.float32
     np.testing.assert_allclose(found.values, expected, rtol=1e-6, atol=1e-6)
@@ -78,7 +78,7 @@ def test_files_hold_the_features_of_the_backbone(weights, folder, embedded):
 
 
 def test_other_tokens(tmp_path, weights):
-    model, source = load_backbone(weights), SyntheticSource(length=9)
+    model, source = load_backbone(weights), make_textures(length=9)
     for tokens, blocks in (("patches", 2), ("cls+mean", 2), ("mean", 1), ("all", 1)):
         output = tmp_path / "e.parquet"
         embed(tmp_path, weights, "synthetic:9:32", f"output={output}", f"tokens={tokens}", f"blocks={blocks}")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from dino_vit.core.blocks import choose_blocks, series_of
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -18,7 +18,7 @@ from tests.support.images import write_synthetic
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
 
-SCENES = SceneSource(length=12, size=16)
+SCENES = make_scenes(length=12, size=16)
 
 
 def arguments(weights, output, *more):

@@ -12,7 +12,7 @@ from sklearn.metrics import jaccard_score
 
 from dino_vit.core.blocks import choose_blocks, series_of
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.views.eval_transform import EvalTransform
@@ -20,7 +20,7 @@ from tests.support.backbones import backbone
 from tests.support.naive import ranked_classes
 
 TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
-SCENES = SceneSource(length=21, size=40)
+SCENES = make_scenes(length=21, size=40)
 
 
 def opened(spec, source, model=None):

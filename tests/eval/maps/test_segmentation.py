@@ -1,5 +1,8 @@
 """Segmentation: windows, crops, the head and the figures are those of plain loops."""
 
+import io
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch.testing import assert_close
 from dino_vit import VisionTransformer
 from dino_vit.config.commands import IGNORED
 from dino_vit.data.sources.masks import open_masks
-from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, summed
 from dino_vit.eval.maps import segmentation
@@ -30,6 +33,7 @@ from dino_vit.eval.maps.segmentation import (
 from dino_vit.eval.maps.windows import read_crop
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, window_starts
+from tests.support.image_sets import with_read
 
 SPEC = FeatureSpec(tokens="patches", blocks=2)
 STATISTICS = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
@@ -62,7 +66,7 @@ def photos(tmp_path):
 
 def naive_prediction(frozen, head, source, index):
     """Classes of the pixels of an image, window by window."""
-    image = torch.from_numpy(np.array(Image.open(source.source.path(index)))).permute(2, 0, 1)
+    image = torch.from_numpy(np.array(Image.open(io.BytesIO(source.read(index))))).permute(2, 0, 1)
     height, width = image.shape[1:]
     scale = max(16 / height, 16 / width)
     h, w = round(height * scale), round(width * scale)
@@ -125,17 +129,13 @@ def test_the_gradient_is_that_of_the_loss_of_all_pixels():
 def test_a_crop_of_an_image_has_its_classes(fit):
     """On an image whose pixels are its classes: from a half to twice its size, flipped or not."""
 
-    class Columns(SceneSource):
-        def mask(self, index):
-            return (torch.arange(48) // 12).repeat(24, 1).to(torch.uint8)
-
-        def read(self, index):
-            return 60 * self.mask(index).expand(3, -1, -1)
-
+    mask = (torch.arange(48) // 12).repeat(24, 1).to(torch.uint8)
+    columns = replace(make_scenes(length=1), masks=lambda _: mask)
+    columns = with_read(columns, lambda _: 60 * mask.expand(3, -1, -1))
     transform = EvalTransform(size=(32, 32), mean=(0.0,) * 3, std=(1.0,) * 3, fit=fit)
     flipped, padded, sizes = set(), set(), set()
     for step in range(20):
-        image, classes = read_crop(transform, Columns(length=1), (0, step))
+        image, classes = read_crop(transform, columns, (0, step))
         assert image.shape[1:] == classes.shape == (32, 32)
         labelled = classes < IGNORED
         assert (image[:, ~labelled] == 0).all()

@@ -2,8 +2,9 @@ import os
 
 import pytest
 
-from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.walk import list_local, match_local
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.paths import list_local, match_local
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def siblings(tmp_path):
 
 
 def test_links_that_lead_to_each_other_make_no_images(siblings, caplog):
-    source = FolderSource(siblings)
+    source = open_folder(siblings)
     assert [source.name(index) for index in range(len(source))] == ["a/a.png", "b/b.png"]
     assert source.classes == ["a", "b"]
     assert "left out 8 links to folders that are read by another name, such as a/other" in caplog.text

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,10 +29,11 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
-from dino_vit.core.cache import bound, keep
+from dino_vit.core.cache import cache_folder, keep
 from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, numbered, numbers_apart, printable, public, public_names
+from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
 from dino_vit.data.sources.files import UNKNOWN, file_signatures, is_url
 
@@ -40,7 +42,6 @@ ALIGNMENT = 64  # of the items in the file, so that their columns are mapped wit
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
 VERSION = 7  # of what an index holds
-FEATURES, SHARDS = "features", "shards"  # folders of other files in that of the indexes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +54,14 @@ class IndexContents:
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     by_name: bool = True  # order the items by the bytes of their names
 
-    def items(self, of_files: NDArray[np.int64], **metadata: Any) -> pa.RecordBatch:
-        """Return the items in their final order; `of_files` are the sizes of the files."""
+    def items(self, file_sizes: NDArray[np.int64], **metadata: Any) -> pa.RecordBatch:
+        """Return the items in their final order."""
         order = list(range(len(self.names)))
         if self.by_name:
             order.sort(key=self.names.__getitem__)
         names = [self.names[row] for row in order]
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
-        sizes = np.asarray(of_files if self.sizes is None else self.sizes, dtype=np.int64)
+        sizes = np.asarray(file_sizes if self.sizes is None else self.sizes, dtype=np.int64)
         shown = [os.fsencode(public(os.fsdecode(name))) if b"://" in name else name for name in names]
         labels = (
             self.labels._replace(numbers=self.labels.numbers[rows]) if self.labels else folder_labels(shown)
@@ -118,72 +119,43 @@ class Index:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.metadata["began"])
 
-
-class IndexedSource:
-    """A source with an index; subclasses read the items."""
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
-        self.classes = list(map(printable, public_names(index.metadata["classes"])))
-        splits = index.metadata["splits"].items()
-        self.splits = {printable(name): range(*indices) for name, indices in splits}
-        self.fingerprint = str(index.metadata["fingerprint"])
-        # Of some remote files no server tells whether they changed; they may even be as long.
-        size, version, _ = index.file_signatures.T
-        told = not ((size >= 0) & (version == UNKNOWN)).any()
-        self.stamp = str(index.metadata["stamp"]) if told else None
-        self._numbers = _numbers_apart(index.names)
-
     def __len__(self) -> int:
-        return len(self.index.names)
+        return len(self.names)
 
-    def name(self, index: int) -> str:
-        return printable(self.public_name(index))
-
-    def public_name(self, index: int) -> str:
-        """Return the name without secrets, of any characters."""
-        return numbered(public(os.fsdecode(self.raw_name(index))), self._numbers.get(index))
-
-    def full_name(self, index: int) -> str:
-        return printable(os.fsdecode(self.raw_name(index)))
-
-    def raw_name(self, index: int) -> bytes:
+    def full_name(self, row: int) -> str:
         """Return the name as the folder or archive has it: to read the image, not to show it."""
-        return bytes(self.index.names[index].as_py())
+        return os.fsdecode(self.names[row].as_py())
 
-    def label(self, index: int) -> int | None:
-        label = int(self.index.columns["label"][index])
-        return None if label < 0 else label
+    def name(self, row: int) -> str:
+        return numbered(public(self.full_name(row)), self._numbers.get(row))
 
+    def label(self, row: int) -> int:
+        return int(self.columns["label"][row])
 
-def _numbers_apart(names: pa.Array) -> dict[int, int]:
-    """Return the numbers of `numbers_apart`; names without addresses are only searched for one."""
-    data = names.buffers()[2] or b""
-    if not (re.search(b"://", data) and re.search(b"[?#@]", data)):
-        return {}
-    return numbers_apart([os.fsdecode(name) for name in names.to_pylist()])
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        """Return the numbers of `numbers_apart`; names without addresses are only searched for one."""
+        data = self.names.buffers()[2] or b""
+        if not (re.search(b"://", data) and re.search(b"[?#@]", data)):
+            return {}
+        return numbers_apart([os.fsdecode(name) for name in self.names.to_pylist()])
 
-
-def cache_folder() -> Path:
-    """Return the folder of indexes and other files that can be made again."""
-    if given := os.environ.get("DINO_VIT_CACHE"):
-        return below_home(given)
-    return below_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dino-vit"
-
-
-def below_home(path: str) -> Path:
-    """Return the path of a cache, its ~ replaced; a user in a container may have no home."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        text = f"{path} is in a home folder that does not exist"
-        raise ValueError(f"{text}; give another, for all caches by the variable DINO_VIT_CACHE") from error
-
-
-def bound_caches(gigabytes: float, features: Path | None = None, spared: Path | None = None) -> None:
-    """Delete indexes and features, used longest ago, until all fit; and copies of shards left incomplete."""
-    folder = cache_folder()
-    bound([folder, features or folder / FEATURES, folder / SHARDS], gigabytes, spared)
+    def image_set(self, store: Store) -> ImageSet:
+        """Return the images that have the items of this index for rows."""
+        size, version, _ = self.file_signatures.T
+        # Of some remote files no server tells whether they changed; they may even be as long.
+        undetected = ((size >= 0) & (version == UNKNOWN)).any()
+        return ImageSet(
+            store=store,
+            rows=range(len(self)),
+            names=self.name,
+            full_names=self.full_name,
+            labels=self.label,
+            classes=list(map(printable, public_names(self.metadata["classes"]))),
+            splits={printable(name): range(*rows) for name, rows in self.metadata["splits"].items()},
+            fingerprint=self.metadata["fingerprint"],
+            stamp=None if undetected else self.metadata["stamp"],
+        )
 
 
 def open_index(

@@ -1,15 +1,50 @@
-"""Files below a local folder, which are read by one name each, whatever links there are."""
+"""What paths say: suffixes, folders and short names; and the files below a local folder."""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Hashable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from glob import has_magic
 from heapq import heappop, heappush
 
 from dino_vit.core import log
-from dino_vit.core.text import plural, printable, progress
+from dino_vit.core.text import plural, printable, progress, public
+
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy", ".avif", ".heic", ".heif"),
+    *(".jp2", ".j2k", ".ppm", ".pgm", ".pbm"),
+)
+_HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
 
 Identity = tuple[int, int]  # device and inode of a folder
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a name in lower case, of an address without its query."""
+    return os.path.splitext(public(name))[1].lower()
+
+
+def folder_of(path: str) -> str:
+    """Return the folder of a file, of an address without its query, which may have slashes."""
+    if path.lower().startswith(("http://", "https://")):
+        path = path.partition("?")[0]
+    return os.path.dirname(path)
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the names of files, or where some are equal, their paths below the folder that all share."""
+    paths = list(map(public, paths))
+    names = [os.path.basename(path) for path in paths]
+    if len({*names}) == len(names):
+        return names
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, shared) for path in paths]
+
+
+def is_image(name: str | bytes) -> bool:
+    """Tell whether this is the name of an image file that is not hidden, nor in a hidden folder."""
+    text = os.fsdecode(name)
+    return suffix_of(text) in IMAGE_SUFFIXES and not _HIDDEN.search(text)
 
 
 def list_local(root: str) -> list[str]:
@@ -93,3 +128,12 @@ def _leads_back(link: str) -> bool:
     """Tell whether this is a link to a folder that contains it."""
     target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
     return os.path.commonpath([target, folder]) == target
+
+
+def file_identity(path: str) -> Hashable:
+    """Return what no other file has, whatever links lead to it; of a remote or missing one its path."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return path
+    return status.st_dev, status.st_ino

@@ -1,0 +1,160 @@
+"""Images in the archives of a folder with a catalogue (`data/catalogue.py`)."""
+
+import glob
+import hashlib
+import os
+from collections.abc import Callable, Hashable, Iterable
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from dino_vit.core.cache import cache_folder
+from dino_vit.core.distributed import from_rank_0
+from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import expand_braces, plural, printable, public, public_names
+from dino_vit.data.catalogue import CATALOGUE, Catalogue, names_digest, read_index, stale
+from dino_vit.data.image_set import ImageSet, ShardLayout, Store
+from dino_vit.data.shards import ByteRangeReader, Shards
+from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, read_member
+from dino_vit.data.sources.files import (
+    ChangedFile,
+    exists,
+    file_signature,
+    file_signatures,
+    is_url,
+    read_file,
+)
+from dino_vit.data.sources.paths import file_identity, suffix_of
+
+HELD = 256  # indexes in each process
+
+
+@lru_cache(HELD)
+def _rows(catalogue: Catalogue, shard: int) -> pa.RecordBatch:
+    return read_index(catalogue[shard], catalogue.indexes[shard].as_py().hex())
+
+
+class CatalogueStore(Store):
+    """Images in the archives of a folder with a catalogue."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue, self.starts = catalogue, np.concatenate([[0], np.cumsum(catalogue.images)])
+        self.numbers = {name: number for number, name in enumerate(catalogue.metadata["classes"])}
+        self.shards: Shards = Shards(ByteRangeReader(catalogue, catalogue.signatures), catalogue.digest)
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout(self.starts)
+
+    def _locate(self, row: int) -> tuple[int, pa.RecordBatch, int]:
+        """Return the shard of an image, the index of that, and the row there."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return shard, _rows(self.catalogue, shard), row - int(self.starts[shard])
+
+    def read(self, row: int) -> bytes:
+        shard, index, at = self._locate(row)
+        try:
+            return read_member(self.shards, shard, {field: index[field][at].as_py() for field in FIELDS})
+        except (ChangedFile, FileNotFoundError) as error:
+            raise stale(f"{self.catalogue[shard]} is not as it was when it was catalogued") from error
+
+    def origins(self, rows: Iterable[int]) -> list[Hashable]:
+        files, origins = list(map(file_identity, self.catalogue)), list[Hashable]()
+        for row in rows:
+            shard, index, at = self._locate(row)
+            origins.append((files[shard], index["start"][at].as_py()))
+        return origins
+
+    def label(self, row: int) -> int:
+        if not self.numbers:  # an index would be read for it
+            return -1
+        _, index, at = self._locate(row)
+        depth = self.catalogue.metadata["label_depth"]
+        if depth is None:
+            return self.numbers.get(index["label"][at].as_py(), -1)
+        folders = index["name"][at].as_py().split(b"/")[:-1]
+        return self.numbers[os.fsdecode(folders[depth])] if len(folders) > depth else -1
+
+    def full_name(self, row: int) -> str:
+        """Return the name as the archive has it, after that of the archive unless all names are in order."""
+        shard, index, at = self._locate(row)
+        name = os.fsdecode(index["name"][at].as_py())
+        return name if self.catalogue.metadata["ordered"] else f"{self.catalogue.files[shard].as_py()}/{name}"
+
+    def name(self, row: int) -> str:
+        return public(self.full_name(row))
+
+
+def catalogued(catalogue: Catalogue, stamp: str) -> ImageSet:
+    """Return the images of a catalogue."""
+    store, metadata = CatalogueStore(catalogue), catalogue.metadata
+    return ImageSet(
+        store=store,
+        rows=range(int(store.starts[-1])),
+        names=store.name,
+        full_names=store.full_name,
+        labels=store.label,
+        classes=list(map(printable, public_names(metadata["classes"]))),
+        splits={printable(name): range(*images) for name, images in metadata["splits"].items()},
+        fingerprint=metadata["fingerprint"],
+        stamp=stamp,
+    )
+
+
+def open_catalogued(spec: str, list_files: Callable[[str], tuple[str, list[str]]]) -> ImageSet | None:
+    """Open archives, given by their folder or a pattern, if a catalogue there is of these and no others."""
+    if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
+        return None
+    is_pattern = suffix_of(spec) in ARCHIVES and not os.path.isdir(spec)
+    folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
+    path = os.path.join(folder, CATALOGUE)
+    if not exists(path):
+        return None
+    catalogue = Catalogue(folder, _on_this_host(path))
+    if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):
+        return None
+    signatures = from_rank_0(lambda: _check_files(catalogue, partial(list_files, spec)))
+    return catalogued(catalogue, hashlib.sha256(catalogue.path.read_bytes() + signatures).hexdigest())
+
+
+def _on_this_host(path: str) -> Path:
+    """Return the catalogue, or the copy of a remote one in the cache folder."""
+    if not is_url(path):
+        return Path(path)
+    key = hashlib.sha256(f"{path}\0{file_signature(path)}".encode()).hexdigest()
+    copy = cache_folder() / f"catalogue-{key[:24]}.arrow"
+    if not copy.exists():
+        write_bytes(copy, read_file(path))
+    return copy
+
+
+def _matches_all(pattern: str, files: set[str]) -> bool:
+    """Tell whether a pattern is of these files, none of which then lies in a folder below."""
+    given = set(expand_braces(pattern))
+    patterns = set(filter(glob.has_magic, given))
+    matched = {file for file in files if "/" not in file and any(fnmatchcase(file, p) for p in patterns)}
+    return files == (given - patterns) | matched
+
+
+def _check_files(catalogue: Catalogue, list_files: Callable[[], tuple[str, list[str]]]) -> bytes:
+    """Check the names of classes and, in a local folder, that these are the archives, and no others.
+
+    Return the signatures of local shards, in which an image may be replaced. Remote ones are what the
+    catalogue says: of others no image could be read.
+    """
+    files = catalogue.files.to_pylist()
+    if names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
+        raise stale(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
+    if is_url(catalogue.folder):
+        return b""
+    _, present = list_files()
+    signatures = file_signatures([os.path.join(catalogue.folder, file) for file in present])
+    expected = zip(files, catalogue.signatures[:, 0].tolist(), strict=True)
+    if wrong := sorted({*expected} ^ {*zip(present, signatures[:, 0].tolist(), strict=True)}):
+        counted = plural(len({*dict(wrong)}), "archive")
+        raise stale(f"{catalogue.folder} is not as it was: {counted} changed, such as {wrong[0][0]}")
+    order = sorted(range(len(present)), key=lambda number: os.fsencode(present[number]))
+    return signatures[order].tobytes()

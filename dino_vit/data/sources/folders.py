@@ -1,0 +1,158 @@
+"""Images that are files of their own: below a folder, in a list, or given by a pattern."""
+
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dino_vit.core import log
+from dino_vit.core.distributed import from_rank_0
+from dino_vit.core.text import brief, plural, printable, public
+from dino_vit.data.image_set import ImageSet, Store
+from dino_vit.data.index import Index, IndexContents, WriteImages, indexing, open_index
+from dino_vit.data.labels import number_labels, read_entries
+from dino_vit.data.sources.files import (
+    PER_IMAGE_TIMEOUT_S,
+    file_signatures,
+    is_folder,
+    is_url,
+    list_remote,
+    plain,
+    read_file,
+    read_image_file,
+)
+from dino_vit.data.sources.paths import (
+    IMAGE_SUFFIXES,
+    file_identity,
+    folder_of,
+    is_image,
+    list_local,
+    suffix_of,
+)
+
+CONTAINERS = (".tar", ".zip", ".parquet")
+
+
+class NoImages(ValueError):
+    """A folder without images: its path, the other files in it, and the archives among them."""
+
+    def __str__(self) -> str:
+        suffixes = Counter(map(suffix_of, self.args[1])).most_common(5)
+        counts = ", ".join(f"{count} {printable(suffix) or 'without a suffix'}" for suffix, count in suffixes)
+        content = f"no images, only {counts}" if counts else "no files"
+        advice = f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
+        return f"{public(self.args[0])} contains {content}. {advice}"
+
+
+class FileStore(Store):
+    """Images whose names are paths below a folder, absolute paths or URLs."""
+
+    def __init__(self, index: Index, root: str, seconds: float | None = None) -> None:
+        """`seconds`: for which a remote image is requested before it counts as unreadable."""
+        self.index, self.root, self.seconds = index, root, seconds
+
+    def path(self, row: int) -> str:
+        return _join(str(self.root), self.index.full_name(row))
+
+    def read(self, row: int) -> bytes:
+        return read_image_file(self.path(row), self.seconds)
+
+    def origins(self, rows: Iterable[int]) -> list[Hashable]:
+        return [file_identity(self.path(row)) for row in rows]
+
+
+def _join(root: str, name: str) -> str:
+    return name if is_url(name) else os.path.join(root, name)
+
+
+def open_folder(root: str | Path) -> ImageSet:
+    """Open all images below a folder, labelled by its first-level folders.
+
+    Hidden files and folders are skipped, links are followed (`list_local`).
+    """
+    root = plain(os.fspath(root))
+    if not is_folder(root):
+        raise ValueError(f"{public(root)} is not a folder. Give one with images in it, at any depth.")
+    with indexing(root):
+        remote = from_rank_0(lambda: list_remote(root)) if is_url(root) else {}
+        names = _images_among(root, list(remote) if is_url(root) else list_local(root))
+    signatures = np.array([remote[name] for name in names]) if remote else None
+    return _open_files("folder", root, root, names, signatures)
+
+
+def open_files(spec: str, files: Sequence[str]) -> ImageSet:
+    """Open image files, named by their paths below the folder that they share."""
+    remote = any(map(is_url, files))
+    root = "" if remote else os.path.commonpath([os.path.dirname(path) for path in files])
+    names = [os.path.relpath(path, root) if root else path for path in files]
+    return _open_files("files", spec, root, names)
+
+
+def _open_files(
+    kind: str, spec: str, root: str, names: Sequence[str], signatures: NDArray[np.int64] | None = None
+) -> ImageSet:
+    files = [_join(root, name) for name in names]
+    contents = IndexContents(names=list(map(os.fsencode, names)))
+    index = open_index(kind, spec, lambda _: contents, files, signatures)
+    return index.image_set(FileStore(index, root))
+
+
+def _images_among(root: str, files: Sequence[str]) -> list[str]:
+    """Return the images of a folder; raise an error without any, and say what beside them is not read."""
+    names = [name for name in files if is_image(name)]
+    others = [name for name in files if not is_image(name)] if len(names) < len(files) else []
+    others = [name for name in others if not os.path.basename(name).startswith(".")]
+    containers = [name for name in others if suffix_of(name) in CONTAINERS]
+    if not names:
+        raise NoImages(root, others, sorted(containers))
+    if containers:
+        text = "%s is read as a folder of images, without the %s in it, such as %s"
+        log.warning(text, public(root), plural(len(containers), "archive"), printable(containers[0]))
+    if unnamed := [name for name in others if not suffix_of(name)]:
+        text = "%s: %s without a suffix %s not read, such as %s"
+        were = "was" if len(unnamed) == 1 else "were"
+        log.info(text, public(root), plural(len(unnamed), "file"), were, printable(min(unnamed)))
+    return names
+
+
+def open_list(path: str) -> ImageSet:
+    """Open the images in a list of paths, which are relative to the list's folder, absolute, or URLs."""
+    root, shown = folder_of(path), public(path)
+    with indexing(path):
+        entries = sorted(read_entries(shown, read_file(path)), key=lambda each: os.fsencode(each.name))
+    if not entries:
+        raise ValueError(f"{shown} lists no images. Write one path per line.")
+    paths = [_join(root, entry.name) for entry in entries]
+    # To ask for the size of each remote file would take long.
+    local = [row for row, path in enumerate(paths) if not is_url(path)]
+    files = [path, *(paths[row] for row in local)]
+    with indexing(path):
+        signatures = file_signatures(files)
+
+    def build(_: WriteImages) -> IndexContents:
+        sizes = np.zeros(len(paths), dtype=np.int64)
+        sizes[local] = signatures[1:, 0]
+        _check_missing(shown, paths, np.flatnonzero(sizes < 0))
+        names = [os.fsencode(entry.name) for entry in entries]
+        return IndexContents(names=names, sizes=sizes, labels=number_labels([e.label for e in entries]))
+
+    index = open_index("list", path, build, files, signatures)
+    # Each remote image may be on another server.
+    images = index.image_set(FileStore(index, root, PER_IMAGE_TIMEOUT_S))
+    return images if len(local) == len(paths) else replace(images, stamp=None)
+
+
+def _check_missing(name: str, paths: Sequence[str], missing: NDArray[np.int64]) -> None:
+    """Refuse a list without any file that exists, and warn of those that do not."""
+    if len(missing) == len(paths):
+        raise ValueError(
+            f"none of the files listed in {name} exist, such as {brief(paths[0], 200)}; paths are "
+            "relative to the folder of the list"
+        )
+    if len(missing):
+        text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
+        log.warning(text, name, plural(len(missing), "file"), brief(paths[missing[0]], 200))
