@@ -29,7 +29,8 @@ from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.figures import summed
-from dino_vit.eval.maps.segmentation import choose_steps, judge, patch_bank, pixel_accuracy, train_head
+from dino_vit.eval.maps.dense import choose_steps, judge_pixels, patch_bank, train_head
+from dino_vit.eval.maps.windows import pixel_accuracy
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.reports.record import read_run
 from dino_vit.training.setup import build_untrained
@@ -127,7 +128,7 @@ def of_patches(weights: Path) -> dict[str, float]:
     spec = FeatureSpec(tokens="patches")
     bank = patch_bank(frozen, scenes, range(DENSE), spec, patches=50_000)
     head = train_head(frozen, scenes, bank, spec, choose_steps(DENSE))
-    by_knn, by_head = judge(frozen, scenes, range(DENSE, 2 * DENSE), bank, head, spec, k=20)
+    by_knn, by_head = judge_pixels(frozen, scenes, range(DENSE, 2 * DENSE), bank, head, spec, k=20)
     return {
         "patch k-NN": 100 * replace(by_knn, metric=summed(pixel_accuracy)).mean,
         "mIoU by k-NN": 100 * by_knn.mean,

@@ -165,9 +165,9 @@ def run(config: CopydaysConfig) -> Written:
     truth = F.pad(true_pairs(queries, originals, config.pairs), (0, len(bank) - len(originals)))
     judged = truth.any(1)
     cosines = (whiten(asked) @ whiten(bank).T).cpu()[judged]
-    of_query, nearest_is_right = average_precisions(cosines, truth[judged])
+    precisions, nearest_is_right = average_precisions(cosines, truth[judged])
     results = {
-        "mAP": 100 * float(of_query.mean()),
+        "mAP": 100 * float(precisions.mean()),
         "micro-AP": 100 * micro_average_precision(cosines, truth[judged]),
         "recall@1": 100 * float(nearest_is_right.mean()),
     }

@@ -223,7 +223,7 @@ def run(config: DavisConfig) -> Written:
             measured = follow(config, name, model).mean(0)
             videos[name] = [(100 * j, 100 * f) for j, f in measured.tolist()]
             advance(1, name)
-    objects = np.array([figures for of_video in videos.values() for figures in of_video])
+    objects = np.array([figures for video in videos.values() for figures in video])
     j, f = objects.mean(axis=0).tolist()
     path = folder / "davis.json"
     results = {"settings": config.model_dump(mode="json"), "J&F": (j + f) / 2, "J": j, "F": f}

@@ -125,15 +125,15 @@ def run(config: ImageNetCConfig) -> Written:
         kind: {folder.name: error_of(frozen, str(folder), train, classify) for folder in severities}
         for kind, severities in folders.items()
     }
-    means = {kind: mean(of_kind.values()) for kind, of_kind in errors.items()}
+    means = {kind: mean(by_severity.values()) for kind, by_severity in errors.items()}
     unpublished = [kind for kind in errors if kind not in ALEXNET]
     mce = None if unpublished else mean(means[kind] / ALEXNET[kind] for kind in means)
     results = {"mCE": mce, "clean": clean, "errors": errors}
     write_results(path, {"settings": config.model_dump(mode="json"), "results": results})
-    names = sorted({name for of_kind in errors.values() for name in of_kind})
+    names = sorted({name for by_severity in errors.values() for name in by_severity})
     rows = [
-        [kind, *(f"{of_kind[name]:.1f}" if name in of_kind else "-" for name in names), f"{means[kind]:.1f}"]
-        for kind, of_kind in errors.items()
+        [kind, *(f"{row[name]:.1f}" if name in row else "-" for name in names), f"{means[kind]:.1f}"]
+        for kind, row in errors.items()
     ]
     table = format_table(["error in %, severity", *names, "mean"], rows)
     no_mce = f"no mCE, as AlexNet's error is not published for {', '.join(unpublished)}"

@@ -181,12 +181,12 @@ def judge(orders: NDArray[np.int64], queries: list[Query]) -> dict[str, dict[str
         ranks = [
             ranks_of_relevant(order, query, difficulty) for order, query in zip(orders, queries, strict=True)
         ]
-        judged = [of_query for of_query in ranks if len(of_query)]
+        judged = [each for each in ranks if len(each)]
         if not judged:
             continue
-        values = {"mAP": [average_precision(of_query) for of_query in judged]}
-        values |= {f"mP@{k}": [precision_at(of_query, k) for of_query in judged] for k in PRECISION_AT}
-        figures[difficulty] = {title: 100 * float(np.mean(of_title)) for title, of_title in values.items()}
+        values = {"mAP": [average_precision(each) for each in judged]}
+        values |= {f"mP@{k}": [precision_at(each, k) for each in judged] for k in PRECISION_AT}
+        figures[difficulty] = {title: 100 * float(np.mean(column)) for title, column in values.items()}
     return figures
 
 

@@ -37,5 +37,5 @@ def test_a_user_pretrains_looks_and_embeds(tmp_path):
     assert found[-1]["data"]["text/plain"].startswith("EvaluationResult(figure=Figure(value=")
     assert "text/html" not in found[-1]["data"], "it was printed"
     (table,) = returned
-    assert "60 images of synthetic:60:16, by their neighbours" in table["data"]["text/html"]
+    assert "leave-one-out, on 60 images of synthetic:60:16" in table["data"]["text/html"]
     assert "image/png" in sheet[-1]["data"]

@@ -188,8 +188,8 @@ def cached_features(
     if not len(chosen):
         raise ValueError("there are no images to compute features of")
     frozen.check_all_equal()
-    of_some = "" if indices is None else digest({"indices": torch.as_tensor(indices)}, {})
-    agree("images", lambda: source, lambda _: f"{len(chosen):,} of {source.describe()}{of_some}")
+    subset = "" if indices is None else digest({"indices": torch.as_tensor(indices)}, {})
+    agree("images", lambda: source, lambda _: f"{len(chosen):,} of {source.describe()}{subset}")
     if is_main_process():
         _say_what_is_unlike(frozen, source, chosen)
     stamp = source.stamp
@@ -202,7 +202,7 @@ def cached_features(
         "weights": frozen.weights_digest,
         "source": source.fingerprint,
         "files": stamp if keeps else time.time_ns(),
-        "indices": of_some or None,
+        "indices": subset or None,
         "transform": asdict(frozen.transform),
         "features": asdict(spec),
         "precision": frozen.precision,
@@ -300,9 +300,9 @@ def _compute(
         closing(frozen.features(source, batches[rank() :: processes], spec)) as features,
     ):
         for batch in features:
-            rows, of_rows = all_gather(batch.indices), all_gather(batch.values)
+            rows, row_values = all_gather(batch.indices), all_gather(batch.values)
             if is_main_process():
-                values[len(kept) : len(kept) + len(rows)] = of_rows.cpu()
+                values[len(kept) : len(kept) + len(rows)] = row_values.cpu()
             kept += rows.tolist()
             unreadable += batch.unreadable
             advance(len(rows))

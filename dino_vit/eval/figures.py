@@ -158,8 +158,8 @@ class Measured:
     def column_figures(self) -> list[Figure | None]:
         """The figure of each column, None without anything to judge by."""
         limits = self.draws.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.double), 0)
-        rows = torch.stack([self.columns, *limits], dim=1).tolist()
-        return [None if math.isnan(row[0]) else Figure(*row, len(self.images), "") for row in rows]
+        rows, images = torch.stack([self.columns, *limits], dim=1).tolist(), len(self.images)
+        return [None if math.isnan(x) else Figure(x, low, high, images, unit="") for x, low, high in rows]
 
     def resampled(self) -> Tensor:
         return self.draws.nanmean(1)

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by cosine, and the classification by them.
+"""Predictions that need no training: by exact nearest neighbours by cosine, and by ridge regression.
 
 FAISS finds neighbours, on CPUs and on GPUs. Where it is not installed, products and topk do.
 """
@@ -52,12 +52,12 @@ def nearest(
     size = max(1, _BANK // queries.shape[1])
     for start in range(0, len(bank) if len(queries) else 0, size):
         block = unit(torch.as_tensor(bank[start : start + size], device=queries.device))
-        of_block, block_rows = _search(block, queries, min(k + with_itself, len(block)))
+        block_cosines, block_rows = _search(block, queries, min(k + with_itself, len(block)))
         block_rows = block_rows + start
         if self_offset is not None:
             itself = torch.arange(self_offset, self_offset + len(queries), device=queries.device)
-            of_block = of_block.masked_fill(block_rows == rearrange(itself, "q -> q 1"), -torch.inf)
-        cosines, rows = torch.cat([cosines, of_block], 1), torch.cat([rows, block_rows], 1)
+            block_cosines = block_cosines.masked_fill(block_rows == rearrange(itself, "q -> q 1"), -torch.inf)
+        cosines, rows = torch.cat([cosines, block_cosines], 1), torch.cat([rows, block_rows], 1)
         cosines, order = cosines.topk(min(k, cosines.shape[1]))
         rows = rows.gather(1, order)
     return cosines, rows
@@ -121,8 +121,8 @@ def weighted_knn(
         itself = None if self_offset is None else self_offset + start
         cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
         scores = _class_scores(cosines, classes[rows], k=k, classes=len(labels))
-        for wanted, of_k in scores.items():
-            ranked[wanted].append(_best(of_k, labels))
+        for wanted, class_scores in scores.items():
+            ranked[wanted].append(_best(class_scores, labels))
         if progress:
             progress(len(block))
     return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
@@ -148,8 +148,8 @@ def neighbour_means(
         return {wanted: values.new_zeros(0, values.shape[1]) for wanted in k}
     shares = {wanted: F.normalize(weights[:, :wanted], p=1) for wanted in k}
     return {
-        wanted: F.embedding_bag(rows[:, :wanted], values, mode="sum", per_sample_weights=of_k)
-        for wanted, of_k in shares.items()
+        wanted: F.embedding_bag(rows[:, :wanted], values, mode="sum", per_sample_weights=share)
+        for wanted, share in shares.items()
     }
 
 
@@ -175,3 +175,12 @@ def _best(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the labels of the classes with the greatest scores, the lower label first among equals."""
     best, order = scores.sort(dim=1, descending=True, stable=True)
     return labels[order[:, :RANKED]].masked_fill(best[:, :RANKED] <= 0, NO_CLASS)
+
+
+def ridge(x: Tensor, y: Tensor, penalties: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the weights (r, c, d) and biases (r, c) of y (n, c) on x (n, d) for each penalty."""
+    mean, offset = x.mean(dim=0), y.mean(dim=0)
+    gram, moments = (x - mean).T @ (x - mean), (x - mean).T @ (y - offset)
+    unit = torch.eye(len(gram), dtype=x.dtype)
+    weight = torch.stack([torch.linalg.solve(gram + penalty * unit, moments).T for penalty in penalties])
+    return weight, offset - weight @ mean

@@ -22,7 +22,7 @@ from dino_vit.data.labels import choose_splits
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
-from dino_vit.eval.neighbours import neighbour_means, weighted_knn
+from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
 from dino_vit.eval.reading import PIXEL_SIDE, Features, pixel_features
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
@@ -52,10 +52,8 @@ def ridge_predictions(values: Tensor, targets: Tensor, train: Tensor) -> Tensor:
     """Predict the targets (n, t) of the images outside `train` by a ridge regression on values (n, d)."""
     std, mean = torch.std_mean(values[train], dim=0, correction=0)
     x = (values - mean) / std.clamp(min=1e-6)
-    offset = targets[train].mean(dim=0)
-    gram = x[train].T @ x[train] + _RIDGE * train.sum() * torch.eye(x.shape[1])
-    weights = torch.linalg.solve(gram, x[train].T @ (targets[train] - offset))
-    return x[~train] @ weights + offset
+    weight, bias = ridge(x[train], targets[train], [_RIDGE * int(train.sum())])
+    return x[~train] @ weight[0].T + bias[0]
 
 
 def cross_predictions(values: Tensor, targets: Tensor, first_half: Tensor) -> Tensor:
@@ -162,12 +160,12 @@ class OnlineEvaluation:
         def columns(spec: FeatureSpec) -> Tensor:
             return features.values[:, spec.columns_in(widest, backbone.width)]
 
-        cls, of_colours = columns(CLS), features.values[:, -2 * channels :].cpu()
-        brightness = reduce(of_colours, "n (figure channel) -> n figure", "mean", figure=2)
+        cls, image_colours = columns(CLS), features.values[:, -2 * channels :].cpu()
+        brightness = reduce(image_colours, "n (figure channel) -> n figure", "mean", figure=2)
         halves = self._first_half(features.indices)
         figures = OnlineFigures(
             rankme(cls),
-            colour=explained(cls.cpu(), of_colours, halves),
+            colour=explained(cls.cpu(), image_colours, halves),
             brightness=explained(cls.cpu(), brightness, halves),
         )
         if not self.has_labels:
@@ -290,13 +288,13 @@ class OnlineEvaluation:
         k = min(NEIGHBOURS, len(votes) - (self.bank is None))
         if k < 1 or not len(queries):  # most images became unreadable
             return _Judged(math.nan)
-        of_queries = indices[queries]
+        query_indices = indices[queries]
         labels, votes, queries = (part.to(features.device) for part in (labels, votes, queries))
         offset = 0 if self.bank is None else None
         if self.task != "multiclass":
             means = neighbour_means(
                 features[votes], labels[votes], features[queries], k=[k], self_offset=offset
             )
-            return self._judge(means[k], labels[queries], of_queries)
+            return self._judge(means[k], labels[queries], query_indices)
         ranked = weighted_knn(features[votes], labels[votes], features[queries], k=[k], self_offset=offset)
-        return self._count((ranked[k][:, 0] == labels[queries]).cpu(), of_queries)
+        return self._count((ranked[k][:, 0] == labels[queries]).cpu(), query_indices)

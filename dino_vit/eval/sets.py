@@ -91,12 +91,12 @@ class LabelledSubset:
         """
         number = {train.classes[target]: int(target) for target in np.unique(train.targets)}
         present = [self.classes[target] for target in np.unique(self.targets)]
-        if unknown := [of_class for of_class in present if of_class not in number]:
+        if unknown := [name for name in present if name not in number]:
             raise ValueError(
                 f"{self.name} has classes that are not among the {len(number)} of the training set: "
                 f"{brief(', '.join(unknown), 200)}. They are matched by name"
             )
-        numbers = np.array([number.get(of_class, -1) for of_class in self.classes], dtype=np.int64)
+        numbers = np.array([number.get(name, -1) for name in self.classes], dtype=np.int64)
         return replace(self, targets=numbers[self.targets], classes=train.classes)
 
 
@@ -124,10 +124,10 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
     if config.train is None:
         val = open_subset(config.source, source, config.task)
     else:
-        of_train = open_source(config.train, config.train_labels)
+        train_source = open_source(config.train, config.train_labels)
         # Of different tasks the later by name: a few whole numbers, or single labels, look like classes.
-        task = config.task or max(recognise(of_train.classes), recognise(source.classes))
-        train, val = open_subset(config.train, of_train, task), open_subset(config.source, source, task)
+        task = config.task or max(recognise(train_source.classes), recognise(source.classes))
+        train, val = open_subset(config.train, train_source, task), open_subset(config.source, source, task)
         refuse_same_images(config.source, val.images, config.train, train.images)
     if train is None and (splits := choose_splits(source)):
         log.info("%s", describe_use(source, *splits, val.name))
@@ -145,16 +145,16 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
     return train.with_columns(names), val.with_columns(names)
 
 
-def refuse_same_images(name: str, source: ImageSet, of_train: str, train: ImageSet) -> None:
+def refuse_same_images(name: str, source: ImageSet, train_name: str, train: ImageSet) -> None:
     """Refuse to judge by the very images that were learned from, and warn if some are."""
-    name, of_train = public(name), public(of_train)
+    name, train_name = public(name), public(train_name)
     shared = count_shared(source, train)
     if shared == len(source):
-        text = f"all {plural(shared, 'image')} of {name} are in train={of_train} too"
+        text = f"all {plural(shared, 'image')} of {name} are in train={train_name} too"
         raise ValueError(f"{text}; give other images, or leave out train")
     if shared:
         text = "%d of the %d images of %s are in train=%s too: the accuracy will be inflated"
-        log.warning(text, shared, len(source), name, of_train)
+        log.warning(text, shared, len(source), name, train_name)
 
 
 def count_shared(source: ImageSet, train: ImageSet) -> int:

@@ -51,7 +51,7 @@ def test_a_browser_shows_the_page_without_a_complaint(browser, compared):
         assert text_of(browser, ".folder").startswith("3 backbones on 72 images of ")
         assert compared.verdict in text_of(browser, ".outcome")
         assert text_of(browser, "#charts .legend").startswith("step 20\nrun ")
-        points = browser.find_elements("css selector", ".figure .figure")
+        points = browser.find_elements("css selector", ".interval .figure")
         lefts = [point.rect["x"] for point in points]
         percents = [figure.value for figure in compared.figures["k-NN top-1"].values()]
         assert sorted(range(3), key=lefts.__getitem__) == sorted(range(3), key=percents.__getitem__)

@@ -15,7 +15,13 @@ from dino_vit.config.commands import LOGISTIC_IMAGES, STANDARD_CS
 from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.eval.classification.predicted import score
-from dino_vit.eval.classification.probes import PENALTIES, LinearHeads, on_standardised, ridge, train_logistic
+from dino_vit.eval.classification.probes import (
+    PENALTIES,
+    LinearHeads,
+    on_standardised,
+    ridge_heads,
+    train_logistic,
+)
 from dino_vit.eval.figures import TITLES, Figure, accuracy, trivial_baselines
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.weights.classifier import LinearScores, NeighbourScores, Scores, activate, score_in_blocks
@@ -86,7 +92,7 @@ def _fit_regressions(values: Sequence[float], train: LabelledFeatures) -> list[L
 
     def regressions(features: Tensor) -> list[LinearHeads]:
         if train.task == "regression":
-            return [ridge(features, targets, values, slice(None))]
+            return [ridge_heads(features, targets, values, slice(None))]
         return [train_logistic(features, targets, cs=sorted(values), classes=len(present))]
 
     if len(present) == 1 and train.task == "multiclass":  # of a fold: there is nothing to tell apart

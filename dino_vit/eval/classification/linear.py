@@ -24,7 +24,7 @@ from dino_vit.eval.classification.probes import (
     head_losses,
     head_scores,
     on_standardised,
-    ridge,
+    ridge_heads,
     top_classes,
     train_heads,
     train_logistic,
@@ -156,7 +156,7 @@ def _fit(
             raise ValueError("method=logistic learns classes or labels; predict numbers with method=grid")
 
         def ridges(features: Tensor) -> list[LinearHeads]:
-            return [ridge(features, train.targets, PENALTIES, part) for part in columns]
+            return [ridge_heads(features, train.targets, PENALTIES, part) for part in columns]
 
         heads = on_standardised(ridges, train.features, enabled=protocol.standardise)
         return "penalty", PENALTIES, heads

@@ -39,7 +39,7 @@ def predict(
 def score(val: LabelledFeatures, outputs: Tensor) -> list[Measured]:
     """Return all figures of outputs; raise an error if no column has anything to judge by."""
     figures = measure(val.task, val.indices, outputs, val.targets)
-    if math.isnan(figures[0].value):
+    if math.isnan(figures[0].mean):
         what = f"the {len(val):,} images to judge by have no labels, or all the same numbers"
         raise ValueError(f"{what}: give more images")
     return figures

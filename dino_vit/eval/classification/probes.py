@@ -28,6 +28,7 @@ from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.eval.figures import TOP_K
+from dino_vit.eval.neighbours import ridge
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.sampler import Sampler
 
@@ -213,12 +214,12 @@ def train_logistic(
     features = features.contiguous()
     variance, mean = torch.var_mean(features, dim=0, correction=0)
     weight, bias = features.new_zeros(classes, features.shape[1]), features.new_zeros(classes)
-    of_softmax = 2 if targets.ndim == 2 else classes  # a sigmoid is curved like the softmax of two classes
+    curved = 2 if targets.ndim == 2 else classes  # a sigmoid is curved like the softmax of two classes
     weights, biases = [], []
     with progress("Fitting logistic regressions", len(cs)) as advance:
         for c in sorted(cs):
             penalty = 1 / (len(features) * c)
-            unit = (variance + penalty * of_softmax**2 / (of_softmax - 1)).rsqrt()
+            unit = (variance + penalty * curved**2 / (curved - 1)).rsqrt()
             scaled = [(weight / unit).requires_grad_(), bias.clone().requires_grad_()]
             optimizer = torch.optim.LBFGS(
                 scaled,
@@ -264,12 +265,9 @@ def _objective(
     return total
 
 
-def ridge(features: Tensor, targets: Tensor, penalties: Sequence[float], columns: slice) -> LinearHeads:
+def ridge_heads(features: Tensor, targets: Tensor, penalties: Sequence[float], columns: slice) -> LinearHeads:
     """Return the optimum of Ridge for each penalty, which is times the images and the mean variance."""
     x, y = features[:, columns].cpu().double(), targets.cpu().double()
-    mean, offset = x.mean(dim=0), y.mean(dim=0)
-    gram, moments = (x - mean).T @ (x - mean), (x - mean).T @ (y - offset)
-    unit = gram.trace() / len(gram) * torch.eye(len(gram), dtype=torch.double)
-    weight = torch.stack([torch.linalg.solve(gram + penalty * unit, moments).T for penalty in penalties])
-    weight, bias = (each.float().to(features.device) for each in (weight, offset - weight @ mean))
+    unit = len(x) * float(x.var(dim=0, correction=0).mean())
+    weight, bias = (part.float().to(features.device) for part in ridge(x, y, [p * unit for p in penalties]))
     return LinearHeads(weight, bias, columns)

@@ -193,9 +193,9 @@ def list_pairs(
         first, second = titles(pair)
         captions += [f"{pair.cosine:.4f}  {shorten(first)}", shorten(second, 30)]
     panels = embedded_panels(embeddings, zip(rows, captions, strict=True))
-    of_pairs = [[*two, BLANK] for two in zip(panels[::2], panels[1::2], strict=True)]
-    starts = range(0, len(of_pairs), PAIRS_IN_ROW)
-    in_rows = [list(chain(*of_pairs[start : start + PAIRS_IN_ROW]))[:-1] for start in starts]
+    side_by_side = [[*two, BLANK] for two in zip(panels[::2], panels[1::2], strict=True)]
+    starts = range(0, len(side_by_side), PAIRS_IN_ROW)
+    in_rows = [list(chain(*side_by_side[start : start + PAIRS_IN_ROW]))[:-1] for start in starts]
     with after_figures():
         write_output(sheet, draw_sheet(in_rows))
     return PairList(closest, kind.total, sheet)

@@ -68,8 +68,8 @@ def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> 
     """Return the attention of the CLS token to each patch in one block, (b, h, y, x)."""
     with eval_mode(model):
         (weights,) = model.get_attention(images, [block], queries=slice(0, 1))
-    of_patches = weights[:, :, 0, model.first_patch :]  # without the CLS token and the registers
-    return rearrange(of_patches, "b h (y x) -> b h y x", y=model.grid_of(*images.shape[-2:])[0])
+    weights = weights[:, :, 0, model.first_patch :]  # without the CLS token and the registers
+    return rearrange(weights, "b h (y x) -> b h y x", y=model.grid_of(*images.shape[-2:])[0])
 
 
 def mass_mask(maps: Tensor, share: float) -> Tensor:
@@ -110,8 +110,8 @@ def principal_colours(tokens: Sequence[Tensor]) -> list[Tensor]:
     sample = values[:: 1 + len(values) // 1_000_000]  # torch.quantile takes at most 2**24 values
     low, high = torch.quantile(sample, torch.tensor([0.01, 0.99]).double(), dim=0)
     colours = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1).float()
-    of_images = colours.split([image.shape[0] * image.shape[1] for image in tokens])
-    return [part.reshape(*image.shape[:2], 3) for part, image in zip(of_images, tokens, strict=True)]
+    parts = colours.split([image.shape[0] * image.shape[1] for image in tokens])
+    return [part.reshape(*image.shape[:2], 3) for part, image in zip(parts, tokens, strict=True)]
 
 
 FILES = (
@@ -194,9 +194,9 @@ def draw_sheets(
             check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)
             images[index] = ImageMaps(source.name(index), picture, heads, tokens)
         if images:
-            sheet, of_images = draw_sheet(model, images, folder / sheet_name(start) if folder else None)
+            sheet, drawn = draw_sheet(model, images, folder / sheet_name(start) if folder else None)
             sheets.append(sheet)
-            maps |= of_images
+            maps |= drawn
     if not sheets:
         raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
     return sheets, maps

@@ -29,7 +29,7 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.masks import open_watched
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, summed
-from dino_vit.eval.maps.segmentation import count_pixels, mean_iou, patch_classes
+from dino_vit.eval.maps.windows import count_pixels, mean_iou, patch_classes
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import NEIGHBOURS, OnlineEvaluation
 from dino_vit.eval.reading import in_batches

@@ -4,18 +4,17 @@ Pictures are uint8 (3, H, W).
 """
 
 import base64
-import io
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,9 +26,6 @@ from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.reports.page import Tile
 from dino_vit.views.eval_transform import resize
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _THUMBNAIL_PIXELS = 256
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
@@ -106,15 +102,11 @@ def side_by_side(pictures: Iterable[Tensor]) -> Tensor:
 
 def write_png(picture: Tensor, path: Path) -> None:
     """Write a PNG of exactly the picture's pixels."""
-    from PIL import Image
-
     save_png(Image.fromarray(rearrange(picture, "c y x -> y x c").contiguous().numpy()), path)
 
 
-def save_png(image: "Image", path: Path) -> None:
+def save_png(image: Image.Image, path: Path) -> None:
     """Write an image of Pillow as a PNG of ours."""
-    from PIL.PngImagePlugin import PngInfo
-
     about = PngInfo()
     for key, text in PNG_MARK.items():
         about.add_text(key, text)
@@ -176,7 +168,7 @@ def draw_patches(colours: Tensor, caption: str) -> Tile:
 
 def data_uri(picture: Tensor, *, quality: int | None = 80) -> str:
     """Return a picture (3, y, x) as a WebP inside a `data:` address; without loss if quality is None."""
-    buffer = io.BytesIO()
+    buffer = BytesIO()
     pixels = rearrange(picture, "c y x -> y x c").contiguous().numpy()
     Image.fromarray(pixels).save(buffer, "WEBP", quality=quality or 80, lossless=quality is None, method=4)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,4 +1,7 @@
-"""Images with masks as windows that cover them, and as random crops, for features of their patches."""
+"""Images with masks: windows that cover them, random crops, and the classes of their patches and pixels.
+
+n images or windows, (h, w) patches, C classes
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,3 +114,36 @@ def window_maps(
                 windows = torch.cat([image.images for image in images])
                 yield images, patch_maps(frozen, normalise(windows), spec)
             advance(len(block))
+
+
+def count_classes(pixels: Tensor, classes: int) -> Tensor:
+    """Count the pixels of each class along the last dimension, and behind them the IGNORED ones."""
+    pixels = pixels.long().masked_fill(pixels == IGNORED, classes)
+    counts = torch.zeros(*pixels.shape[:-1], classes + 1, dtype=torch.long, device=pixels.device)
+    return counts.scatter_add_(-1, pixels, torch.ones_like(pixels))
+
+
+def patch_classes(masks: Tensor, grid: Sequence[int], classes: int) -> Tensor:
+    """Return the class of most pixels of each patch, (n, h, w); IGNORED where most have none."""
+    pixels = rearrange(masks, "n (h y) (w x) -> n h w (y x)", h=grid[0], w=grid[1])
+    most = count_classes(pixels, classes).argmax(dim=3)
+    return most.masked_fill(most == classes, IGNORED).to(torch.uint8)
+
+
+def count_pixels(predicted: Tensor, mask: Tensor, classes: int) -> Tensor:
+    """Count the pixels (H, W) of each class that are predicted rightly, predicted, and true: (3, C)."""
+    right = mask.masked_fill(mask != predicted, IGNORED)
+    judged = predicted.masked_fill(mask == IGNORED, IGNORED)
+    counts = [count_classes(pixels.flatten(), classes) for pixels in (right, judged, mask)]
+    return torch.stack(counts)[:, :classes]
+
+
+def mean_iou(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
+    """Return the mean over classes of intersection over union; what is neither true nor predicted is none."""
+    union = predicted + true - right
+    return (right / union).masked_fill(union == 0, torch.nan).nanmean(dim=-1)
+
+
+def pixel_accuracy(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
+    """Return the share of pixels that are predicted rightly."""
+    return right.sum(-1) / true.sum(-1).clamp(min=1)

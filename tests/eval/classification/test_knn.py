@@ -69,9 +69,9 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
     precision, recall = ranking_of(zip((queries @ bank.T).tolist(), relevant, strict=True))
     assert found["ranking"]["map"]["value"] == pytest.approx(precision)
     assert found["ranking"]["recall_at_1"]["value"] == pytest.approx(recall)
-    assert f"mAP {found['ranking']['map']['percent']:.2f} (" in said
+    assert f"mAP {found['ranking']['map']['value']:.2f} (" in said
     assert "with k = 1000: the bank has only 49 images, and all of them vote" in said
-    assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
+    assert f"{found['results'][0]['top1']['value']:.2f} (" in said
     assert "always guessing b scores 33.3 %, random guessing 14.3 %" in said
 
 

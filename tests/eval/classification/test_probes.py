@@ -14,7 +14,7 @@ from dino_vit.eval.classification.probes import (
     head_scores,
     initial_weight,
     on_standardised,
-    ridge,
+    ridge_heads,
     top_classes,
     train_heads,
     train_logistic,
@@ -179,7 +179,7 @@ def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():
 
 def test_a_ridge_regression_is_that_of_scikit_learn():
     features, targets = torch.randn(80, 7) * torch.logspace(-1, 1, 7) + 3, torch.randn(80, 2)
-    heads = ridge(features, targets, [1e-4, 0.3], slice(2, 7))
+    heads = ridge_heads(features, targets, [1e-4, 0.3], slice(2, 7))
     x = features[:, 2:].double()
     for penalty, weight, bias in zip([1e-4, 0.3], heads.weight, heads.bias, strict=True):
         alpha = penalty * 80 * float(x.var(dim=0, correction=0).mean())

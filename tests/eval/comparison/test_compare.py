@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
         shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
         of_knn = found.figures["k-NN top-1"][name]
-        for part in ("percent", "low", "high"):
+        for part in ("value", "low", "high"):
             assert getattr(of_knn, part) == pytest.approx(getattr(knn.figure, part))
         frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=path, precision="no"))
         (batch,) = frozen.features(open_source("synthetic:60:16"), [range(60)])

@@ -18,19 +18,9 @@ from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, summed
-from dino_vit.eval.maps import segmentation
-from dino_vit.eval.maps.segmentation import (
-    Bank,
-    backward,
-    count_pixels,
-    judge,
-    mean_iou,
-    patch_bank,
-    patch_classes,
-    pixel_accuracy,
-    train_head,
-)
-from dino_vit.eval.maps.windows import read_crop
+from dino_vit.eval.maps import dense
+from dino_vit.eval.maps.dense import Bank, backward, judge_pixels, patch_bank, train_head
+from dino_vit.eval.maps.windows import count_pixels, mean_iou, patch_classes, pixel_accuracy, read_crop
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, window_starts
 from tests.support.image_sets import with_read
@@ -86,11 +76,11 @@ def naive_prediction(frozen, head, source, index):
 @pytest.mark.parametrize("in_memory", [2**26, 2 * 40 * 30])
 def test_windows_and_the_miou_of_all_images_are_those_of_a_loop(frozen, photos, in_memory, monkeypatch):
     """Also where the scores of the classes are resized some at a time."""
-    monkeypatch.setattr(segmentation, "_SCORES", in_memory)
+    monkeypatch.setattr(dense, "_SCORES", in_memory)
     frozen.model.eval()
     head = nn.Sequential(nn.BatchNorm2d(64), nn.Conv2d(64, 4, 1)).eval()
     bank = Bank(torch.randn(8, 64), torch.arange(8) % 4, torch.arange(4), [])
-    _, measured = judge(frozen, photos, range(5), bank, head, SPEC, k=3)
+    _, measured = judge_pixels(frozen, photos, range(5), bank, head, SPEC, k=3)
     with torch.no_grad():
         predicted = [naive_prediction(frozen, head, photos, index) for index in range(5)]
     masks = [photos.mask(index).numpy() for index in range(5)]
@@ -158,7 +148,7 @@ def test_the_head_learns_what_patches_tell(frozen, photos):
     values = []
     for steps in (1, 60):
         head = train_head(frozen, photos, bank, SPEC, steps)
-        values.append(judge(frozen, photos, range(5), bank, head, SPEC, k=3)[1].mean)
+        values.append(judge_pixels(frozen, photos, range(5), bank, head, SPEC, k=3)[1].mean)
     assert values[1] > values[0] + 0.15
 
 
