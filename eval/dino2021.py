@@ -38,7 +38,7 @@ from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import LabelledSubset, labelled_features, open_sets
 from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight, top_classes
 from dino_vit.eval.results import output_of
-from dino_vit.method.schedules import warmup_cosine
+from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View

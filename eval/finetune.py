@@ -51,7 +51,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import labelled_features, open_sets
 from dino_vit.method import optim
-from dino_vit.method.schedules import warmup_cosine
+from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.views.augment import ViewAugment

@@ -15,7 +15,7 @@ from dino_vit.core import log
 from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import choose_precision
 from dino_vit.reports.record import read_run
-from dino_vit.training.loop import pretrain
+from dino_vit.training.pretrain import pretrain
 
 # Without native bf16 a step takes twice as long or more: then the runs take the steps that fit into these.
 MINUTES = {"textures": 2.5, "scenes": 1.5}

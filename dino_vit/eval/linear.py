@@ -28,7 +28,7 @@ from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.eval.accuracy import TOP_K
-from dino_vit.method.schedules import warmup_cosine
+from dino_vit.method.optim import warmup_cosine
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9
