@@ -27,7 +27,7 @@ from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.reading import Features, pixel_features
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
-from dino_vit.training.loop import pretrain
+from dino_vit.training.pretrain import pretrain
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone

@@ -36,7 +36,7 @@ from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
-from dino_vit.training.loop import pretrain
+from dino_vit.training.pretrain import pretrain
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_eval_transform, build_views
 from dino_vit.views.loader import PREFETCH, Loader

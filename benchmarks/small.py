@@ -37,6 +37,7 @@ from benchmarks.cifar10 import labels
 from benchmarks.measure import Row, Table, arguments, report
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
@@ -48,8 +49,8 @@ from dino_vit.eval.online import rankme
 from dino_vit.eval.reading import pixel_features
 from dino_vit.models.backbone import Backbone, FeatureSpec
 from dino_vit.reports.record import read_run, verdict
-from dino_vit.training.loop import measured_seconds
-from dino_vit.training.setup import build_untrained
+from dino_vit.training.budget import measured_seconds
+from dino_vit.training.setup import build_untrained, open_context
 from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
@@ -177,7 +178,8 @@ def measured_steps(variants: dict[str, list[str]], minutes: float, known: Path) 
 def step_seconds(settings: list[str]) -> float:
     """Return the seconds of a step on one core."""
     torch.set_num_threads(1)
-    return measured_seconds(load(PretrainConfig, None, [*settings, "budget.steps=1000"]))[0]
+    config = load(PretrainConfig, None, [*settings, "budget.steps=1000"])
+    return measured_seconds(config, open_context(config, start_processes()))[0]
 
 
 def of_set(name: str, folders: dict[str, Path]) -> list[str]:

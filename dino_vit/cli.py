@@ -6,8 +6,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -56,7 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given not in names and (similar := get_close_matches(given, names, n=1)):
         parser.error(f"there is no command {given}; did you mean {similar[0]}?")
     args = parse_arguments(parser, argv)
-    return _exit_code(lambda: _run(args), f"dino-vit {args.command}", show_traceback=args.traceback)
+    with reported(f"dino-vit {args.command}", show_traceback=args.traceback) as ending:
+        if args.command == "config":
+            _print(to_yaml(config_from(args, COMMANDS[args.shown].config_class), given=True).rstrip("\n"))
+        else:
+            command = COMMANDS[args.command]
+            config = config_from(args, command.config_class)
+            config.check_ready()
+            # The function is imported after the config is validated: its imports may take seconds.
+            run_command(command.run, config)
+    return ending.code
 
 
 def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
@@ -65,7 +74,9 @@ def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
     args = parse_arguments(parser)
-    return _exit_code(lambda: _resumable(run, config_from(args, cls)), parser.prog)
+    with reported(parser.prog) as ending:
+        run_command(run, config_from(args, cls))
+    return ending.code
 
 
 def tune_process() -> None:
@@ -97,19 +108,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
-    if args.command == "config":
-        _print(to_yaml(config_from(args, COMMANDS[args.shown].config_class), given=True).rstrip("\n"))
-        return
-    command = COMMANDS[args.command]
-    cls = command.config_class
-    config = config_from(args, cls)
-    config.check_ready()
-    # The function is imported after the config is validated: its imports may take seconds.
-    _resumable(command.run, config)
-
-
-def _resumable(run: Callable[[Any], Any], config: Settings) -> None:
+def run_command(run: Callable[[Any], Any], config: Settings) -> None:
     """Run a command; one that can resume stops at a signal with the exit code that asks for a new start."""
     with Interruption() if config.resumes else nullcontext(), working(config, on_console=True):
         result = run(_with_output(config))
@@ -138,52 +137,52 @@ def _print(text: str) -> None:
         raise Unprinted(f"the result could not be printed: {error.strerror}") from error
 
 
-def _exit_code(work: Callable[[], None], program: str, *, show_traceback: bool = False) -> int:
-    """Do the work; a user's mistake is a message on stderr and exit code 2, not a traceback."""
+class Ending:
+    """How a program ends."""
+
+    code = 0
+
+
+@contextmanager
+def reported(program: str, *, show_traceback: bool = False) -> Iterator[Ending]:
+    """Do the work of a process; a user's mistake is a message on stderr and exit code 2, not a traceback."""
     tune_process()
     open_standard_streams()
-    stderr = sys.stderr
+    ending, stderr = Ending(), sys.stderr
     with redirect_stderr(unfailing(stderr)):
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
         for library in ("faiss", "timm"):  # which log what they load
             logging.getLogger(library).setLevel(logging.WARNING)
-        text, code = _outcome(work, show_traceback)
-        if text:
-            print(printable_lines(f"{program}: {text}"), file=sys.stderr)
+        try:
+            yield ending
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            text, ending.code = _explain(error)
+            if text is None or (show_traceback and text and isinstance(error, Exception)):
+                text, ending.code = "".join(traceback.format_exception(error)).rstrip("\n"), 1
+            elif text:
+                text = f"{program}: {text}"
+            if text:
+                print(printable_lines(text), file=sys.stderr)
     for stream in (sys.stdout, stderr):
         drop_output(stream)
     distributed = sys.modules.get("dino_vit.core.distributed")
     if distributed and distributed.world_size() > 1:
         # The others may wait for this one in a collective, and it for them at its end; the launcher ends all.
-        os._exit(code)
-    return code
+        os._exit(ending.code)
 
 
-def _outcome(work: Callable[[], None], show_traceback: bool) -> tuple[str, int]:
-    """Do the work; return what is to be said of its end, and the exit code."""
-    try:
-        work()
-        return "", 0
-    except BrokenPipeError:
-        return "", 128 + 13
-    except SystemExit as stop:  # by a signal
-        return "stopped; run the same command again" if is_rank_0() else "", int(stop.code or 0)
-    except KeyboardInterrupt:
-        return "interrupted" if is_rank_0() else "", 130
-    except Exception as error:
-        text, code = _explain(error)
-        if show_traceback or not text:
-            print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr, end="")
-            return "", 1
-        return text, code
-
-
-def _explain(error: Exception) -> tuple[str, int]:
-    """Return what went wrong, without a text if nobody foresaw it, and the exit code."""
-    distributed = sys.modules.get("dino_vit.core.distributed")
+def _explain(error: BaseException) -> tuple[str | None, int]:
+    """Return what is to be said of an error, None if nobody foresaw it, and the exit code."""
     text = str(error)
+    if isinstance(error, BrokenPipeError):
+        return "", 128 + 13
+    if isinstance(error, SystemExit):  # by a signal
+        return "stopped; run the same command again" if is_rank_0() else "", int(error.code or 0)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted" if is_rank_0() else "", 130
+    distributed = sys.modules.get("dino_vit.core.distributed")
     if distributed and distributed.unanswered(error):
         return "Timed out waiting for another rank (run.peer_timeout); run the same command again", REQUEUE
     if distributed and distributed.lost_process(error):
@@ -197,4 +196,4 @@ def _explain(error: Exception) -> tuple[str, int]:
         if "Bus error" in text:
             advice = "Give more shared memory (docker run --shm-size=16g) or set data.workers=0"
         return f"{text.strip(' .')}. {advice}", REQUEUE
-    return text if is_foreseen(error) else "", getattr(error, "exit_code", 2)
+    return text if text and is_foreseen(error) else None, getattr(error, "exit_code", 2)

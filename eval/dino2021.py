@@ -42,7 +42,7 @@ from dino_vit.eval.classification.supervised import EpochTraining, SupervisedLoa
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
-from dino_vit.method.schedules import warmup_cosine
+from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View

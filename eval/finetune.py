@@ -50,7 +50,7 @@ from dino_vit.eval.figures import TOP_K, Figure, Predictions
 from dino_vit.eval.results import EvaluationResult, conclude_classes
 from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.method import optim
-from dino_vit.method.schedules import warmup_cosine
+from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.views.augment import ViewAugment

@@ -57,7 +57,7 @@ COMMANDS = {
     "demo": Command("DemoConfig", "commands.demo:run"),
     "inspect-data": Command("InspectConfig", "commands.inspect_data:run"),
     "pack": Command("PackConfig", "commands.pack:run"),
-    "pretrain": Command("pretrain:PretrainConfig", "training.loop:pretrain"),
+    "pretrain": Command("pretrain:PretrainConfig", "training.pretrain:pretrain"),
     "report": Command("ReportConfig", "commands.report:run"),
     "knn": Command("KnnConfig", "eval.classification.knn:run"),
     "linear": Command("LinearConfig", "eval.classification.linear:run"),

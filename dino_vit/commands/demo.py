@@ -17,7 +17,7 @@ from dino_vit.core.runtime import choose_precision
 from dino_vit.core.text import Result
 from dino_vit.eval.maps import attention
 from dino_vit.reports.record import read_run
-from dino_vit.training.loop import pretrain
+from dino_vit.training.pretrain import pretrain
 
 # Without native bf16 a step takes twice as long or more: then the runs take the steps that fit into these.
 MINUTES = {"textures": 2.5, "scenes": 1.5}

@@ -1,14 +1,16 @@
 """What follows from a completed configuration: batches, lengths, intervals and rates; the pace of steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
+from dino_vit.config.auto import EVALUATIONS, Choice
 from dino_vit.config.pretrain import PretrainConfig, check_phases, check_scaled_lr, in_steps, scaled_lr
 from dino_vit.config.sections import START_TEACHER_TEMPERATURE
 from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import plural
-from dino_vit.method.schedules import warmup_constant, warmup_cosine
+from dino_vit.method.optim import warmup_constant, warmup_cosine
 
 LOG_LINES = 20  # at least, of a run of some minutes
 # How far, in natural logarithms, the planned pace may be off, and the mean of steps that took all the time:
@@ -24,6 +26,19 @@ class ScheduleValues(NamedTuple):
     weight_decay: float
     momentum: float
     teacher_temp: float
+
+
+class BudgetEstimate(NamedTuple):
+    """What fits into `budget.minutes`: steps and evaluations, and the network and views chosen for them."""
+
+    steps: int | None = None
+    choices: Sequence[Choice] = ()
+    evaluations: int = EVALUATIONS
+    step_seconds: float = 0.0
+    seconds: float = 0.0  # that measuring took
+
+
+NO_ESTIMATE = BudgetEstimate()  # of a run whose budget is not in minutes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,14 @@ This happens once, when a run is set up; nothing changes the config afterwards.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from dino_vit.config.auto import (
-    EVALUATIONS,
     Choice,
     auto_choices,
     channel_choices,
@@ -21,35 +21,31 @@ from dino_vit.config.auto import (
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
 from dino_vit.config.sections import Model
-from dino_vit.config.settings import flat, get, given_keys, settings_of
+from dino_vit.config.settings import flat, get, given_keys, result_changes, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import from_rank_0, in_all_processes
 from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet, spread
-from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, channel_statistics, inspect_images
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.statistics import (
+    INSPECTED,
+    MEASURED,
+    ChannelStatistics,
+    ImageSummary,
+    channel_statistics,
+    inspect_images,
+)
 from dino_vit.models.backbone import Backbone
+from dino_vit.training.plan import NO_ESTIMATE, BudgetEstimate
 from dino_vit.views.build import advice_on_size, build_pixels
 from dino_vit.views.eval_transform import eval_transform_of
 
 if TYPE_CHECKING:
     from dino_vit.weights.loading import TrainedTeacher
 
-
+T = TypeVar("T")
 GLOBAL_ORDER = 2**26  # images: an order of all takes 16 bytes of each in every process
-
-
-class BudgetEstimate(NamedTuple):
-    """What fits into `budget.minutes`: steps and evaluations, and the network and views chosen for them."""
-
-    steps: int | None = None
-    choices: Sequence[Choice] = ()
-    evaluations: int = EVALUATIONS
-    step_seconds: float = 0.0
-    seconds: float = 0.0  # that measuring took
-
-
-NO_ESTIMATE = BudgetEstimate()  # of a run whose budget is not in minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +60,8 @@ class RunContext:
     architecture: Mapping[str, Any] | None = None  # of `init.weights`
     frozen: "TrainedTeacher | None" = None  # of `teacher.weights`
     gram_teacher: Backbone | None = None  # of `gram.weights`
-    fit: BudgetEstimate = NO_ESTIMATE
+    estimate: BudgetEstimate = NO_ESTIMATE
+    measured: dict[object, Any] = field(default_factory=dict)  # on the images; copies of the context share it
 
     @property
     def feature_teacher(self) -> Backbone | None:
@@ -77,14 +74,33 @@ class RunContext:
         networks = {"frozen": self.frozen and self.frozen.backbone, "gram": self.gram_teacher}
         return {name: network.provenance.sha256 if network else None for name, network in networks.items()}
 
+    def inspected(self, config: PretrainConfig) -> ImageSummary:
+        """Return what some images are."""
+        indices = spread(len(self.source), INSPECTED)
+        inspect = partial(inspect_images, self.source, indices, max_pixels=config.data.max_pixels)
+        return self._measure(INSPECTED, inspect)
+
+    def statistics(self, images: int, pixels: Pixels) -> ChannelStatistics:
+        """Return the mean and std of the channels of some images."""
+        read = partial(channel_statistics, self.source, spread(len(self.source), images), pixels)
+        return self._measure((images, pixels), read)
+
+    def _measure(self, key: object, work: Callable[[], T]) -> T:
+        """Return what rank 0 measures, once: others may fail to read another image."""
+        if key not in self.measured:
+            with in_all_processes():
+                self.measured[key] = from_rank_0(work)
+        return cast(T, self.measured[key])
+
 
 def with_choices(config: PretrainConfig, choices: Iterable[Choice]) -> PretrainConfig:
     """Return a config with some choices in it."""
     return replace(config, {choice.key: choice.value for choice in choices})
 
 
-class Resolution(NamedTuple):
-    """A config without open settings, what led to it, notes on the images, and those that were inspected."""
+@dataclass(frozen=True)
+class Resolution:
+    """A config without open settings, the choices of this start, notes on the images, and what they are."""
 
     config: PretrainConfig
     choices: list[Choice]
@@ -92,13 +108,9 @@ class Resolution(NamedTuple):
     summary: ImageSummary
 
 
-def resolve_config(config: PretrainConfig, context: RunContext) -> Resolution:
+def resolve(config: PretrainConfig, context: RunContext) -> Resolution:
     """Fill in every open setting; a run that resumes keeps what was chosen at its start."""
-    source, resumed, max_pixels = context.source, context.resumed, config.data.max_pixels
-    with in_all_processes():  # others may fail to read another image
-        summary = from_rank_0(
-            lambda: inspect_images(source, spread(len(source), INSPECTED), max_pixels=max_pixels)
-        )
+    source, resumed, summary = context.source, context.resumed, context.inspected(config)
     images = source.images_per_epoch
     made: dict[str, Choice] = {}
 
@@ -109,7 +121,7 @@ def resolve_config(config: PretrainConfig, context: RunContext) -> Resolution:
         made.update({choice.key: choice for choice in choices})
 
     add(start_choices(config, context))
-    add(context.fit.choices)
+    add(context.estimate.choices)
     batch = config.data.batch_size * config.optim.accumulate * context.processes
     add(
         auto_choices(
@@ -119,14 +131,13 @@ def resolve_config(config: PretrainConfig, context: RunContext) -> Resolution:
             channels=summary.channels,
             likeness=summary.likeness,
             global_batch=resumed.metadata["global_batch"] if resumed else batch,
-            steps=context.fit.steps,
-            evaluations=context.fit.evaluations,
+            steps=context.estimate.steps,
+            evaluations=context.estimate.evaluations,
         )
     )
     global_batch = min(batch, images)  # more is refused by the plan
-    steps = context.fit.steps or config.budget.total_steps(images, global_batch)
-    shortened = [] if resumed else phase_choices(config, steps / (images // global_batch))
-    add(shortened)
+    steps = context.estimate.steps or config.budget.total_steps(images, global_batch)
+    add([] if resumed else phase_choices(config, steps / (images // global_batch)))
     if not any(image.fits(config.data.channels) for image in summary.images):
         raise ValueError(
             f"data.channels={config.data.channels}, but the images of {config.data.images} have "
@@ -135,14 +146,24 @@ def resolve_config(config: PretrainConfig, context: RunContext) -> Resolution:
     if config.data.bits is None:
         add([Choice("data.bits", summary.bits, "as the images have")])
     add(_order_choices(config, context))
-    statistics, notes = _pixel_statistics(config, source)
+    statistics, notes = _pixel_statistics(config, context)
     add(statistics)
     add(_batch_choices(config, context))
     notes.insert(0, summary.describe(build_pixels(config)))
     sizes = [(image.height, image.width) for image in summary.images]
     if advice := advice_on_size(config, sizes, config.data.sources):
         notes.append(advice)
-    return Resolution(config, list(made.values()), notes, summary)
+    choices = list(made.values())
+    return Resolution(config, _news(config, choices, resumed) if resumed else choices, notes, summary)
+
+
+def _news(config: PretrainConfig, choices: Sequence[Choice], resumed: Checkpoint) -> list[Choice]:
+    """Return what was chosen for a run that resumes, or given, and differs from its start."""
+    started = started_config(resumed)
+    news = [choice for choice in choices if get(started, choice.key) != choice.value]
+    given = result_changes(config, started).keys() - {choice.key for choice in news}
+    reason = f"changed at step {resumed.step:,}"
+    return news + [Choice(key, get(config, key), reason) for key in sorted(given)]
 
 
 def start_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
@@ -291,13 +312,11 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     return [Choice(key, get(before, key), "as the run started") for key in sorted(keys)]
 
 
-def _pixel_statistics(config: PretrainConfig, source: ImageSet) -> tuple[list[Choice], list[str]]:
+def _pixel_statistics(config: PretrainConfig, context: RunContext) -> tuple[list[Choice], list[str]]:
     """Measure mean and std where they are open, and check that images can be read as configured."""
     open_names = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)
-    indices = spread(len(source), MEASURED if open_names else INSPECTED)
-    with in_all_processes():
-        measured = from_rank_0(lambda: channel_statistics(source, indices, pixels))
+    measured = context.statistics(MEASURED if open_names else INSPECTED, pixels)
     choices = []
     for name in open_names:
         values = tuple(float(f"{value:.4g}") for value in getattr(measured, name))

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
-from dino_vit.config.settings import get, given_keys, result_changes
+from dino_vit.config.settings import given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -26,8 +26,8 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.stems import current_arguments
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.training.plan import make_plan, note_on_unseen
-from dino_vit.training.resolve import NO_ESTIMATE, BudgetEstimate, RunContext, resolve_config, started_config
+from dino_vit.training.plan import BudgetEstimate, make_plan, note_on_unseen
+from dino_vit.training.resolve import RunContext, resolve
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import (
@@ -49,27 +49,23 @@ class ReadyRun(NamedTuple):
     resumed: Path | None  # the checkpoint that it resumes from
 
 
-def set_up(config: PretrainConfig, accelerator: Accelerator, fit: BudgetEstimate = NO_ESTIMATE) -> ReadyRun:
+def set_up(config: PretrainConfig, accelerator: Accelerator, context: RunContext | None = None) -> ReadyRun:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder.
 
-    `fit` is what a new run of some `budget.minutes` has time for.
+    `context` is what it depends on, if that is open already.
     """
-    context = open_context(config, accelerator, fit)
-    config, choices, notes, summary = resolve_config(config, context)
+    context = context or open_context(config, accelerator)
+    resolution = resolve(config, context)
+    config, notes = resolution.config, resolution.notes
     if context.resumed:
         check_same_run(config, context, context.resumed)
-        started = started_config(context.resumed)
-        choices = [choice for choice in choices if get(started, choice.key) != choice.value]
-        given = result_changes(config, started).keys() - {choice.key for choice in choices}
-        reason = f"changed at step {context.resumed.step:,}"
-        choices += [Choice(key, get(config, key), reason) for key in sorted(given)]
     state = _build_state(config, context, accelerator)
-    if config.data.keep_decoded and (kept := keep_decoded(state.loader, summary)):
+    if config.data.keep_decoded and (kept := keep_decoded(state.loader, resolution.summary)):
         notes.append(kept)
-    state.seconds_before = context.fit.seconds
+    state.seconds_before = context.estimate.seconds
     if context.resumed:
         state.restore(context.resumed)
-    elif note := note_on_unseen(state.plan, context.fit.step_seconds):
+    elif note := note_on_unseen(state.plan, context.estimate.step_seconds):
         notes.append(note)
     if context.feature_teacher:
         notes.append(
@@ -84,7 +80,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: BudgetEstimate
         state.evaluated_by = state.evaluation_digest()
     if before not in (None, state.evaluated_by) and state.step < state.plan.total_steps:
         set_figures_aside(state)
-    return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
+    return ReadyRun(state, resolution.choices, notes, context.resumed.path if context.resumed else None)
 
 
 def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[str]:
@@ -102,16 +98,13 @@ def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[
     yield from said
 
 
-def open_context(
-    config: PretrainConfig, accelerator: Accelerator, fit: BudgetEstimate = NO_ESTIMATE
-) -> RunContext:
+def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext:
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     source = open_images(config)
     resumed = find_checkpoint(config)
-    if resumed and config.budget.minutes:
-        fit = BudgetEstimate(resumed.metadata["total_steps"])
+    planned = resumed.metadata["total_steps"] if resumed and config.budget.minutes else None
     trained, frozen, gram_teacher = None, None, None
     if config.teacher.weights is not None or config.gram:
         from dino_vit.weights.loading import load_fixed, open_teacher
@@ -132,7 +125,7 @@ def open_context(
         device=accelerator.device,
         frozen=frozen,
         gram_teacher=gram_teacher,
-        fit=fit,
+        estimate=BudgetEstimate(planned),
     )
 
 
@@ -188,7 +181,7 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accelerator) -> TrainingState:
     device, processes = accelerator.device, context.processes
     images, resumed = context.source.images_per_epoch, context.resumed is not None
-    plan = make_plan(config, images, processes, context.fit.steps, resumed=resumed)
+    plan = make_plan(config, images, processes, context.estimate.steps, resumed=resumed)
     student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
     precision = choose_precision(config.run.precision, device)

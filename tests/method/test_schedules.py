@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dino_vit.method.schedules import warmup_constant, warmup_cosine
+from dino_vit.method.optim import warmup_constant, warmup_cosine
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Imports point one way between the packages, and in no circle between the modules."""
+"""Imports point one way between packages, in no circle between modules; calls are those in the docs."""
 
 import ast
 import re
@@ -6,8 +6,13 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+
+from dino_vit.cli import main
+from tests.support.documents import quoted, rows
+from tests.support.runs import arguments
 
 ROOT = Path(__file__).parents[2] / "dino_vit"
 # From the bottom up: a package may import those in the groups before its own.
@@ -96,9 +101,42 @@ def test_only_these_modules_know_accelerate():
 
 def test_pretraining_imports_only_what_every_run_needs():
     program = (
-        "import sys, dino_vit.training.loop; print(*(m for m in sys.modules if m.startswith('dino_vit')))"
+        "import sys, dino_vit.training.pretrain; print(*(m for m in sys.modules if m.startswith('dino_vit')))"
     )
     modules = subprocess.check_output([sys.executable, "-c", program], text=True).split()
     assert len(modules) <= 87
     rare = {"weights", "page", "pictures", "comparison", "tables", "timm_backbone", "archives", "arrays"}
     assert not [name for name in modules if rare & set(name.split("."))]
+
+
+def paths(heading):
+    """Return the calls of a table in docs/architecture.md, each with its file."""
+    text = (ROOT.parent / "docs" / "architecture.md").read_text().split(f"## {heading}\n")[1]
+    table = rows(text.split("\n## ")[0])
+    return [(call.removesuffix("()"), quoted(file)[0]) for calls, file, _ in table for call in quoted(calls)]
+
+
+def test_the_calls_from_the_command_line_to_the_loss_are_those_in_the_docs(tmp_path, monkeypatch):
+    calls = list[tuple[str, str]]()
+
+    def raise_with_calls(*_, **__):
+        frame = sys._getframe(1)
+        while frame:
+            if ROOT in Path(frame.f_code.co_filename).parents:
+                file = str(Path(frame.f_code.co_filename).relative_to(ROOT))
+                calls.append((frame.f_code.co_qualname, file))
+            frame = frame.f_back
+        raise ValueError("seen")
+
+    monkeypatch.setattr("dino_vit.method.objective.dino_loss", raise_with_calls)
+    assert main(arguments(tmp_path / "run")) == 2
+    named = paths("From the command line to the loss")
+    assert [*calls[::-1], ("dino_loss", "method/loss.py")] == named
+    assert len(named) <= 10
+
+
+@pytest.mark.parametrize("heading", ["The path of one image", "The path of one configuration"])
+def test_the_calls_in_the_docs_are_where_they_are_said_to_be(heading):
+    for call, file in paths(heading):
+        module = f"dino_vit/{file}".removesuffix(".py").replace("/", ".")
+        assert callable(resolve_name(f"{module}:{call}"))

@@ -15,7 +15,7 @@ from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.process import Interruption
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.method.schedules import warmup_cosine
+from dino_vit.method.optim import warmup_cosine
 from dino_vit.reports.metrics import OnlineFigures
 from dino_vit.training.interval import Interval
 from dino_vit.training.loop import train

@@ -7,15 +7,19 @@ from types import MappingProxyType
 import pytest
 from accelerate import Accelerator
 
+import dino_vit.training.budget
 import dino_vit.training.loop
 from dino_vit.config.auto import SHORT, network_ladder
 from dino_vit.config.loading import load
+from dino_vit.config.loading import replace as replace_settings
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.training import resolve, setup
 from dino_vit.training import state as state_module
-from dino_vit.training.loop import fit_to_minutes, seconds_per_step
-from dino_vit.training.resolve import BudgetEstimate
-from dino_vit.training.setup import set_up
+from dino_vit.training.budget import estimate_budget, seconds_per_step
+from dino_vit.training.plan import BudgetEstimate
+from dino_vit.training.pretrain import pretrain
+from dino_vit.training.setup import open_context, set_up
 from tests.support.processes import finish, pair, srun_environs
 from tests.support.runs import history
 from tests.support.training import configured, opened, trained
@@ -37,6 +41,14 @@ def test_two_processes_end_after_the_same_step(tmp_path):
     assert found["step"] == found["total_steps"] == history(tmp_path / "run")[-1]["step"]
 
 
+def planned(config, estimate=None):
+    """Set a run up that has time for what is given, or for what is measured."""
+    accelerator = Accelerator()
+    context = open_context(config, accelerator)
+    context = replace(context, estimate=estimate or estimate_budget(config, context))
+    return set_up(config, accelerator, context)
+
+
 class Played:
     """A run of ten minutes, whose steps are played, each with its time."""
 
@@ -47,7 +59,7 @@ class Played:
         changes = {"budget.steps": "null", "budget.minutes": 10, "optim.freeze_last_layer_epochs": 0}
         changes |= {"optim.warmup_epochs": 0, "run.log_every": 50}
         config = configured(tmp_path / "run", changes | settings)
-        self.state = set_up(config, Accelerator(), BudgetEstimate(steps)).state
+        self.state = planned(config, BudgetEstimate(steps)).state
         self.state.began = self.now
         self.totals, self.lr = [], []  # totals with the share of the time at which they were known
         self.state.begin_pace()
@@ -223,31 +235,50 @@ def test_the_network_is_the_largest_that_sees_enough_images():
     assert network_ladder(given, 500) == []
 
 
-@pytest.mark.parametrize(("of_long", "steps"), [(0.02, SHORT - 1), (0.012, 45_000)])
-def test_a_long_run_has_the_speed_of_its_own_recipe(tmp_path, monkeypatch, of_long, steps):
+@pytest.mark.parametrize(("long_step", "steps"), [(0.02, SHORT - 1), (0.012, 45_000)])
+def test_a_long_run_has_the_speed_of_its_own_recipe(tmp_path, monkeypatch, long_step, steps):
     """A step of a long run, with more views and all patches, takes longer than one of a short run."""
     monkeypatch.setattr(
-        dino_vit.training.loop,
+        dino_vit.training.budget,
         "measured_seconds",
-        lambda config, steps=1000: (of_long if steps >= SHORT else 0.01, 15.0),
+        lambda config, context, steps=1000: (long_step if steps >= SHORT else 0.01, 15.0),
     )
     settings = ["recipe=auto", "data.source=synthetic:400:32", f"output={tmp_path}", "budget.minutes=10"]
-    fit = fit_to_minutes(load(PretrainConfig, None, [*settings, "model.arch=vit_tiny", "data.batch_size=8"]))
-    assert fit.steps == pytest.approx(steps, rel=0.02)
-    assert (fit.steps < SHORT) == (steps < SHORT)
+    config = load(PretrainConfig, None, [*settings, "model.arch=vit_tiny", "data.batch_size=8"])
+    estimated = estimate_budget(config, open_context(config, Accelerator())).steps
+    assert estimated == pytest.approx(steps, rel=0.02)
+    assert (estimated < SHORT) == (steps < SHORT)
 
 
 @pytest.mark.parametrize(("speed", "width"), [(10, 96), (1e9, 384)])
 def test_the_choice_follows_the_measured_speed(tmp_path, monkeypatch, speed, width):
-    monkeypatch.setattr(dino_vit.training.loop, "measured_seconds", lambda *_: (8 / speed, 15.0))
+    monkeypatch.setattr(dino_vit.training.budget, "measured_seconds", lambda *_: (8 / speed, 15.0))
     settings = ["recipe=auto", "data.source=synthetic:400:224", f"output={tmp_path}", "budget.minutes=10"]
     config = load(PretrainConfig, None, [*settings, "data.batch_size=8", "data.workers=0"])
-    accelerator = Accelerator()
-    run = set_up(config, accelerator, fit_to_minutes(config))
+    run = planned(config)
     assert run.state.config.model.width == width
     assert run.state.plan.total_steps == pytest.approx(540 * speed / 8, rel=0.02)  # less what measuring took
     reasons = {choice.key: choice.reason for choice in run.choices}
     assert "in 10 minutes on this machine" in reasons["model.width"]
+
+
+def test_images_are_opened_and_looked_at_once_however_often_a_step_is_measured(tmp_path, monkeypatch):
+    done = []
+
+    def noting(name, work):
+        def noted(*arguments, **keywords):
+            done.append(name)
+            return work(*arguments, **keywords)
+
+        return noted
+
+    works = {"open_images": setup, "inspect_images": resolve, "channel_statistics": resolve}
+    for name, module in works.items():
+        monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
+    config = configured(tmp_path / "run", {**SETTINGS, "budget.minutes": 1 / 60, "recipe": "auto"})
+    pretrain(replace_settings(config, {"data.mean": None}))
+    assert sorted(done) == ["channel_statistics", "inspect_images", "open_images"]
+    assert history(tmp_path / "run")[-1]["step"] == history(tmp_path / "run")[-1]["total_steps"]
 
 
 def test_a_recipe_whose_phases_are_longer_than_the_trial_is_measured(tmp_path):
@@ -255,5 +286,5 @@ def test_a_recipe_whose_phases_are_longer_than_the_trial_is_measured(tmp_path):
     images = {**SETTINGS, "data.source": "synthetic:4000:32", "optim.warmup_epochs": 10}
     config = configured(tmp_path / "run", images)
     with pytest.raises(ValueError, match=r"optim.warmup_epochs=10 is not shorter than the run") as error:
-        set_up(config, Accelerator(), fit_to_minutes(config))
+        planned(config)
     assert "or a larger budget.minutes" in str(error.value)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_scenes
-from dino_vit.training.loop import pretrain
+from dino_vit.training.plan import BudgetEstimate
+from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_start, start_record
-from dino_vit.training.resolve import BudgetEstimate
-from dino_vit.training.setup import set_up
+from dino_vit.training.setup import open_context, set_up
 from tests.support.documents import ROOT
 from tests.support.peers import HF_VIT
 from tests.support.runs import TINY, tensors
@@ -308,7 +309,8 @@ def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights)
 def test_a_run_that_sees_few_images_says_so(tmp_path):
     minutes = {"budget.steps": "null", "budget.minutes": 1, "optim.warmup_epochs": 0}
     config = configured(tmp_path / "run", {**minutes, "optim.freeze_last_layer_epochs": 0})
-    notes = set_up(config, Accelerator(), BudgetEstimate(3, (), 1, 15.0)).notes
+    context = replace(open_context(config, Accelerator()), estimate=BudgetEstimate(3, (), 1, 15.0))
+    notes = set_up(config, Accelerator(), context).notes
     assert any(
         note.startswith("budget.minutes=1 has time for about 3 steps of the 8 in an epoch")
         and note.endswith("budget.minutes=2.2 would be an epoch")

@@ -29,7 +29,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.eval.figures import TOP_K
 from dino_vit.eval.neighbours import ridge
-from dino_vit.method.schedules import warmup_cosine
+from dino_vit.method.optim import warmup_cosine
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9

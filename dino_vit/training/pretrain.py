@@ -1,0 +1,46 @@
+"""Pretraining from beginning to end: its processes, its folder, what fits into its minutes, its loop."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.cache import bound_caches
+from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
+from dino_vit.core.process import Interruption, locked
+from dino_vit.core.runtime import start_processes
+from dino_vit.data.sources.files import retrying
+from dino_vit.reports.metrics import MetricsRecord
+from dino_vit.training.loop import train
+from dino_vit.training.reporter import Reporter
+from dino_vit.training.setup import open_context, set_up
+
+
+def pretrain(
+    config: PretrainConfig,
+    *,
+    on_metrics: Callable[[MetricsRecord], object] | None = None,
+    on_checkpoint: Callable[[Path], object] | None = None,
+) -> None:
+    """Train as configured, resuming where the output folder has a run.
+
+    On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
+    """
+    config.check_ready()
+    with Interruption() as interruption, retrying(config.data.timeout):
+        accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
+        with locked(Path(config.output)):
+            context = open_context(config, accelerator)
+            if config.budget.minutes is not None and not context.resumed:
+                from dino_vit.training.budget import estimate_budget
+
+                context = replace(context, estimate=estimate_budget(config, context))
+            run = set_up(config, accelerator, context)
+            if config.data.cache_gb and accelerator.is_main_process:
+                bound_caches(config.data.cache_gb)
+            with Reporter(run, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
+                finished = train(run.state, reporter, interruption)
+                accelerator.wait_for_everyone()
+                limit_waits(SETUP_TIMEOUT)  # of what comes next in this process
+        if not finished:
+            interruption.leave()
