@@ -6,6 +6,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
@@ -54,22 +55,35 @@ class Member(NamedTuple):
 class ArchiveStore(Store):
     """Images in archives, whose names are never used as paths."""
 
+    def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
+        self.shards: Shards = Shards(ranges, digest)
+
+    @abstractmethod
+    def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
+        """Return the archive of an image, columns that have its place there, and its row in these."""
+
+    def read(self, row: int) -> bytes:
+        shard, columns, at = self.locate(row)
+        return read_member(self.shards, shard, {field: int(columns[field][at]) for field in FIELDS})
+
+    def origins(self, rows: Iterable[int]) -> list[Hashable]:
+        files = list(map(file_identity, self.shards.ranges.paths))
+        return [(files[shard], int(columns["start"][at])) for shard, columns, at in map(self.locate, rows)]
+
+
+class IndexedArchives(ArchiveStore):
+    """Images in archives by the index in the cache."""
+
     def __init__(self, index: Index, files: Sequence[str]) -> None:
+        super().__init__(ByteRangeReader(files, index.file_signatures[: len(files)]))
         self.index = index
-        self.shards: Shards = Shards(ByteRangeReader(files, index.file_signatures[: len(files)]))
 
     @property
     def layout(self) -> ShardLayout:
         return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self.shards.ranges.paths))
 
-    def read(self, row: int) -> bytes:
-        member = {name: int(self.index.columns[name][row]) for name in ("file", *FIELDS)}
-        return read_member(self.shards, member["file"], member)
-
-    def origins(self, rows: Iterable[int]) -> list[Hashable]:
-        files = list(map(file_identity, self.shards.ranges.paths))
-        shard, start = (self.index.columns[name].tolist() for name in ("file", "start"))
-        return [(files[shard[row]], start[row]) for row in rows]
+    def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
+        return int(self.index.columns["file"][row]), self.index.columns, row
 
 
 def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
@@ -90,7 +104,7 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     with indexing(spec):
         read = [*files, *filter(exists, beside)]
     index = open_index(suffix[1:], spec, lambda _: _contents(spec, files, listed), read, prepare=list_all)
-    return index.image_set(ArchiveStore(index, files))
+    return index.image_set(IndexedArchives(index, files))
 
 
 def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -> IndexContents:

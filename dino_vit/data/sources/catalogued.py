@@ -3,22 +3,22 @@
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from dino_vit.core.cache import cache_folder
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import expand_braces, plural, printable, public, public_names
 from dino_vit.data.catalogue import CATALOGUE, Catalogue, names_digest, read_index, stale
-from dino_vit.data.image_set import ImageSet, ShardLayout, Store
-from dino_vit.data.shards import ByteRangeReader, Shards
-from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, read_member
+from dino_vit.data.image_set import ImageSet, ShardLayout
+from dino_vit.data.shards import ByteRangeReader
+from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, ArchiveStore
 from dino_vit.data.sources.files import (
     ChangedFile,
     exists,
@@ -27,61 +27,56 @@ from dino_vit.data.sources.files import (
     is_url,
     read_file,
 )
-from dino_vit.data.sources.paths import file_identity, suffix_of
+from dino_vit.data.sources.paths import suffix_of
 
 HELD = 256  # indexes in each process
 
 
 @lru_cache(HELD)
-def _rows(catalogue: Catalogue, shard: int) -> pa.RecordBatch:
-    return read_index(catalogue[shard], catalogue.indexes[shard].as_py().hex())
+def _columns(catalogue: Catalogue, shard: int) -> dict[str, Any]:
+    index = read_index(catalogue[shard], catalogue.indexes[shard].as_py().hex())
+    return {field: np.from_dlpack(index[field]) for field in FIELDS} | {
+        field: index[field] for field in ("name", "label")
+    }
 
 
-class CatalogueStore(Store):
+class CatalogueStore(ArchiveStore):
     """Images in the archives of a folder with a catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
+        super().__init__(ByteRangeReader(catalogue, catalogue.signatures), catalogue.digest)
         self.catalogue, self.starts = catalogue, np.concatenate([[0], np.cumsum(catalogue.images)])
         self.numbers = {name: number for number, name in enumerate(catalogue.metadata["classes"])}
-        self.shards: Shards = Shards(ByteRangeReader(catalogue, catalogue.signatures), catalogue.digest)
 
     @property
     def layout(self) -> ShardLayout:
         return ShardLayout(self.starts)
 
-    def _locate(self, row: int) -> tuple[int, pa.RecordBatch, int]:
-        """Return the shard of an image, the index of that, and the row there."""
+    def locate(self, row: int) -> tuple[int, dict[str, Any], int]:
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return shard, _rows(self.catalogue, shard), row - int(self.starts[shard])
+        return shard, _columns(self.catalogue, shard), row - int(self.starts[shard])
 
     def read(self, row: int) -> bytes:
-        shard, index, at = self._locate(row)
         try:
-            return read_member(self.shards, shard, {field: index[field][at].as_py() for field in FIELDS})
+            return super().read(row)
         except (ChangedFile, FileNotFoundError) as error:
-            raise stale(f"{self.catalogue[shard]} is not as it was when it was catalogued") from error
-
-    def origins(self, rows: Iterable[int]) -> list[Hashable]:
-        files, origins = list(map(file_identity, self.catalogue)), list[Hashable]()
-        for row in rows:
-            shard, index, at = self._locate(row)
-            origins.append((files[shard], index["start"][at].as_py()))
-        return origins
+            archive = self.catalogue[self.locate(row)[0]]
+            raise stale(f"{archive} is not as it was when it was catalogued") from error
 
     def label(self, row: int) -> int:
         if not self.numbers:  # an index would be read for it
             return -1
-        _, index, at = self._locate(row)
+        _, columns, at = self.locate(row)
         depth = self.catalogue.metadata["label_depth"]
         if depth is None:
-            return self.numbers.get(index["label"][at].as_py(), -1)
-        folders = index["name"][at].as_py().split(b"/")[:-1]
+            return self.numbers.get(columns["label"][at].as_py(), -1)
+        folders = columns["name"][at].as_py().split(b"/")[:-1]
         return self.numbers[os.fsdecode(folders[depth])] if len(folders) > depth else -1
 
     def full_name(self, row: int) -> str:
         """Return the name as the archive has it, after that of the archive unless all names are in order."""
-        shard, index, at = self._locate(row)
-        name = os.fsdecode(index["name"][at].as_py())
+        shard, columns, at = self.locate(row)
+        name = os.fsdecode(columns["name"][at].as_py())
         return name if self.catalogue.metadata["ordered"] else f"{self.catalogue.files[shard].as_py()}/{name}"
 
     def name(self, row: int) -> str:

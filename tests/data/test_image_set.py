@@ -1,0 +1,115 @@
+"""Random layouts of images in every store, and parts and mixes of them, against naive dictionaries."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+
+from dino_vit.cli import main
+from dino_vit.data.image_set import ImageSet, join_sets
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import make_scenes
+from tests.support.image_sets import write_folder, write_tar, write_zip
+
+WORDS = ["cat", "dog", "x y", "é", "10", "9", "train", "val", "new\nline", "set.1.0"]
+
+
+def draw_files(draw):
+    """Files of one of several shapes: flat, in classes, in splits, at any depth."""
+    depth, count = draw.randrange(4), draw.randint(4, 12)
+    splits = draw.sample(["train", "val", "test"], 2)
+    files = {}
+    for number in range(count):
+        folders = [draw.choice(WORDS) for _ in range(draw.randint(0, depth))]
+        folders = [splits[number % 2], *folders] if depth == 2 else folders
+        files["/".join([*folders, f"{number}.{draw.choice(['png', 'JPG', 'webp'])}"])] = draw.randbytes(9)
+    return files
+
+
+def labels_of(names):
+    """The first folder below what all share, below the splits if there are some; naively."""
+    paths = [name.split("/") for name in names]
+    while all(len(path) > 1 and path[0] == paths[0][0] for path in paths):
+        paths = [path[1:] for path in paths]
+    tops = {path[0] for path in paths if len(path) > 1}
+    splits = {}
+    if len(tops) > 1 and tops <= {"train", "val", "test"}:
+        for index, path in enumerate(paths):
+            if len(path) > 1:
+                splits.setdefault(path[0], []).append(index)
+        paths = [path[1:] if len(path) > 1 else path for path in paths]
+    return [path[0].replace("\n", r"\n") if len(path) > 1 else None for path in paths], splits
+
+
+def seen(images):
+    labels = [images.label(index) for index in range(len(images))]
+    return [
+        (images.public_name(index), images.read(index), None if label is None else images.classes[label])
+        for index, label in enumerate(labels)
+    ]
+
+
+def stores(root, files, draw):
+    """The same files as they are, in archives in any order, and in archives with a catalogue."""
+    names = list(files)
+    draw.shuffle(names)
+    yield write_folder(root / "folder", files)
+    yield write_tar(root / "a.tar", {name: files[name] for name in names})
+    yield write_zip(root / "a.zip", files)
+    for number in range(2):
+        write_tar(root / "shards" / f"{number}.tar", {name: files[name] for name in names[number::2]})
+        ordered = sorted(names, key=str.encode)[number * len(names) // 2 : (number + 1) * len(names) // 2]
+        write_tar(root / "catalogued" / f"{number}.tar", {name: files[name] for name in ordered})
+    yield root / "shards"
+    assert main(["pack", str(root / "catalogued"), "index_only=true"]) == 0
+    yield root / "catalogued"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_store_has_the_names_labels_splits_and_bytes_of_the_files(tmp_path, seed):
+    draw = random.Random(seed)
+    files = draw_files(draw)
+    order = sorted(files, key=str.encode)
+    labels, splits = labels_of(order)
+    expected = list(zip(order, (files[name] for name in order), labels, strict=True))
+    chosen = [draw.randrange(len(order)) for _ in range(5)]
+    again = draw.sample(range(5), 3)
+    fingerprints = []
+    for path in stores(tmp_path, files, draw):
+        images = open_source(str(path))
+        assert seen(images) == seen(pickle.loads(pickle.dumps(images))) == expected
+        assert {name: list(indices) for name, indices in images.splits.items()} == splits
+        part = images.subset(chosen).subset(np.array(again))
+        assert seen(part) == [expected[chosen[index]] for index in again]
+        assert (part.splits, part.stamp) == ({}, images.stamp)
+        if images.layout:
+            shards = images.layout.shards(np.array(chosen)[again])
+            assert part.layout.shards(np.arange(3)).tolist() == shards.tolist()
+        fingerprints.append((images.fingerprint, part.fingerprint))
+    assert len(set(fingerprints)) == 1
+
+
+def test_other_labels_are_of_the_images_of_a_part(tmp_path):
+    images = open_source(
+        str(write_folder(tmp_path, {f"{number}.png": b"%d" % number for number in range(6)}))
+    )
+    part = images.subset([4, 1, 3]).with_labels(np.array([1, -1, 0], np.int32), ["a", "b"])
+    assert [part.label(index) for index in range(3)] == [1, None, 0]
+    assert part.subset([2, 0]).label(1) == 1
+    assert part.fingerprint == images.subset([4, 1, 3]).fingerprint
+    scenes = make_scenes(length=2)
+    assert scenes.masks
+    assert scenes.with_labels(np.zeros(2, np.int32), ["of images, not of pixels"]).masks is None
+
+
+def test_joined_sets_have_the_images_of_each_and_the_classes_of_all(tmp_path):
+    files = {f"{name}.png": b"x" for name in "12"}
+    parts = [open_source(str(write_folder(tmp_path / name, files))) for name in "ab"]
+    first, second = (part.with_labels(np.zeros(2, np.int32), [f"of {n}"]) for n, part in enumerate(parts))
+    joined = join_sets(["first", "second"], [first, second.subset([1])])
+    assert [joined.name(index) for index in range(3)] == ["first/1.png", "first/2.png", "second/2.png"]
+    assert [joined.classes[joined.label(index)] for index in range(3)] == ["of 0", "of 0", "of 1"]
+    assert joined.origins() == [*parts[0].origins(), parts[1].origins()[1]]
+    assert isinstance(joined.subset([2]), ImageSet)
+    assert joined.subset([2]).origins() == parts[1].subset([1]).origins()
