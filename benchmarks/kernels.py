@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -91,7 +91,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators: Counter[str] = Counter()  # all that are called, by part
         self.products: Counter[torch.dtype] = Counter()  # multiplications, by the dtype of the matrices
         self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by part of the step and kind of operator
-        self.seconds: Counter[str] = Counter()  # at least, by part
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # at least, by part
         self.flops = 0.0
         self.memory = 0  # bytes
         self.peaks: dict[str, int] = {}  # of each part
