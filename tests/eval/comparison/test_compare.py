@@ -13,9 +13,10 @@ from dino_vit import VisionTransformer, save_backbone
 from dino_vit.config.commands import BackboneConfig, CompareConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.comparison.compare import choose_evaluators, names_of, open_compared, untrained_like
+from dino_vit.eval.comparison.baselines import untrained_like
+from dino_vit.eval.comparison.compare import choose_evaluators, names_of, open_compared
 from dino_vit.eval.features import frozen_backbone
-from dino_vit.eval.maps import segmentation
+from dino_vit.eval.maps import dense
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import rankme
 from dino_vit.eval.reading import pixel_features
@@ -129,7 +130,7 @@ def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, oth
 
 
 def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(segmentation, "FEWEST_STEPS", 3)
+    monkeypatch.setattr(dense, "FEWEST_STEPS", 3)
     found = dino_vit.compare(
         "synthetic:scenes:12:16",
         weights=[weights],
