@@ -239,7 +239,7 @@ def _describe(config: CompareConfig, frozen: FrozenBackbone, comparison: Compari
     indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
     features, _ = cached_features(frozen, source, indices=indices, title=f"features of {name}")
     comparison.ranks[name] = rankme(torch.from_numpy(features))
-    comparison.baselines = frozen.transform.pixels
+    comparison.pixels = frozen.transform.pixels
     if config.output and is_main_process():
         draw_maps(comparison, frozen, name)
 

@@ -121,7 +121,7 @@ def _differing(comparison: Comparison) -> list[Row]:
             for name, each in predictions.items():
                 said = each.classes[each.ranked[each.images == image][0, 0]]
                 lines.append(f"{'✓' if image in right[name] else '✗'} {name}: {said}")
-            picture = thumbnail(comparison.source, image, comparison.baselines)
+            picture = thumbnail(comparison.source, image, comparison.pixels)
             tiles.append(draw_tile(picture, "\n".join(lines)))
         rows.append(Row(f"{title}: {len(images):,} of {len(common):,} images", tiles))
     return rows
