@@ -35,6 +35,14 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
+def to_few_pixels(transform: EvalTransform) -> EvalTransform:
+    """Return a transform that prepares the same images at `PIXEL_SIDE` at most, for raw pixels."""
+    shrink = min(1.0, PIXEL_SIDE / max(transform.size))
+    height, width = (max(1, round(side * shrink)) for side in transform.size)
+    shorter = transform.shorter_side and max(1, round(transform.shorter_side * shrink))
+    return replace(transform, size=(height, width), shorter_side=shorter)
+
+
 def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
     """Return the flattened normalised pixels of images: a baseline for any features."""
     normalise = transform.normaliser(torch.device("cpu"))
