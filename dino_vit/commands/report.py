@@ -29,11 +29,7 @@ from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.maps.attention import (
-    attention_of,
-    principal_components,
-    whole_patches,
-)
+from dino_vit.eval.maps.attention import attention_of, whole_patches
 from dino_vit.eval.maps.pictures import (
     as_picture,
     data_uri,
@@ -41,6 +37,7 @@ from dino_vit.eval.maps.pictures import (
     draw_tile,
     heat,
     overlay,
+    principal_components,
     resize_sides,
     shorten,
 )

@@ -1,7 +1,6 @@
 """Features of images by a frozen backbone: computed by all processes of a launch, and cached on disk."""
 
 import json
-import logging
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import height_width, log
@@ -31,13 +30,19 @@ from dino_vit.core.distributed import (
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import progress
-from dino_vit.data.image_set import ImageSet, spread
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.statistics import inspect_images
-from dino_vit.eval.reading import Features, concatenate, in_batches, read_batches
+from dino_vit.eval.reading import (
+    Features,
+    concatenate,
+    in_batches,
+    missing_indices,
+    read_batches,
+    say_what_is_unlike,
+    warn_of_unreadable,
+)
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, eval_mode
-from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of
+from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 
 if TYPE_CHECKING:
     from dino_vit.config.commands import BackboneConfig
@@ -191,7 +196,7 @@ def cached_features(
     subset = "" if indices is None else digest({"indices": torch.as_tensor(indices)}, {})
     agree("images", lambda: source, lambda _: f"{len(chosen):,} of {source.describe()}{subset}")
     if is_main_process():
-        _say_what_is_unlike(frozen, source, chosen)
+        say_what_is_unlike(frozen.transform, source, chosen)
     stamp = source.stamp
     keeps = not any_process(stamp is None)
     if not keeps and source.fingerprint not in _SAID and is_main_process():
@@ -211,7 +216,9 @@ def cached_features(
     key = broadcast_int(int(digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:15], 16))
     path = (frozen.cache or cache_folder() / FEATURES) / f"{key:015x}.safetensors"
     tensors = _read(path)
-    if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors["indices"]))):
+    if any_process(
+        tensors is None or _readable_again(frozen, source, missing_indices(chosen, tensors["indices"]))
+    ):
         to = path if keeps or world_size() > 1 else None
         tensors = _compute(to, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
         if is_main_process():
@@ -230,24 +237,6 @@ def cached_features(
     return values, tensors["indices"].numpy()
 
 
-def _say_what_is_unlike(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]) -> None:
-    """Warn if images are far smaller than what they are resized to, or of other pixels."""
-    try:
-        sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
-    except (ValueError, SourceLost):  # none of these can be read; others may
-        return
-    side = min(frozen.transform.size)
-    if sample.images and FAR * sample.image_size < side:
-        text = "images of about %d pixels are enlarged to %d: they lack details of that size"
-        log.warning(text, sample.image_size, side)
-    pixels = frozen.transform.pixels
-    if steps := sample.conversions(pixels):
-        level = logging.WARNING if sample.bits > pixels.bits else logging.INFO
-        converted = ", ".join(f"{count} {step}" for step, count in steps.items())
-        text = "of %d images that were inspected, %s, as the weights need them"
-        log.log(level, text, len(sample.images), converted)
-
-
 def _read(path: Path) -> dict[str, Tensor] | None:
     """Return the features in a file, unless there is none or it is damaged."""
     if not path.exists():
@@ -257,17 +246,6 @@ def _read(path: Path) -> dict[str, Tensor] | None:
     except StorageError as error:
         log.warning("the features are computed again: %s", error)
         return None
-
-
-def _left_out(chosen: Sequence[int], kept: ArrayLike) -> list[int]:
-    return np.setdiff1d(np.asarray(chosen, np.int64), np.asarray(kept)).tolist()
-
-
-def warn_of_unreadable(source: ImageSet, chosen: Sequence[int], kept: ArrayLike) -> None:
-    """Say how many of some images are not among those that were read, by whichever process."""
-    if unreadable := _left_out(chosen, kept):
-        text = "%d of %d images cannot be read and are left out, the first is %s"
-        log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
 
 
 def _readable_again(frozen: FrozenBackbone, source: ImageSet, left_out: Sequence[int]) -> bool:

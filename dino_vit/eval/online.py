@@ -23,7 +23,7 @@ from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
-from dino_vit.eval.reading import PIXEL_SIDE, Features, pixel_features
+from dino_vit.eval.reading import Features, pixel_features, to_few_pixels
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
@@ -207,12 +207,9 @@ class OnlineEvaluation:
 
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
-        height, width = self.transform.size
-        shrink = min(1.0, PIXEL_SIDE / max(height, width))
-        size = max(1, round(height * shrink)), max(1, round(width * shrink))
-        small = replace(self.transform, size=size)
-        pixels = pixel_features(self.source, self.indices, transform=small)
-        images = pixels.values.view(-1, self.transform.pixels.channels, *size)
+        transform = to_few_pixels(self.transform)
+        pixels = pixel_features(self.source, self.indices, transform=transform)
+        images = pixels.values.view(-1, transform.pixels.channels, *transform.size)
         knn = self._classified(pixels.values, pixels.indices)
         return knn.percent, self._probe(colours(images), pixels.indices).percent
 

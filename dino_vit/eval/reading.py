@@ -1,5 +1,6 @@
 """Images read and prepared in batches, the next one while the caller works on another."""
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,12 +9,17 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dino_vit.data.image_set import ImageSet
+from dino_vit.core import log
+from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.views.eval_transform import EvalTransform
+from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.statistics import inspect_images
+from dino_vit.views.eval_transform import FAR, EvalTransform
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,6 +33,14 @@ class Features:
     values: Tensor
     indices: Tensor  # int64 (n,), on the CPU
     unreadable: tuple[UnreadableImage, ...]
+
+
+def to_few_pixels(transform: EvalTransform) -> EvalTransform:
+    """Return a transform that prepares the same images at `PIXEL_SIDE` at most, for raw pixels."""
+    shrink = min(1.0, PIXEL_SIDE / max(transform.size))
+    height, width = (max(1, round(side * shrink)) for side in transform.size)
+    shorter = transform.shorter_side and max(1, round(transform.shorter_side * shrink))
+    return replace(transform, size=(height, width), shorter_side=shorter)
 
 
 def pixel_features(source: ImageSet, indices: Sequence[int], *, transform: EvalTransform) -> Features:
@@ -98,3 +112,32 @@ def read_batches(
             torch.tensor([indices[row] for row in kept], dtype=torch.long),
             tuple(failure for failure in failures if failure is not None),
         )
+
+
+def say_what_is_unlike(transform: EvalTransform, source: ImageSet, indices: Sequence[int]) -> None:
+    """Warn if images are far smaller than what they are resized to, or of other pixels."""
+    try:
+        sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
+    except (ValueError, SourceLost):  # none of these can be read; others may
+        return
+    side = min(transform.size)
+    if sample.images and FAR * sample.image_size < side:
+        text = "images of about %d pixels are enlarged to %d: they lack details of that size"
+        log.warning(text, sample.image_size, side)
+    pixels = transform.pixels
+    if steps := sample.conversions(pixels):
+        level = logging.WARNING if sample.bits > pixels.bits else logging.INFO
+        converted = ", ".join(f"{count} {step}" for step, count in steps.items())
+        text = "of %d images that were inspected, %s, as the weights need them"
+        log.log(level, text, len(sample.images), converted)
+
+
+def missing_indices(chosen: Sequence[int], kept: ArrayLike) -> list[int]:
+    return np.setdiff1d(np.asarray(chosen, np.int64), np.asarray(kept)).tolist()
+
+
+def warn_of_unreadable(source: ImageSet, chosen: Sequence[int], kept: ArrayLike) -> None:
+    """Say how many of some images are not among those that were read, by whichever process."""
+    if unreadable := missing_indices(chosen, kept):
+        text = "%d of %d images cannot be read and are left out, the first is %s"
+        log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))

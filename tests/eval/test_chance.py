@@ -10,7 +10,7 @@ import dino_vit
 from dino_vit.eval.figures import accuracy
 from tests.support.images import write_synthetic
 
-DRAWS, LEARNED, JUDGED = 8, 80, 60
+DRAWS, LEARNED, JUDGED = 4, 80, 60
 SETTINGS = {"precision": "no", "verbose": False}
 
 
@@ -47,7 +47,7 @@ def test_random_classes_are_told_by_chance(drawn, weights, evaluate):
 
 
 def test_no_backbone_is_called_better_by_random_classes(drawn, weights):
-    """Neither a trained nor an untrained one, nor raw pixels; one draw of eight may look like something."""
+    """Neither a trained nor an untrained one, nor raw pixels; one draw of four may look like something."""
     seen, right = 0, dict.fromkeys(("untrained", "raw pixels"), 0)
     for draw in drawn:
         found = dino_vit.compare(weights=[str(weights)], untrained=True, **draw, **SETTINGS)

@@ -22,9 +22,20 @@ from dino_vit.eval.classification.probes import (
     ridge_heads,
     train_logistic,
 )
+from dino_vit.eval.comparison.baselines import RAW_PIXELS, raw_pixels_like
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, Figure, accuracy, trivial_baselines
-from dino_vit.eval.sets import LabelledFeatures
-from dino_vit.weights.classifier import LinearScores, NeighbourScores, Scores, activate, score_in_blocks
+from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
+from dino_vit.models.backbone import CLS, FeatureSpec
+from dino_vit.weights.classifier import (
+    Classifier,
+    ClassifierFacts,
+    LinearScores,
+    NeighbourScores,
+    Scores,
+    activate,
+    score_in_blocks,
+)
 
 FOLDS = 5
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
@@ -245,3 +256,50 @@ def describe(
             text = f"{plural(len(few), 'class', 'classes')} with one labelled image"
             lines.append(f"{text}, so never tested and rarely predicted: {brief(', '.join(few), 200)}")
     return lines, details
+
+
+PIXEL_IMAGES = 10_000  # of more, neighbours by raw pixels take longer than all else
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    """A classifier, what it learned from, and what is said of it."""
+
+    classifier: Classifier
+    learned: LabelledFeatures | None  # None: it was read from a file
+    names: list[str]  # of the images that it learned from
+    details: dict[str, Any]
+    lines: list[str]
+
+
+def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier:
+    """Choose and fit a classifier."""
+    spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")
+    learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
+    task, classes = learned.task, learned.classes
+    if len(learned) < 2:
+        raise ValueError("there is one labelled image; two or more are needed")
+    tested = cross_validate(learned, candidates(task, len(learned)), "Cross-validation, folds")
+    best = best_of(tested)
+    pixels = None
+    if len(learned) <= PIXEL_IMAGES:
+        by_pixels = labelled_features(raw_pixels_like(frozen), labelled, CLS, RAW_PIXELS)
+        tried = candidates(task, len(by_pixels), neighbours_only=True)
+        pixels = best_of(cross_validate(by_pixels, tried, "Raw pixels, folds"))
+    temperature = calibrate(best, learned.targets, task)
+    (scores,) = fit([best.candidate], learned)
+    lines, details = describe(learned, tested, best, pixels, temperature)
+    facts = ClassifierFacts(
+        kind="neighbours" if best.candidate.kind == "k-NN" else "linear",
+        task=task,
+        classes=classes,
+        tokens=spec.tokens,
+        blocks=spec.blocks,
+        temperature=temperature,
+        k=min(int(best.candidate.value), len(learned)) if best.candidate.kind == "k-NN" else None,
+        tested=lines[1],
+    )
+    names = [labelled.source.name(index) for index in learned.indices.tolist()]
+    model: Any = frozen.model
+    classifier = Classifier(model, scores, facts).to(frozen.device).eval()
+    return TrainedClassifier(classifier, learned, names, details, lines)

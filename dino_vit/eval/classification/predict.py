@@ -24,24 +24,19 @@ from dino_vit.core.outputs import MARK, TO_LABEL, after_figures, claim, write_ou
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.classification.choice import best_of, calibrate, candidates, cross_validate, describe, fit
-from dino_vit.eval.comparison.pixels import RAW_PIXELS, raw_pixels_like
+from dino_vit.eval.classification.choice import TrainedClassifier, learn
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.maps.pictures import Panel, draw_sheet, thumbnail
 from dino_vit.eval.neighbours import nearest, unit
 from dino_vit.eval.results import plain, write_results
-from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, count_shared, labelled_features, open_subset
-from dino_vit.models.backbone import CLS, FeatureSpec
+from dino_vit.eval.sets import LabelledSubset, count_shared, open_subset
 from dino_vit.weights.classifier import (
-    Classifier,
-    ClassifierFacts,
     label_texts,
     read_classifier,
     read_classifier_facts,
     save_classifier,
 )
 
-PIXEL_IMAGES = 10_000  # of more, neighbours by raw pixels take longer than all else
 SHOWN, ACROSS = 40, 8  # images to label next on a sheet, and in a row of it
 WIDER = 4  # times as many unsure images are looked at as are chosen, so that they differ
 
@@ -61,24 +56,13 @@ class LabelPredictions(Result):
     path: Path | None
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A classifier, what it learned from, and what is said of it."""
-
-    classifier: Classifier
-    learned: LabelledFeatures | None  # None: it was read from a file
-    names: list[str]  # of the images that it learned from
-    details: dict[str, Any]
-    lines: list[str]
-
-
 def run(config: PredictConfig) -> LabelPredictions:
     """Label images; with an output, write the table and JSON."""
     frozen = frozen_backbone(config)
     output, files = _files(config)
     claim(*files)
     source, labelled, rows = agree("images", lambda: open_images(config), _describe)
-    fitted = _read(config, frozen) if labelled is None else _learn(frozen, labelled, config)
+    fitted = _read(config, frozen) if labelled is None else learn(frozen, labelled)
     features, kept = cached_features(
         frozen,
         source,
@@ -176,7 +160,7 @@ def _describe(images: Images) -> str:
     return f"{len(rows):,} of {source.fingerprint} by {learned}"
 
 
-def _read(config: PredictConfig, frozen: FrozenBackbone) -> Fitted:
+def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
     """Return the classifier in the file of weights."""
     model: Any = frozen.model
     classifier = read_classifier(config.weights, model).to(frozen.device)
@@ -185,44 +169,11 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> Fitted:
     lines = [f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}"]
     if facts.tested:
         lines.append(facts.tested)
-    return Fitted(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines)
-
-
-def _learn(frozen: FrozenBackbone, labelled: LabelledSubset, config: PredictConfig) -> Fitted:
-    """Choose and fit a classifier."""
-    spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")
-    learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
-    task, classes = learned.task, learned.classes
-    if len(learned) < 2:
-        raise ValueError("there is one labelled image; two or more are needed")
-    tested = cross_validate(learned, candidates(task, len(learned)), "Cross-validation, folds")
-    best = best_of(tested)
-    pixels = None
-    if len(learned) <= PIXEL_IMAGES:
-        by_pixels = labelled_features(raw_pixels_like(frozen), labelled, CLS, RAW_PIXELS)
-        tried = candidates(task, len(by_pixels), neighbours_only=True)
-        pixels = best_of(cross_validate(by_pixels, tried, "Raw pixels, folds"))
-    temperature = calibrate(best, learned.targets, task)
-    (scores,) = fit([best.candidate], learned)
-    lines, details = describe(learned, tested, best, pixels, temperature)
-    facts = ClassifierFacts(
-        kind="neighbours" if best.candidate.kind == "k-NN" else "linear",
-        task=task,
-        classes=classes,
-        tokens=spec.tokens,
-        blocks=spec.blocks,
-        temperature=temperature,
-        k=min(int(best.candidate.value), len(learned)) if best.candidate.kind == "k-NN" else None,
-        tested=lines[1],
-    )
-    names = [labelled.source.name(index) for index in learned.indices.tolist()]
-    model: Any = frozen.model
-    classifier = Classifier(model, scores, facts).to(frozen.device).eval()
-    return Fitted(classifier, learned, names, details, lines)
+    return TrainedClassifier(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines)
 
 
 def tabulate(
-    names: Sequence[str], outputs: Tensor, queries: Tensor, fitted: Fitted
+    names: Sequence[str], outputs: Tensor, queries: Tensor, fitted: TrainedClassifier
 ) -> tuple[dict[str, list[Any]], Tensor]:
     """Return the columns of the table, and how sure each label is; the least sure would help most."""
     facts = fitted.classifier.facts
@@ -290,7 +241,7 @@ def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
     return file.getvalue()
 
 
-def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], fitted: Fitted) -> bytes:
+def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], fitted: TrainedClassifier) -> bytes:
     """Return a CSV of images to label, and below them those that have labels, as one file of labels."""
     names, guesses = ([columns[key][row] for row in rows] for key in ("name", "label"))
     labels = [""] * len(names)

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,15 @@ from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import after_figures, claim, write_output
-from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.masks import PUBLISHED, open_masks
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification import knn, linear
+from dino_vit.eval.comparison.baselines import RAW_PIXELS, UNTRAINED, raw_pixels_like, untrained_like
 from dino_vit.eval.comparison.page import Comparison, conclusion, draw_maps, render
 from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings
-from dino_vit.eval.comparison.pixels import RAW_PIXELS, raw_pixels_like
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.figures import Figure, Measured
 from dino_vit.eval.maps import dense
@@ -45,7 +44,6 @@ CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearCo
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
 PIXEL_IMAGES = 10_000
-UNTRAINED = "untrained"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,16 +229,6 @@ def choose_evaluators(config: CompareConfig, source: ImageSet) -> list[Evaluator
         if name in reasons:
             raise ValueError(f"measures={name}: {reasons[name]}")
     return list(config.measures) or [name for name in CONFIGS if name not in reasons]
-
-
-def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
-    """Return a backbone that sees the same images as another, its parameters drawn from the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, RngPurpose.NETWORK))
-        model = type(trained.model)(**trained.model.architecture)
-    nothing: dict[str, Any] = {"source": UNTRAINED, "sha256": "", "network": None, "step": None}
-    model.provenance = replace(trained.model.provenance, **nothing, config={})
-    return replace(trained, model=model.eval().to(trained.device))
 
 
 def _describe(config: CompareConfig, frozen: FrozenBackbone, comparison: Comparison, name: str) -> None:

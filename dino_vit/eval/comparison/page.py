@@ -13,8 +13,8 @@ from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.eval.comparison.pairs import Pair, verdict
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, Predictions
-from dino_vit.eval.maps.attention import attention_of, patch_tokens, principal_colours, whole_patches
-from dino_vit.eval.maps.pictures import draw_patches, draw_tile, heat, shorten, thumbnail
+from dino_vit.eval.maps.attention import attention_of, patch_tokens, whole_patches
+from dino_vit.eval.maps.pictures import draw_patches, draw_tile, heat, principal_colours, shorten, thumbnail
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import MAX_NAME, Row, charts, fill
 from dino_vit.reports.record import RunRecord

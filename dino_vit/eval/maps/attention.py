@@ -29,7 +29,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.maps import pictures
-from dino_vit.eval.maps.pictures import resize_sides
+from dino_vit.eval.maps.pictures import principal_colours, resize_sides
 from dino_vit.eval.maps.video import is_video, reading_video, writing_video
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
@@ -86,32 +86,6 @@ def patch_tokens(model: Backbone, images: Tensor) -> Tensor:
     with eval_mode(model):
         tokens = model.forward_features(images)[:, model.first_patch :]
     return rearrange(tokens, "b (y x) d -> b y x d", y=model.grid_of(*images.shape[-2:])[0])
-
-
-def principal_components(values: Tensor, count: int) -> Tensor:
-    """Return the first principal components (n, count) of rows (n, d).
-
-    Each is in the direction in which its largest entry is positive, so that it is the same on every machine.
-    """
-    values = values.double()
-    centred = values - values.mean(0)
-    _, vectors = torch.linalg.eigh(centred.T @ centred)
-    axes = vectors.flip(1)[:, :count]
-    return centred @ (axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign())
-
-
-def principal_colours(tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Turn the patch tokens (y, x, d) of some images into colours (y, x, 3) from 0 to 1.
-
-    Red, green and blue are the first three principal components over all patches of all images, so that a
-    colour means the same in each. Each component runs from its 1st to its 99th percentile.
-    """
-    values = principal_components(torch.cat([image.flatten(0, 1) for image in tokens]), 3)
-    sample = values[:: 1 + len(values) // 1_000_000]  # torch.quantile takes at most 2**24 values
-    low, high = torch.quantile(sample, torch.tensor([0.01, 0.99]).double(), dim=0)
-    colours = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1).float()
-    parts = colours.split([image.shape[0] * image.shape[1] for image in tokens])
-    return [part.reshape(*image.shape[:2], 3) for part, image in zip(parts, tokens, strict=True)]
 
 
 FILES = (

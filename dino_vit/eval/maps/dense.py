@@ -16,9 +16,8 @@ n images or windows, (H, W) pixels, (h, w) patches, D channels, C classes
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,39 +28,40 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.config.commands import IGNORED, DenseConfig
-from dino_vit.core import Size
 from dino_vit.core.blocks import choose_half
-from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
+from dino_vit.core.distributed import agree, all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import Result, format_table, plural, progress, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.masks import PUBLISHED, open_masks
 from dino_vit.eval.classification.probes import initial_weight
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone, warn_of_unreadable
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import Figure, Measured, summed
 from dino_vit.eval.maps.windows import (
     BLOCK,
     Windows,
+    best_class,
     count_classes,
     count_pixels,
+    crop_batches,
     mean_iou,
     patch_classes,
     patch_maps,
     pixel_accuracy,
     random_crops,
+    slide,
     window_maps,
 )
 from dino_vit.eval.neighbours import weighted_knn
+from dino_vit.eval.reading import warn_of_unreadable
 from dino_vit.eval.results import asked_output, evaluation
 from dino_vit.eval.sets import refuse_same_images
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import resize_mask
-from dino_vit.views.sampler import Sampler
 
 JUDGES = {"knn": "k-NN of patches", "linear": "linear head"}
 RATE, WEIGHT_DECAY, WARMUP = 1e-3, 1e-4, 1500 / 40_000  # warm-up as a share of the steps
 EPOCHS, FEWEST_STEPS, MOST_STEPS = 32, 500, 40_000  # ADE20k's 40,000 steps are 32 epochs
-_SCORES = 2**26  # of pixels and classes, in memory at a time
 
 
 class PixelFigures(NamedTuple):
@@ -251,15 +251,6 @@ def train_head(
     return head.eval()
 
 
-def crop_batches(images: Sequence[int], steps: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield this process's share of each step: images in the order of an epoch, and the numbers of crops."""
-    order = cache(Sampler(length=len(images), batch_size=1, seed=0).order)
-    batch, n = max(BLOCK, world_size()), len(images)  # every process has a crop
-    for step in range(steps):
-        numbers = rank_slice(range(step * batch, (step + 1) * batch))
-        yield [(images[order(number // n)[number % n]], number) for number in numbers]
-
-
 def backward(logits: Tensor, targets: Tensor) -> None:
     """Backpropagate the mean cross-entropy of logits of patches (n, C, h, w), resized to pixels (n, H, W)."""
     labelled, slopes = (targets != IGNORED).sum().clamp(min=1), list[Tensor]()
@@ -278,30 +269,6 @@ def neighbour_scores(bank: Bank, maps: Tensor, k: int) -> Tensor:
     best = weighted_knn(bank.features, bank.targets, rows, k=[k])[k][:, 0]
     votes = F.one_hot(best.to(rows.device), len(bank.classes)).float()
     return rearrange(votes, "(n h w) c -> n c h w", n=n, h=h)
-
-
-def slide(scores: Tensor, image: Windows) -> Tensor:
-    """Return scores of the patches of windows (n, C, h, w) as the mean for every pixel, (C, *image.size)."""
-    h, w = image.images.shape[2:]
-    total = scores.new_zeros(scores.shape[1], *image.size)
-    count = scores.new_zeros(image.size)
-    for (y, x), window in zip(image.corners, torch.split(scores, 1), strict=True):
-        total[:, y : y + h, x : x + w] += F.interpolate(window, (h, w), mode="bilinear")[0]
-        count[y : y + h, x : x + w] += 1
-    return total.div_(count)
-
-
-def best_class(scores: Tensor, size: Size) -> Tensor:
-    """Return the class with the highest score of every pixel (H, W), the scores (C, ...) resized to it."""
-    best = torch.full(size, -torch.inf, device=scores.device)
-    classes = torch.zeros(size, dtype=torch.long, device=scores.device)
-    block = max(1, _SCORES // math.prod(size))  # photos of many classes would not fit in memory
-    for start in range(0, len(scores), block):
-        resized = F.interpolate(scores[None, start : start + block], size, mode="bilinear")[0]
-        highest, index = resized.max(0)
-        better = highest > best
-        best, classes = torch.where(better, highest, best), torch.where(better, start + index, classes)
-    return classes
 
 
 @torch.no_grad()

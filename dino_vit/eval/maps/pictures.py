@@ -172,3 +172,29 @@ def data_uri(picture: Tensor, *, quality: int | None = 80) -> str:
     pixels = rearrange(picture, "c y x -> y x c").contiguous().numpy()
     Image.fromarray(pixels).save(buffer, "WEBP", quality=quality or 80, lossless=quality is None, method=4)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def principal_components(values: Tensor, count: int) -> Tensor:
+    """Return the first principal components (n, count) of rows (n, d).
+
+    Each is in the direction in which its largest entry is positive, so that it is the same on every machine.
+    """
+    values = values.double()
+    centred = values - values.mean(0)
+    _, vectors = torch.linalg.eigh(centred.T @ centred)
+    axes = vectors.flip(1)[:, :count]
+    return centred @ (axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign())
+
+
+def principal_colours(tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Turn the patch tokens (y, x, d) of some images into colours (y, x, 3) from 0 to 1.
+
+    Red, green and blue are the first three principal components over all patches of all images, so that a
+    colour means the same in each. Each component runs from its 1st to its 99th percentile.
+    """
+    values = principal_components(torch.cat([image.flatten(0, 1) for image in tokens]), 3)
+    sample = values[:: 1 + len(values) // 1_000_000]  # torch.quantile takes at most 2**24 values
+    low, high = torch.quantile(sample, torch.tensor([0.01, 0.99]).double(), dim=0)
+    colours = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1).float()
+    parts = colours.split([image.shape[0] * image.shape[1] for image in tokens])
+    return [part.reshape(*image.shape[:2], 3) for part, image in zip(parts, tokens, strict=True)]

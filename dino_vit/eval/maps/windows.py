@@ -5,7 +5,7 @@ n images or windows, (h, w) patches, C classes
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dino_vit.config.commands import IGNORED
 from dino_vit.core import Size, log
+from dino_vit.core.distributed import rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet
@@ -25,6 +26,7 @@ from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, resize, resize_mask, window_starts
+from dino_vit.views.sampler import Sampler
 
 BLOCK = 16  # images in memory at a time, and crops of a step
 SCALES = 0.5, 2.0  # of images that random crops are of
@@ -147,3 +149,39 @@ def mean_iou(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
 def pixel_accuracy(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
     """Return the share of pixels that are predicted rightly."""
     return right.sum(-1) / true.sum(-1).clamp(min=1)
+
+
+_SCORES = 2**26  # of pixels and classes, in memory at a time
+
+
+def crop_batches(images: Sequence[int], steps: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield this process's share of each step: images in the order of an epoch, and the numbers of crops."""
+    order = cache(Sampler(length=len(images), batch_size=1, seed=0).order)
+    batch, n = max(BLOCK, world_size()), len(images)  # every process has a crop
+    for step in range(steps):
+        numbers = rank_slice(range(step * batch, (step + 1) * batch))
+        yield [(images[order(number // n)[number % n]], number) for number in numbers]
+
+
+def slide(scores: Tensor, image: Windows) -> Tensor:
+    """Return scores of the patches of windows (n, C, h, w) as the mean for every pixel, (C, *image.size)."""
+    h, w = image.images.shape[2:]
+    total = scores.new_zeros(scores.shape[1], *image.size)
+    count = scores.new_zeros(image.size)
+    for (y, x), window in zip(image.corners, torch.split(scores, 1), strict=True):
+        total[:, y : y + h, x : x + w] += F.interpolate(window, (h, w), mode="bilinear")[0]
+        count[y : y + h, x : x + w] += 1
+    return total.div_(count)
+
+
+def best_class(scores: Tensor, size: Size) -> Tensor:
+    """Return the class with the highest score of every pixel (H, W), the scores (C, ...) resized to it."""
+    best = torch.full(size, -torch.inf, device=scores.device)
+    classes = torch.zeros(size, dtype=torch.long, device=scores.device)
+    block = max(1, _SCORES // math.prod(size))  # photos of many classes would not fit in memory
+    for start in range(0, len(scores), block):
+        resized = F.interpolate(scores[None, start : start + block], size, mode="bilinear")[0]
+        highest, index = resized.max(0)
+        better = highest > best
+        best, classes = torch.where(better, highest, best), torch.where(better, start + index, classes)
+    return classes

@@ -13,7 +13,8 @@ from dino_vit import VisionTransformer, save_backbone
 from dino_vit.config.commands import BackboneConfig, CompareConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.comparison.compare import choose_evaluators, names_of, open_compared, untrained_like
+from dino_vit.eval.comparison.baselines import untrained_like
+from dino_vit.eval.comparison.compare import choose_evaluators, names_of, open_compared
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.maps import dense
 from dino_vit.eval.neighbours import weighted_knn

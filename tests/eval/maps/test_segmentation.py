@@ -18,7 +18,7 @@ from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.synthetic import make_scenes
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, summed
-from dino_vit.eval.maps import dense
+from dino_vit.eval.maps import windows
 from dino_vit.eval.maps.dense import Bank, backward, judge_pixels, patch_bank, train_head
 from dino_vit.eval.maps.windows import count_pixels, mean_iou, patch_classes, pixel_accuracy, read_crop
 from dino_vit.models.backbone import FeatureSpec
@@ -76,7 +76,7 @@ def naive_prediction(frozen, head, source, index):
 @pytest.mark.parametrize("in_memory", [2**26, 2 * 40 * 30])
 def test_windows_and_the_miou_of_all_images_are_those_of_a_loop(frozen, photos, in_memory, monkeypatch):
     """Also where the scores of the classes are resized some at a time."""
-    monkeypatch.setattr(dense, "_SCORES", in_memory)
+    monkeypatch.setattr(windows, "_SCORES", in_memory)
     frozen.model.eval()
     head = nn.Sequential(nn.BatchNorm2d(64), nn.Conv2d(64, 4, 1)).eval()
     bank = Bank(torch.randn(8, 64), torch.arange(8) % 4, torch.arange(4), [])

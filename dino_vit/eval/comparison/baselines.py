@@ -1,4 +1,4 @@
-"""Raw pixels in the place of features: a baseline for any backbone."""
+"""Baselines for any backbone: raw pixels in the place of features, and the same network untrained."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.core import Size
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.reading import PIXEL_SIDE
+from dino_vit.eval.reading import to_few_pixels
 from dino_vit.models.backbone import Backbone, Provenance
 
 RAW_PIXELS = "raw pixels"
@@ -55,10 +56,19 @@ class RawPixels(Backbone):
 
 def raw_pixels_like(frozen: FrozenBackbone) -> FrozenBackbone:
     """Return the baseline for a backbone: the pixels of the same images, reduced, prepared alike."""
-    size, transform = frozen.transform.size, frozen.transform
-    shrink = min(1.0, PIXEL_SIDE / max(size))
-    transform = replace(transform, size=(max(1, round(size[0] * shrink)), max(1, round(size[1] * shrink))))
-    if transform.shorter_side is not None:
-        transform = replace(transform, shorter_side=max(1, round(transform.shorter_side * shrink)))
+    transform = to_few_pixels(frozen.transform)
     model = RawPixels(transform.size, transform.pixels.channels).eval().to(frozen.device)
     return replace(frozen, model=model, transform=transform, autocast=None)
+
+
+UNTRAINED = "untrained"
+
+
+def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
+    """Return a backbone that sees the same images as another, its parameters drawn from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, RngPurpose.NETWORK))
+        model = type(trained.model)(**trained.model.architecture)
+    nothing: dict[str, Any] = {"source": UNTRAINED, "sha256": "", "network": None, "step": None}
+    model.provenance = replace(trained.model.provenance, **nothing, config={})
+    return replace(trained, model=model.eval().to(trained.device))

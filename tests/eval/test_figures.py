@@ -1,4 +1,6 @@
-"""Metrics as of scikit-learn, for any weights of the images, and as of loops."""
+"""Figures and their intervals; metrics as of scikit-learn, for any weights of the images, and as of loops."""
+
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +14,20 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from dino_vit.eval.figures import auroc, average_precision, correlation, f1, mae, measure, r2
+from dino_vit.eval.figures import (
+    RESAMPLES,
+    Measured,
+    Predictions,
+    accuracy,
+    auroc,
+    average_precision,
+    correlation,
+    f1,
+    mae,
+    measure,
+    r2,
+    summed,
+)
 
 GENERATOR = np.random.default_rng(0)
 N = 200
@@ -82,3 +97,55 @@ def test_a_label_that_no_image_has_is_in_no_figure():
         figures = metric(torch.ones(1, 2), scores, targets)[0]
         assert figures[0] == 1
         assert figures[1].isnan()
+
+
+RANDOM = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 7), (3, 7), (81, 263), (49_999, 50_000)])
+def test_the_ends_of_the_interval_are_where_the_score_test_turns(correct, count):
+    """Wilson's bounds solve |share - p| = 1.96 * sqrt(p (1 - p) / count) for p: found here by bisection."""
+
+    def excess(p):
+        return abs(correct / count - p) - 1.959963984540054 * math.sqrt(p * (1 - p) / count)
+
+    def root(outside, inside):
+        for _ in range(200):
+            middle = (outside + inside) / 2
+            outside, inside = (middle, inside) if excess(middle) > 0 else (outside, middle)
+        return inside
+
+    found, share = accuracy(correct, count), correct / count
+    assert found.low == pytest.approx(100 * root(0.0, share) if correct else 0.0, abs=1e-7)
+    assert found.high == pytest.approx(100 * root(1.0, share) if correct < count else 100.0, abs=1e-7)
+
+
+def test_figures_count_what_a_loop_counts():
+    random = np.random.default_rng(0)
+    ranked = random.random((40, 6)).argsort(axis=1)
+    targets = random.integers(5, size=40)  # no image is of the last class
+    predictions = Predictions(images=np.arange(40), ranked=ranked, targets=targets, classes="abcdef")
+    figures, rows = predictions.figures(), [*zip(ranked.tolist(), targets.tolist(), strict=True)]
+    for k in (1, 5):
+        top = figures[f"top{k}"]
+        assert (top.correct, top.images) == (sum(target in row[:k] for row, target in rows), 40)
+        assert top.value == pytest.approx(100 * top.correct / 40)
+        assert 0 <= top.low < top.value < top.high <= 100
+    assert set(figures["per_class"]) == {"abcdef"[target] for target in targets}
+    for name, of_class in figures["per_class"].items():
+        first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
+        assert (of_class.correct, of_class.images) == (sum(first), len(first))
+
+
+def test_resampled_figures_are_those_of_images_drawn_with_replacement():
+    values = torch.from_numpy(RANDOM.random((7, 2)))
+    measured = Measured(
+        title="", images=np.arange(7), parts=[values], metric=summed(lambda total: total[:, 0] / total[:, 1])
+    )
+    resampled = measured.resampled()
+    generator = torch.Generator().manual_seed(0)
+    assert len(resampled) == RESAMPLES
+    for figure in resampled[:20]:
+        rows = torch.randint(7, (7,), generator=generator)
+        total = sum(values[row] for row in rows)
+        assert float(figure) == pytest.approx(float(total[0] / total[1]))

@@ -1,6 +1,5 @@
-"""Figures and comparisons, against the definitions computed in plain Python; which backbone is best."""
+"""Pairs of backbones are compared image by image, by exact tests and by the bootstrap."""
 
-import math
 from fractions import Fraction
 from math import comb
 
@@ -9,45 +8,10 @@ import pytest
 import torch
 
 from dino_vit.eval.comparison.pairs import compare_pairs, difference, standings, verdict
-from dino_vit.eval.figures import RESAMPLES, Measured, Predictions, accuracy, measured_share, summed
+from dino_vit.eval.figures import RESAMPLES, Measured, measured_share, summed
 from dino_vit.reports.readings import mcnemar
 
 RANDOM = np.random.default_rng(0)
-
-
-@pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 7), (3, 7), (81, 263), (49_999, 50_000)])
-def test_the_ends_of_the_interval_are_where_the_score_test_turns(correct, count):
-    """Wilson's bounds solve |share - p| = 1.96 * sqrt(p (1 - p) / count) for p: found here by bisection."""
-
-    def excess(p):
-        return abs(correct / count - p) - 1.959963984540054 * math.sqrt(p * (1 - p) / count)
-
-    def root(outside, inside):
-        for _ in range(200):
-            middle = (outside + inside) / 2
-            outside, inside = (middle, inside) if excess(middle) > 0 else (outside, middle)
-        return inside
-
-    found, share = accuracy(correct, count), correct / count
-    assert found.low == pytest.approx(100 * root(0.0, share) if correct else 0.0, abs=1e-7)
-    assert found.high == pytest.approx(100 * root(1.0, share) if correct < count else 100.0, abs=1e-7)
-
-
-def test_figures_count_what_a_loop_counts():
-    random = np.random.default_rng(0)
-    ranked = random.random((40, 6)).argsort(axis=1)
-    targets = random.integers(5, size=40)  # no image is of the last class
-    predictions = Predictions(images=np.arange(40), ranked=ranked, targets=targets, classes="abcdef")
-    figures, rows = predictions.figures(), [*zip(ranked.tolist(), targets.tolist(), strict=True)]
-    for k in (1, 5):
-        top = figures[f"top{k}"]
-        assert (top.correct, top.images) == (sum(target in row[:k] for row, target in rows), 40)
-        assert top.value == pytest.approx(100 * top.correct / 40)
-        assert 0 <= top.low < top.value < top.high <= 100
-    assert set(figures["per_class"]) == {"abcdef"[target] for target in targets}
-    for name, of_class in figures["per_class"].items():
-        first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
-        assert (of_class.correct, of_class.images) == (sum(first), len(first))
 
 
 def by_definition(first, second):
@@ -60,20 +24,6 @@ def by_definition(first, second):
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 9), (9, 3), (5, 5), (40, 71), (0, 30)])
 def test_mcnemar_is_the_exact_test(first, second):
     assert mcnemar(first, second) == pytest.approx(by_definition(first, second), rel=1e-9)
-
-
-def test_resampled_figures_are_those_of_images_drawn_with_replacement():
-    values = torch.from_numpy(RANDOM.random((7, 2)))
-    measured = Measured(
-        title="", images=np.arange(7), parts=[values], metric=summed(lambda total: total[:, 0] / total[:, 1])
-    )
-    resampled = measured.resampled()
-    generator = torch.Generator().manual_seed(0)
-    assert len(resampled) == RESAMPLES
-    for figure in resampled[:20]:
-        rows = torch.randint(7, (7,), generator=generator)
-        total = sum(values[row] for row in rows)
-        assert float(figure) == pytest.approx(float(total[0] / total[1]))
 
 
 def rightly(title, images, right):
