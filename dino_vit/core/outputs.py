@@ -112,9 +112,12 @@ def on_console() -> bool:
 
 
 def claim(*paths: Path) -> None:
-    """Raise for a file that is not to be written: a user has it, or the command at work reads it."""
+    """Raise for a file that cannot be written, or is not to be: a user has it, or the command reads it."""
     work = _work.get()
     for path in paths:
+        folder = next((parent for parent in path.parents if os.path.lexists(parent)), path.parent)
+        if not folder.is_dir():
+            raise StorageError(f"{path} cannot be written: {folder} is not a folder; give another output")
         if not os.path.lexists(path):
             if work and (setting := work.reader(path)):
                 raise StorageError(f"{path} would be one of the images of {setting}; give another output")

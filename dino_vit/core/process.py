@@ -92,7 +92,8 @@ def locked(folder: Path) -> Iterator[None]:
     if not is_rank_0():
         yield
         return
-    existed = folder.exists()
+    if (existed := folder.exists()) and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, where the folder of a run is needed; give another output")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with _locked_in_process(folder), open(path, "a+b", buffering=0) as file:

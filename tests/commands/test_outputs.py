@@ -11,6 +11,7 @@ from dino_vit import VisionTransformer, knn, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.outputs import claim
 from dino_vit.core.storage import StorageError
+from dino_vit.data.sources.synthetic import make_textures
 from tests.support import embeddings
 from tests.support.images import saved, smooth
 from tests.support.runs import arguments
@@ -143,32 +144,62 @@ def test_sheets_of_duplicates_go_with_the_pairs(folder):
     assert not Path("d.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "figure"),
-    [
-        ("knn synthetic:20:16 w.safetensors k=1 output=file/a.json", "top-1"),
-        ("duplicates e.parquet threshold=0.5 output=file/a.json", "6 pairs in 1 group"),
-        ("search e.parquet q.png weights=w.safetensors output=file/a.png", "q.png:"),
-        ("inspect-data photos sheet=file/a.png", "3 images"),
-    ],
-)
-def test_figures_that_cannot_be_written_are_printed(command, figure, folder, capsys):
-    """Its folder is a file."""
-    Path("file").write_text("of a user")
+LONG = "a" * 239  # which leaves no room for the name of the partial file beside it
+UNWRITABLE = [
+    ("knn synthetic:20:16 w.safetensors k=1 output={}.json", "top-1"),
+    ("duplicates e.parquet threshold=0.5 output={}.json", "6 pairs in 1 group"),
+    ("search e.parquet q.png weights=w.safetensors output={}.png", "q.png:"),
+    ("inspect-data photos sheet={}.png", "3 images"),
+]
+
+
+def output_at(command, place):
+    """Return the arguments of a command that writes to a place; `search` gets embeddings of its own."""
     if "search" in command:
         assert main(["embed", "photos", "w.safetensors", "output=photos2.parquet"]) == 0
         command = command.replace("e.parquet", "photos2.parquet")
-    assert main(command.split()) == 2
+    return command.format(place).split()
+
+
+@pytest.mark.parametrize(("command", "figure"), UNWRITABLE)
+def test_figures_that_cannot_be_written_are_printed(command, figure, folder, capsys):
+    assert main(output_at(command, LONG)) == 2
     said = capsys.readouterr()
     assert figure in said.out
-    assert "file/a." in said.err
+    assert f"{LONG}." in said.err
     assert "could not be written" in said.err
 
 
-def test_a_result_that_cannot_be_written_comes_with_the_error(folder):
+@pytest.mark.parametrize(("command", "figure"), UNWRITABLE)
+@pytest.mark.parametrize("place", ["file/a", "file/b/a"])
+def test_a_file_in_the_place_of_a_folder_is_told_before_the_work(command, figure, place, folder, capsys):
     Path("file").write_text("of a user")
-    with pytest.raises(StorageError, match="could not be written") as raised:
-        knn("synthetic:20:16", "w.safetensors", k=1, output="file/a.json", verbose=False)
+    arguments = output_at(command, place)
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert figure not in said.out
+    assert "cannot be written: file is not a folder; give another output" in said.err
+
+
+class Hindering:
+    """Images beside which somebody puts a file where the output is to be, while they are read."""
+
+    images = make_textures(length=20, size=16)
+    targets = tuple(map(images.label, range(20)))
+    fingerprint = "hindered"  # or some images would be read for one, before the work
+
+    def __len__(self):
+        return 20
+
+    def read(self, index):
+        Path("file").write_text("of a user")
+        return self.images.read(index)
+
+
+def test_a_result_that_cannot_be_written_comes_with_the_error(folder):
+    with pytest.raises(StorageError, match="cannot be written: file is not a folder") as raised:
+        knn(Hindering(), "w.safetensors", k=1, output="file/a.json", verbose=False)
     assert raised.value.result.figure.images == 20
     Path("a.json").mkdir()
     with pytest.raises(ValueError, match=r"a\.json is a folder; give the name of a file"):

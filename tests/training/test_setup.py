@@ -120,6 +120,7 @@ def test_grey_images_stay_grey_for_weights_of_grey_ones(tmp_path):
     settings = {**AUTO, "init.weights": tmp_path / "grey.safetensors", "data.source": tmp_path / "grey.npy"}
     for recipe in ("auto", "dino"):
         run = {**settings, "recipe": recipe, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+        run |= {"head.prototypes": 256, "head.hidden_dim": 64, "head.bottleneck_dim": 32}
         for state in (trained(tmp_path / recipe, run, {}), opened(tmp_path / recipe, run, {}).state):
             data = state.config.data
             assert (data.channels, data.mean, state.config.augment.hue) == (1, (0.3,), 0)
