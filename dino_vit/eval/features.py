@@ -202,25 +202,18 @@ def cached_features(
     if not keeps and source.fingerprint not in _SAID and is_main_process():
         _SAID.add(source.fingerprint)
         log.info(NOT_CACHED)
-    inputs = {
-        "version": _VERSION,
-        "weights": frozen.weights_digest,
+    facts = {
         "source": source.fingerprint,
         "files": stamp if keeps else time.time_ns(),
         "indices": subset or None,
-        "transform": asdict(frozen.transform),
-        "features": asdict(spec),
-        "precision": frozen.precision,
     }
-    # That of rank 0, as nodes may have copies of the images, with times of their own.
-    key = broadcast_int(int(digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:15], 16))
-    path = (frozen.cache or cache_folder() / FEATURES) / f"{key:015x}.safetensors"
+    path, description = _cache_file(frozen, spec, facts)
     tensors = _read(path)
     if any_process(
         tensors is None or _readable_again(frozen, source, missing_indices(chosen, tensors["indices"]))
     ):
         to = path if keeps or world_size() > 1 else None
-        tensors = _compute(to, frozen, source, chosen, spec, title, json.dumps(inputs)) or _read(path)
+        tensors = _compute(to, frozen, source, chosen, spec, title, description) or _read(path)
         if is_main_process():
             bound_caches(frozen.cache_gb, frozen.cache, spared=path)
     if not keeps:
@@ -235,6 +228,21 @@ def cached_features(
     values = tensors["values"].numpy()
     keep(path, values)  # which may be mapped from the file
     return values, tensors["indices"].numpy()
+
+
+def _cache_file(frozen: FrozenBackbone, spec: FeatureSpec, images: Mapping[str, object]) -> tuple[Path, str]:
+    """Return the file of features, and all that they depend on."""
+    inputs = {
+        "version": _VERSION,
+        "weights": frozen.weights_digest,
+        **images,
+        "transform": asdict(frozen.transform),
+        "features": asdict(spec),
+        "precision": frozen.precision,
+    }
+    # That of rank 0, as nodes may have copies of the images, with times of their own.
+    key = broadcast_int(int(digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:15], 16))
+    return (frozen.cache or cache_folder() / FEATURES) / f"{key:015x}.safetensors", json.dumps(inputs)
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:
