@@ -112,7 +112,7 @@ def _split_as(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _scale_each_(tensors: list[Tensor], factors: Tensor) -> None:
     """Multiply each tensor by its own factor."""
-    each: Any = factors.unbind()  # of which lists take tensors, too
+    each: list[Tensor] | tuple[Tensor, ...] = factors.unbind()
     if factors.is_cuda:  # there lists of the same shapes go through few kernels; others take one a tensor
         pairs = zip(each, tensors, strict=True)
         each = _split_as(torch.cat([factor.expand(tensor.numel()) for factor, tensor in pairs]), tensors)

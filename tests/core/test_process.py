@@ -82,6 +82,12 @@ def test_a_lock_is_held_until_its_process_dies(tmp_path):
             pass
 
 
+def test_a_file_in_the_place_of_a_folder_is_a_sentence(tmp_path):
+    (tmp_path / "run").write_text("of a user")
+    with pytest.raises(ValueError, match=r"run is a file, where the folder of a run is needed; give another"):
+        locked(tmp_path / "run").__enter__()
+
+
 def test_threads_of_a_process_do_not_share_a_folder(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with ThreadPoolExecutor(1) as other, locked(tmp_path / "run"):
