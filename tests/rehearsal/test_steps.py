@@ -72,7 +72,7 @@ def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
             state.outputs["koleo"].item()
 
 
-@pytest.mark.parametrize("method", [pytest.param("dino", marks=pytest.mark.slow), "dinov2"])
+@pytest.mark.parametrize("method", ["dino", pytest.param("dinov2", marks=pytest.mark.slow)])
 def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method):
     settings = {**FIXED, "method": method, "data.source": "synthetic:64:96", "output": str(tmp_path)}
     settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
@@ -149,14 +149,12 @@ def test_the_small_recipes_of_dinov3_are_rehearsed(tmp_path, name):
     small |= {"run.precision": "bf16", "data.augment_on": "device", "data.workers": 0, "budget.steps": 1000}
     small |= {"init.weights": str(weights), "gram.weights": str(weights), "gram.weight": 2.0, "gram.scale": 2}
     config = load(PretrainConfig, ROOT / f"configs/pretrain/{name}.yaml", small)
-    with rehearsed_run(config) as (rehearsal, state):
+    with rehearsed_run(config) as (_, state):
         kept = state.student.backbone.architecture
         assert {key: kept[key] for key in layout} == layout
         assert (kept["width"], kept["rotary_rescale"], kept["key_bias"]) == (sizes["width"], 2.0, None)
         batches = state.loader.batches()
-        take_step(state, batches)
-        rehearsal.restart()
-        take_step(state, batches)
+        take_step(state, batches)  # raises where it would wait
         batches.close()
     objective = state.objective
     assert (objective.gram_weight, objective.koleo_weight, objective.patch_weight) == (2.0, 0.1, 1.0)
