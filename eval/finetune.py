@@ -46,7 +46,7 @@ from dino_vit.core.text import plural
 from dino_vit.eval.classification.knn import classify
 from dino_vit.eval.classification.supervised import EpochTraining, SupervisedLoader
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import TOP_K, Figure, Predictions
+from dino_vit.eval.figures import TOP_K, Figure, Predictions, accuracy
 from dino_vit.eval.results import EvaluationResult, conclude_classes
 from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.method import optim
@@ -141,9 +141,8 @@ class Finetuning(EpochTraining):
         }
         super().__init__(Path(config.output) / "state", loader, self.model, optimizer, facts)
         kept = self.history[0].get("knn_before") if self.history else None
-        if kept and "percent" in kept:  # as version 0.3 wrote
-            kept["value"] = kept.pop("percent")
-        self.before = Figure(**kept) if kept else None  # k-NN before the first step
+        # k-NN before the first step
+        self.before = accuracy(kept["correct"], kept["images"]) if kept else None
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
         config, steps = self.config, self.loader.steps_per_epoch

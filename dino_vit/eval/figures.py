@@ -43,6 +43,13 @@ class Figure:
         value, low, high = (f"{x:.2f}" if self.unit == "%" else number_text(x) for x in numbers)
         return f"{value} ({low} to {high})"
 
+    def as_json(self) -> dict[str, float]:
+        """Return what files of results hold: `percent`, or the `value` of a number in another unit."""
+        numbers = {"percent" if self.unit == "%" else "value": self.value, "low": self.low, "high": self.high}
+        return (
+            numbers if self.correct is None else {**numbers, "correct": self.correct, "images": self.images}
+        )
+
 
 def number_text(value: float) -> str:
     """Return a number with three digits, or all of a large one."""

@@ -21,7 +21,7 @@ from dino_vit.core.text import Result, public, public_values
 from dino_vit.eval.figures import Figure, Measured, Predictions, measured_share
 from dino_vit.reports.record import FOLDER
 
-VERSION = 2  # of the files; 1, without a number, had `percent` for the value of a figure
+VERSION = 1  # of the files; those of 0.3 have no number, and the same figures
 
 
 def output_of(config: Settings, loaded: str) -> Path:
@@ -79,8 +79,12 @@ def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
 
 def plain(results: Mapping[str, object]) -> dict[str, Any]:
     """Return results as JSON holds them, without what is not public."""
-    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=asdict)))
+    content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=_as_json)))
     return content
+
+
+def _as_json(value: Any) -> object:
+    return value.as_json() if isinstance(value, Figure) else asdict(value)
 
 
 def evaluation(
@@ -88,7 +92,7 @@ def evaluation(
 ) -> dict[str, Any]:
     """Return the results of a command, its main figure first, as JSON holds them; with a path, write them."""
     head = {"command": command, "written": datetime.now(UTC).isoformat(timespec="seconds")}
-    results = {**head, "figure": {"title": title, **asdict(figure)}, **details}
+    results = {**head, "figure": {"title": title, **figure.as_json()}, **details}
     return plain(results) if path is None else write_results(path, results)
 
 

@@ -82,7 +82,7 @@ def _read(path: Path) -> Evaluation:
 
 
 def _with_interval(figure: Mapping[str, float]) -> str:
-    value = figure["percent"] if "percent" in figure else figure["value"]  # as version 0.3 wrote
+    value = figure["percent"] if "percent" in figure else figure["value"]  # of a unit of its own
     return f"{value:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
 
 

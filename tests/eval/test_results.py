@@ -70,6 +70,7 @@ def test_the_list_is_read_from_the_files(tmp_path, caplog):
     (folder / "old.json").write_text(json.dumps({"command": "knn", "figure": earlier, "written": "2025"}))
     (folder / "damaged.json").write_text('{"command": "kn')
     (folder / "other.json").write_text("[1]")
+    assert json.loads((folder / "new.json").read_text())["figure"].keys() == earlier.keys()
     knn, old, linear = read_evaluations(tmp_path)
     assert (old.figure, old.percent) == ("top-1", knn.percent), "as version 0.3 wrote"
     assert (knn.command, knn.data) == ("knn, step 1,200", "photos/test by photos/train")

@@ -1,7 +1,6 @@
 """The command and its program: figures equal to a loop over features, in one process or two."""
 
 import json
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
         for top in (1, 5):
             found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
             right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
-            assert figures[f"top{top}"] == asdict(accuracy(sum(right), 12))
+            assert figures[f"top{top}"] == accuracy(sum(right), 12).as_json()
             if top == 1:
                 of_class = {
                     name: sum(r for r, label in zip(right, labels, strict=True) if label == name)
@@ -67,11 +66,11 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
                 assert {n: one["correct"] for n, one in figures["per_class"].items()} == of_class
     relevant = [[of == label for of in bank_labels] for label in labels]
     precision, recall = ranking_of(zip((queries @ bank.T).tolist(), relevant, strict=True))
-    assert found["ranking"]["map"]["value"] == pytest.approx(precision)
-    assert found["ranking"]["recall_at_1"]["value"] == pytest.approx(recall)
-    assert f"mAP {found['ranking']['map']['value']:.2f} (" in said
+    assert found["ranking"]["map"]["percent"] == pytest.approx(precision)
+    assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
+    assert f"mAP {found['ranking']['map']['percent']:.2f} (" in said
     assert "with k = 1000: the bank has only 49 images, and all of them vote" in said
-    assert f"{found['results'][0]['top1']['value']:.2f} (" in said
+    assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
     assert "always guessing b scores 33.3 %, random guessing 14.3 %" in said
 
 
@@ -113,8 +112,8 @@ def test_one_set_is_classified_by_the_others(tmp_path, weights):
     assert found["results"][0]["top1"]["correct"] == sum(right)
     assert found["bank"] == 23
     precision, recall = ranking_of(among_the_others(bank, labels, range(24)))
-    assert found["ranking"]["map"]["value"] == pytest.approx(precision)
-    assert found["ranking"]["recall_at_1"]["value"] == pytest.approx(recall)
+    assert found["ranking"]["map"]["percent"] == pytest.approx(precision)
+    assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
 
 
 def test_an_image_alone_in_its_class_has_nothing_to_be_ranked_or_learned_by(tmp_path, weights):
@@ -146,8 +145,8 @@ def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
     result = dino_vit.knn(images, **settings, verbose=False)
     assert (result.details["images"], result.details["ranking"]["queries"]) == (24, 5)
     precision, recall = ranking_of(among_the_others(*features_of(weights, images), spread(24, 5)))
-    assert result.details["ranking"]["map"]["value"] == pytest.approx(precision)
-    assert result.details["ranking"]["recall_at_1"]["value"] == pytest.approx(recall)
+    assert result.details["ranking"]["map"]["percent"] == pytest.approx(precision)
+    assert result.details["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
     assert "by cosine for 5 queries: mAP" in str(result)
 
 

@@ -48,11 +48,11 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
     assert cells == [
         (rate, blocks, mean) for rate in (0.001, 0.01, 0.1) for blocks in (1, 3) for mean in (False, True)
     ]
-    percents = [cell["top1"]["value"] for cell in found["table"]]
+    percents = [cell["top1"]["percent"] for cell in found["table"]]
     best = found["best"]
-    assert best["top1"]["value"] == max(percents)
+    assert best["top1"]["percent"] == max(percents)
     assert best["top1"] == found["table"][percents.index(max(percents))]["top1"]
-    assert best["top1"]["low"] < best["top1"]["value"] < best["top1"]["high"]
+    assert best["top1"]["low"] < best["top1"]["percent"] < best["top1"]["high"]
     assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
     assert best["top5"]["correct"] >= best["top1"]["correct"]
     assert "chosen on the images that it is evaluated on" in said

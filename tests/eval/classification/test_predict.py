@@ -93,7 +93,7 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
         assert -1 <= float(row["similarity"]) <= 1
     found = json.loads((photos / "rest.json").read_text())
     assert (found["labelled"], found["images"], found["classes"]) == (IMAGES // 2, IMAGES // 2, 4)
-    percent = found["cross_validated"]["value"]
+    percent = found["cross_validated"]["percent"]
     assert percent == max(found["tried"].values())
     assert f"cross-validated accuracy {percent:.2f}" in said
     assert "raw pixels" in said
@@ -296,7 +296,7 @@ def test_two_labels_are_enough(photos, weights):
     (photos / "two.csv").write_text("000.png,blue\n002.png,green")
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "two.csv", verbose=False)
     assert {*found.labels} <= {"blue", "green"}
-    assert found.details["cross_validated"]["value"] == 0, "each is left out once, with its class"
+    assert found.details["cross_validated"]["percent"] == 0, "each is left out once, with its class"
 
 
 def test_cross_validation_is_that_of_scikit_learn():

@@ -66,7 +66,7 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
         scores = neighbours_mean(bank, targets, queries, k)
         judged = [c for c in range(len(classes)) if true[:, c].any()]
         aps = {classes[c]: average_precision_score(true[:, c], scores[:, c]) for c in judged}
-        assert result["score"]["value"] == pytest.approx(100 * np.mean(list(aps.values())), abs=1e-3)
+        assert result["score"]["percent"] == pytest.approx(100 * np.mean(list(aps.values())), abs=1e-3)
         if k == 5:
             of_labels = {
                 name: figures["AP"] and figures["AP"]["value"]
@@ -74,9 +74,9 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
             }
             assert of_labels == pytest.approx({**aps, "early": None}, abs=1e-5)
             f1s = [f1_score(true[:, c], scores[:, c] > 0.5) for c in judged]
-            assert found["mean"]["F1"]["value"] == pytest.approx(100 * np.mean(f1s))
+            assert found["mean"]["F1"]["percent"] == pytest.approx(100 * np.mean(f1s))
     assert found["figure"]["title"] == "k-NN mAP, k=5"
-    assert found["figure"]["low"] < found["figure"]["value"] < found["figure"]["high"]
+    assert found["figure"]["low"] < found["figure"]["percent"] < found["figure"]["high"]
     assert list(found["few_images"].values()) == [["late"], ["early"], ["late"]]
     assert "1 class without an image to learn from, so only guessed: late" in said
     assert "1 class without an image to judge by, so in no figure: early" in said
@@ -136,10 +136,10 @@ def test_two_classes_have_an_auroc(tmp_path, weights):
         nearest = np.argsort(-similar, axis=1)[:, :k]
         votes = np.exp(np.take_along_axis(similar, nearest, 1) / 0.07)
         scores = (votes * true[nearest]).sum(1) / votes.sum(1)
-        assert figures["auroc"]["value"] == pytest.approx(100 * roc_auc_score(true, scores), abs=0.2)
+        assert figures["auroc"]["percent"] == pytest.approx(100 * roc_auc_score(true, scores), abs=0.2)
     assert "AUROC" in str(result)
     linear = dino_vit.linear(images, weights, steps=20, rates=[0.1], **SETTINGS)
-    assert 0 <= linear.details["best"]["auroc"]["low"] <= linear.details["best"]["auroc"]["value"]
+    assert 0 <= linear.details["best"]["auroc"]["low"] <= linear.details["best"]["auroc"]["percent"]
     assert "AUROC" in str(linear)
 
 

@@ -65,7 +65,7 @@ def test_neighbours_are_those_of_a_loop_in_one_process_or_two(tmp_path, weights)
         right += int((predicted == SCENES.mask(index)).sum())
         pixels += 256
         occurring |= {*predicted.unique().tolist()}
-    assert found["knn"]["pixel_accuracy"]["value"] == pytest.approx(100 * right / pixels, abs=0.2)
+    assert found["knn"]["pixel_accuracy"]["percent"] == pytest.approx(100 * right / pixels, abs=0.2)
     assert (found["images"], found["bank"]) == (6, 96)
     assert list(found["knn"]["iou"]) == [SCENES.classes[kind] for kind in sorted(occurring)]
     assert "k-NN of patches" in said
