@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, TextIO, cast
 
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 
 from dino_vit.core import log
@@ -187,7 +188,7 @@ class Advance:
         # Only rank 0 logs at this level.
         console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
         self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console)
-        self.task = self.bar.add_task(escape(self.title), total=total)
+        self.task = self.bar.add_task(markup.escape(self.title), total=total)
 
     def __call__(self, count: int, note: str = "") -> None:
         """Count more items, with a note on them."""
@@ -200,7 +201,7 @@ class Advance:
             return
         self.shown = now
         self.bar.start()
-        self.bar.update(self.task, completed=self.done, description=escape(self.line()), refresh=True)
+        self.bar.update(self.task, completed=self.done, description=markup.escape(self.line()), refresh=True)
         if self.bar.disable:
             log.info("%s", self.line())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dino_vit.core import log, text
-from dino_vit.core.text import brief, printable, printable_lines, said_once
+from dino_vit.core.text import Result, brief, printable, printable_lines, said_once
 from dino_vit.data.sources.open import open_source
 from tests.support.images import write_synthetic
 from tests.support.runs import command, run
@@ -191,3 +191,7 @@ def test_lines_are_said_once_within_the_block_and_again_after_it(caplog):
         log.warning("images of c")
     log.info("images of a")
     assert caplog.messages == ["images of a", "images of b", "images of c", "images of a"]
+
+
+def test_a_notebook_shows_the_text_of_a_result_as_it_is():
+    assert Result(text="<b> & [red]x[/red]")._repr_html_() == "<pre>&lt;b&gt; &amp; [red]x[/red]</pre>"

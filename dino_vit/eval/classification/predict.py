@@ -90,7 +90,8 @@ def run(config: PredictConfig) -> LabelPredictions:
             tables = [table]
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
             if config.unsure:
-                tables.append(_to_label(columns, next_rows, fitted))
+                known = _known_labels(source, labelled, fitted)
+                tables.append(_to_label(columns, next_rows, known))
                 write_output(files[2], tables[-1])
                 lines.append(f"{files[2]}: fill in the column label, then give it as labels=")
             digests = [hashlib.sha256(table).hexdigest() for table in tables]
@@ -241,18 +242,34 @@ def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
     return file.getvalue()
 
 
-def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], fitted: TrainedClassifier) -> bytes:
+def _known_labels(
+    source: ImageSet, labelled: LabelledSubset | None, fitted: TrainedClassifier
+) -> dict[str, str]:
+    """Return the labels that were learned from, by name, but none that is the name of another image."""
+    known = fitted.learned
+    if labelled is None or known is None:
+        return {}
+    targets = known.targets if known.targets.ndim == 2 else torch.nn.functional.one_hot(known.targets)
+    labels = dict(zip(fitted.names, label_texts(targets.float(), known.classes, known.task), strict=True))
+    if labelled.source is source:
+        return labels
+    origins = dict(zip(fitted.names, labelled.source.subset(known.indices).origins(), strict=True))
+    for index, origin in enumerate(source.origins()):
+        if origins.get(name := source.name(index), origin) != origin:
+            labels.pop(name, None)
+    return labels
+
+
+def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], known: dict[str, str]) -> bytes:
     """Return a CSV of images to label, and below them those that have labels, as one file of labels."""
-    names, guesses = ([columns[key][row] for row in rows] for key in ("name", "label"))
-    labels = [""] * len(names)
-    if known := fitted.learned:
-        targets = known.targets if known.targets.ndim == 2 else torch.nn.functional.one_hot(known.targets)
-        texts = label_texts(targets.float(), known.classes, known.task)
-        by_name = dict(zip(fitted.names, texts, strict=True))
-        others = {name: label for name, label in by_name.items() if name not in names}
-        names, labels = [*names, *others], [*labels, *others.values()]
-    guesses += [""] * (len(names) - len(guesses))
-    return _written({"name": names, "label": labels, "guess": guesses}, ".csv")
+    asked = {columns["name"][row]: columns["label"][row] for row in rows}
+    others = {name: label for name, label in known.items() if name not in asked}
+    table = {
+        "name": [*asked, *others],
+        "label": [*[""] * len(asked), *others.values()],
+        "guess": [*asked.values(), *[""] * len(others)],
+    }
+    return _written(table, ".csv")
 
 
 def _draw(

@@ -171,6 +171,11 @@ def test_the_images_to_label_next_come_with_the_labels_of_train(photos, weights)
     rows = rows_of(photos / "rest-to-label.csv")
     assert [bool(row["label"]) for row in rows] == [False] * 3 + [True] * (IMAGES // 2)
     assert all(row["label"] == colour_of(row["name"]) for row in rows[3:])
+    for row in range(1, 5, 2):  # other images of the same names
+        (photos / "new" / f"{row:03}.png").rename(photos / "new" / f"{row - 1:03}.png")
+    dino_vit.predict(photos / "new", weights, **settings, unsure=3, verbose=False)
+    labelled = {row["name"] for row in rows_of(photos / "rest-to-label.csv") if row["label"]}
+    assert labelled == {row["name"] for row in rows[3:]} - {"000.png", "002.png"}
 
 
 @pytest.mark.parametrize(
