@@ -153,9 +153,7 @@ def test_a_setting_of_an_earlier_version_loads_as_null_and_otherwise_says_what_t
     advice = r"data.weights is not a setting; name an image twice in a list"
     with pytest.raises(ConfigError, match=advice):
         load(PretrainConfig, None, {"data": {"weights": "w.csv"}})
-    with pytest.raises(
-        ConfigError, match=r"must be one of adamw, sgd; train a ResNet by sgd"
-    ):
+    with pytest.raises(ConfigError, match=r"must be one of adamw, sgd; train a ResNet by sgd"):
         load(PretrainConfig, None, ["optim.name=lars"])
 
 
