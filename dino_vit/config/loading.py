@@ -24,9 +24,20 @@ COLUMN = 34  # where the meaning of a setting begins
 _Layer = dict[str, object]  # values by dotted key
 
 
-def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
-    """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
+def load(
+    cls: type[C],
+    file: Path | None = None,
+    overrides: Sequence[str] | Mapping[str, object] = (),
+    *,
+    skip_removed: bool = False,
+) -> C:
+    """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values.
+
+    `skip_removed` leaves out of the file what earlier versions had, to read about a run that is done.
+    """
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
+    if skip_removed:
+        below = {key: value for key, value in below.items() if not {key, f"{key}={value}"} & {*cls.removed}}
     if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
         below["output"] = str(file.parent)  # the settings of a run, which may have been moved
     if isinstance(overrides, Mapping):
@@ -149,6 +160,8 @@ def _explained(
             similar = get_close_matches(str(layer[key]), info.choices, n=1)
             text = f"must be {'one of ' * (len(info.choices) > 1)}{', '.join(info.choices)}"
             text = f"did you mean {similar[0]}? It {text}" if similar else text
+        if advice := cls.removed.get(f"{key}={layer[key]}"):
+            text = f"{text}; {advice}"
         yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
 
 

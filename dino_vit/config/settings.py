@@ -78,7 +78,7 @@ class Settings(BaseModel):
     examples: ClassVar[tuple[str, ...]] = ()
     # What a command line writes where `output` is null; after eval/ begins the name of a file of results.
     writes: ClassVar[str] = ""
-    # Settings of earlier versions, and what to do instead of them; null, as their files have it, is skipped.
+    # Settings of earlier versions, and values (KEY=VALUE): what to do instead. A setting that is null loads.
     removed: ClassVar[Mapping[str, str]] = {}
     # Whether the same command, given again, goes on with what a signal stopped.
     resumes: ClassVar[bool] = False

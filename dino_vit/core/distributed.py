@@ -27,9 +27,8 @@ T = TypeVar("T")
 _shares_work = ContextVar("_shares_work", default=False)
 CONNECT = timedelta(minutes=2)  # for gloo, if NCCL has connected
 _RAISED = "in_all_processes"  # marks an error that all processes raise
-SETUP_TIMEOUT = timedelta(
-    minutes=30
-)  # for collectives until `limit_waits`: each host sets up at its own pace
+# For collectives until `limit_waits`: each host sets up at its own pace.
+SETUP_TIMEOUT = timedelta(minutes=30)
 
 
 def world_size() -> int:
