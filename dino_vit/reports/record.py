@@ -128,7 +128,7 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder} is not the folder of a run: {reason}; give the `output` of a pretraining")
     return RunRecord(
         folder=folder,
-        config=load(PretrainConfig, settings),
+        config=load(PretrainConfig, settings, dict.fromkeys(PretrainConfig.removed)),
         history=read_records(folder / "metrics.jsonl", METRICS),
         starts=read_records(folder / "starts.jsonl", START_ADAPTER),
         baseline=next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline()),
