@@ -197,9 +197,10 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
     numbers = list[int]()
     if label is None and columns is LABEL_COLUMNS:
         others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
-        values = {row[at].strip().lower() for row in rows[start:] for at in others if at < len(row)}
-        numbers = [] if None in map(as_number, values - {"", "nan"}) else others
-        if len(numbers) > 1 and values <= {"0", "1"}:
+        given = {row[at].strip().lower() for row in rows[start:] for at in others if at < len(row)}
+        values = set(map(as_number, given - {"", "nan"}))
+        numbers = [] if None in values else others
+        if len(numbers) > 1 and values and values <= {0, 1}:
             named = brief(", ".join(header[at] for at in numbers))
             text = "write the labels of an image in one column, as in sea;sky"
             raise ValueError(f"{path} has only 0 and 1 in the columns {named}: {text}")

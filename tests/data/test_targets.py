@@ -68,11 +68,16 @@ def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values)
 def test_other_columns_are_not_guessed_to_be_labels(read, caplog):
     assert len(read("path,age,split\na.png,3.5,train\nb.png,2,test\n").indices) == 0
     assert "has none of the columns label" in caplog.text
+    assert len(read("path,age,height\na.png,,\nb.png,,nan\n").indices) == 0
 
 
-def test_columns_of_0_and_1_are_refused_and_not_taken_for_numbers(read):
+@pytest.mark.parametrize(
+    "rows", ["a.png,0,1\nb.png,0,0", "a.png,0.0,1.0\nb.png,1.0,0.0", "a.png,0,1\nb.png,,nan"]
+)
+def test_columns_of_0_and_1_are_refused_and_not_taken_for_numbers(read, rows):
+    """Also as pandas writes them where a cell was empty."""
     with pytest.raises(ValueError, match=r"only 0 and 1 in the columns sea, sky: write .* as in sea;sky"):
-        read("path,sea,sky\na.png,0,1\nb.png,0,0\n")
+        read(f"path,sea,sky\n{rows}\n")
 
 
 def test_a_task_reads_labels_otherwise_than_they_look(read):
