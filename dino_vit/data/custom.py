@@ -110,6 +110,8 @@ class _HubRows:
 
 def wrap(given: Any) -> ImageSet:
     """Return a data set as images; a part of one, and several joined, are those of their data sets."""
+    if isinstance(given, ImageSet):
+        return given
     if isinstance(given, TorchSubset | ConcatDataset) and not len(given):
         raise ValueError(f"{title_of(given)} has no images")
     if isinstance(given, TorchSubset):

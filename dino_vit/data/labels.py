@@ -194,17 +194,17 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
         title = header[1 - name] if header else "label"
         is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
         label = None if is_name or not title else 1 - name
-    numbers = list[int]()
+    numbers, flags = list[int](), False
     if label is None and columns is LABEL_COLUMNS:
         others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
         given = {row[at].strip().lower() for row in rows[start:] for at in others if at < len(row)}
         values = set(map(as_number, given - {"", "nan"}))
         numbers = [] if None in values else others
-        if len(numbers) > 1 and values and values <= {0, 1}:
-            named = brief(", ".join(header[at] for at in numbers))
-            text = "write the labels of an image in one column, as in sea;sky"
-            raise ValueError(f"{path} has only 0 and 1 in the columns {named}: {text}")
-    if label is None and len(rows[0]) > 2 and not numbers:
+        if flags := len(numbers) > 1 and bool(values) and values <= {0, 1}:
+            named, numbers = brief(", ".join(header[at] for at in numbers)), []
+            text = "%s: no labels are read from the columns %s, which have only 0 and 1; %s"
+            log.warning(text, path, named, "write the labels of an image in one column, as in sea;sky")
+    if label is None and len(rows[0]) > 2 and not (numbers or flags):
         named = ", ".join(columns)
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])
     for number, row in enumerate(rows[start:], start + 1):

@@ -73,6 +73,14 @@ def test_an_object_is_a_source():
     assert source.fingerprint != wrap(Photos(63)).fingerprint
 
 
+def test_a_set_that_is_open_stays_as_it_is(tmp_path):
+    for path in ("train/a/1.png", "test/a/2.png"):
+        write_synthetic(tmp_path / path, 0, size=16)
+    images = open_source(str(tmp_path))
+    assert wrap(images) is images
+    assert wrap(Subset(images, [1])).name(0) == images.name(1)
+
+
 def test_a_dataset_of_pillow_images_is_a_source():
     source = wrap(Pairs())
     assert (source.classes, source.label(3), source.name(3)) == (("cat", "dog", "none"), 1, "3")

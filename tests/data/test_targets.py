@@ -74,10 +74,11 @@ def test_other_columns_are_not_guessed_to_be_labels(read, caplog):
 @pytest.mark.parametrize(
     "rows", ["a.png,0,1\nb.png,0,0", "a.png,0.0,1.0\nb.png,1.0,0.0", "a.png,0,1\nb.png,,nan"]
 )
-def test_columns_of_0_and_1_are_refused_and_not_taken_for_numbers(read, rows):
-    """Also as pandas writes them where a cell was empty."""
-    with pytest.raises(ValueError, match=r"only 0 and 1 in the columns sea, sky: write .* as in sea;sky"):
-        read(f"path,sea,sky\n{rows}\n")
+def test_columns_of_0_and_1_are_no_labels_and_not_taken_for_numbers(read, rows, caplog):
+    """Also as pandas writes them where a cell was empty. They may be flags: images are read."""
+    assert len(read(f"path,sea,sky\n{rows}\n").indices) == 0
+    assert "the columns sea, sky, which have only 0 and 1; write the labels of an image in one" in caplog.text
+    assert "none of the columns label" not in caplog.text
 
 
 def test_a_task_reads_labels_otherwise_than_they_look(read):
