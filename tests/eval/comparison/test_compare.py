@@ -75,7 +75,7 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
     linear = dino_vit.linear("synthetic:60:16", **shared)  # of the last
     assert found.figures["linear top-1"][name].value == pytest.approx(linear.figure.value)
     written = json.loads(found.path.read_text())
-    assert written["figures"]["k-NN top-1"][name] == vars(found.figures["k-NN top-1"][name])
+    assert written["figures"]["k-NN top-1"][name] == found.figures["k-NN top-1"][name].as_json()
     assert written["effective_rank"] == found.ranks
     assert written["weights"] == dict(zip(names, paths, strict=True))
     assert len(found.pairs) == 2
