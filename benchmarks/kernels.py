@@ -55,7 +55,7 @@ PARTS = {
 # Kinds of operators by parts of their names, the first that fits; all others work element by element.
 KINDS = {
     "attention": ("dot_product",),
-    "products": ("mm", "bmm", "convolution"),
+    "products": ("mm", "convolution"),
     "norms": ("layer_norm", "weight_norm", "linalg_vector_norm", "foreach_norm"),
     "softmax": ("softmax", "logsumexp"),
     "optimiser": ("_fused_", "_foreach_"),

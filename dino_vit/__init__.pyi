@@ -337,7 +337,7 @@ def pretrain(
       data.labels=null                    file of labels for evaluation; null: the source's
       data.batch_size=64                  images per process and forward pass
       data.workers=null                   DataLoader workers; null: by the cores
-      data.order=null                     over all images or shards; null: by source [global|window]
+      data.order=null                     shuffle all, or a window of shards; null: by source [global|window]
       data.window=16                      shards that data.order=window mixes at a time
       data.cache=null                     copies of remote shards; null: ~/.cache/dino-vit
       data.cache_gb=50                    size of data.cache, and of indexes; 0: no copies
@@ -406,13 +406,13 @@ def pretrain(
       loss.patch_weight=0                 weight of the loss of masked patches (iBOT); 1 in DINOv2
       optim.name=adamw                    optimiser [adamw|sgd]
       optim.lr=0.0005                     peak learning rate at a global batch of 256
-      optim.lr_scaling=linear             growth of lr with the batch over 256 [linear|sqrt|none]
+      optim.lr_scaling=linear             how lr grows with global batch / 256 [linear|sqrt|none]
       optim.min_lr=1.0e-06                learning rate at the end
       optim.warmup_epochs=10              epochs of linear warm-up
       optim.weight_decay=0.04             weight decay at the start
       optim.weight_decay_end=0.4          weight decay at the end, after a cosine
       optim.clip=3                        largest norm of a gradient
-      optim.clip_mode=tensor              what has its norm limited [tensor|module|global|none]
+      optim.clip_mode=tensor              whose norms are limited [tensor|module|global|none]
       optim.freeze_last_layer_epochs=1    epochs before the prototypes learn
       optim.layer_decay=null              factor on lr per block towards the input
       optim.patch_embed_lr=1              factor on lr of the patch embedding

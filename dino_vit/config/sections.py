@@ -71,7 +71,9 @@ class Data(Settings):
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
-    order: Literal["global", "window"] | None = setting(None, "over all images or shards; null: by source")
+    order: Literal["global", "window"] | None = setting(
+        None, "shuffle all, or a window of shards; null: by source"
+    )
     window: Few = setting(16, "shards that data.order=window mixes at a time")
     cache: str | None = setting(None, "copies of remote shards; null: ~/.cache/dino-vit", resumable=True)
     cache_gb: NonNegative = setting(50.0, "size of data.cache, and of indexes; 0: no copies", resumable=True)
@@ -266,14 +268,14 @@ class Optim(Settings):
 
     name: Literal["adamw", "sgd"] = setting("adamw", "optimiser")
     lr: Positive = setting(5e-4, "peak learning rate at a global batch of 256")
-    lr_scaling: Literal["linear", "sqrt", "none"] = setting("linear", "growth of lr with the batch over 256")
+    lr_scaling: Literal["linear", "sqrt", "none"] = setting("linear", "how lr grows with global batch / 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
     warmup_epochs: NonNegative = setting(10.0, "epochs of linear warm-up")
     weight_decay: NonNegative = setting(0.04, "weight decay at the start")
     weight_decay_end: NonNegative = setting(0.4, "weight decay at the end, after a cosine")
     # With less, AdamW's epsilon is larger than the gradients, and nothing learns.
     clip: Annotated[float, Field(ge=1e-3, le=1e9)] = setting(3.0, "largest norm of a gradient")
-    clip_mode: Literal["tensor", "module", "global", "none"] = setting("tensor", "what has its norm limited")
+    clip_mode: Literal["tensor", "module", "global", "none"] = setting("tensor", "whose norms are limited")
     freeze_last_layer_epochs: NonNegative = setting(1.0, "epochs before the prototypes learn")
     layer_decay: PositiveShare | None = setting(None, "factor on lr per block towards the input")
     patch_embed_lr: Probability = setting(1.0, "factor on lr of the patch embedding")

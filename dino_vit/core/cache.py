@@ -16,7 +16,7 @@ from pathlib import Path
 from dino_vit.core import log
 from dino_vit.core.text import plural
 
-FEATURES, SHARDS = "features", "shards"  # folders of other files in that of the indexes
+FEATURES, SHARDS = "features", "shards"  # folders beside the indexes
 STALE_S = 3600  # after so long without a change nobody writes a temporary file any more
 _INDEX, _FEATURES = r"[a-z]+-[0-9a-f]{24}\.arrow", r"[0-9a-f]{15}\.safetensors"
 _OURS = re.compile(f"{_INDEX}|{_FEATURES}")

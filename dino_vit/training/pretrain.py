@@ -32,7 +32,7 @@ def pretrain(
         with locked(Path(config.output)):
             context = open_context(config, accelerator)
             if config.budget.minutes is not None and not context.resumed:
-                from dino_vit.training.budget import estimate_budget
+                from dino_vit.training.budget import estimate_budget  # other runs measure nothing
 
                 context = replace(context, estimate=estimate_budget(config, context))
             run = set_up(config, accelerator, context)

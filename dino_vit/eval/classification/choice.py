@@ -41,6 +41,7 @@ FOLDS = 5
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
 TEMPERATURES = torch.logspace(-1.3, 1.3, 105, dtype=torch.double)
 BINS, IN_BIN = 10, 50  # of confidences, with as many images in each: fewer bins of few images
+PIXEL_IMAGES = 10_000  # with more, neighbours by raw pixels take longer than all else
 RARE = 2  # a class of fewer labelled images is never tested
 _ABSENT = -30.0  # score of a class that no image learned from has
 
@@ -256,9 +257,6 @@ def describe(
             text = f"{plural(len(few), 'class', 'classes')} with one labelled image"
             lines.append(f"{text}, so never tested and rarely predicted: {brief(', '.join(few), 200)}")
     return lines, details
-
-
-PIXEL_IMAGES = 10_000  # of more, neighbours by raw pixels take longer than all else
 
 
 @dataclass(frozen=True)

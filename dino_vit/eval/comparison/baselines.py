@@ -13,7 +13,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.reading import to_few_pixels
 from dino_vit.models.backbone import Backbone, Provenance
 
-RAW_PIXELS = "raw pixels"
+RAW_PIXELS, UNTRAINED = "raw pixels", "untrained"
 
 
 class RawPixels(Backbone):
@@ -59,9 +59,6 @@ def raw_pixels_like(frozen: FrozenBackbone) -> FrozenBackbone:
     transform = to_few_pixels(frozen.transform)
     model = RawPixels(transform.size, transform.pixels.channels).eval().to(frozen.device)
     return replace(frozen, model=model, transform=transform, autocast=None)
-
-
-UNTRAINED = "untrained"
 
 
 def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
