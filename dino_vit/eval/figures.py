@@ -45,10 +45,9 @@ class Figure:
 
     def as_json(self) -> dict[str, float]:
         """Return what files of results hold: `percent`, or the `value` of a number in another unit."""
-        numbers = {"percent" if self.unit == "%" else "value": self.value, "low": self.low, "high": self.high}
-        return (
-            numbers if self.correct is None else {**numbers, "correct": self.correct, "images": self.images}
-        )
+        name = "percent" if self.unit == "%" else "value"
+        numbers = {name: self.value, "low": self.low, "high": self.high}
+        return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
 
 
 def number_text(value: float) -> str:
