@@ -435,7 +435,7 @@ def pretrain(
       run.verbose=false                   print all that is chosen at the start, with reasons
       run.trackers=[]                     Accelerate trackers, as [tensorboard]
       run.peer_timeout=10                 minutes to wait for another rank
-      run.resume=same                     resume with what settings [same|changed|never]
+      run.resume=same                     same: only with the settings of before; changed: with any; never [same|changed|never]
       gram=null                           set gram.weights for Gram anchoring
       gram.weights=...                    weights of that teacher: a kept checkpoint, or another run or file
       gram.weight=1                       weight of the term; 2 in DINOv3's last phase

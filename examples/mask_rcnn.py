@@ -25,7 +25,8 @@ backbone = dino_vit.load_backbone(options.weights)
 dino_vit.export(options.weights, "exported", format="timm", overwrite=True, verbose=False)
 features = {"features_only": True, "out_indices": [backbone.depth - 1], "dynamic_img_size": True}
 body = timm.create_model("local-dir:exported", pretrained=True, **features)
-scenes = make_scenes(size=backbone.image_size[0])
+side = backbone.image_size[0]
+scenes = make_scenes(size=side)
 
 
 class Pyramid(torch.nn.Sequential):
@@ -43,13 +44,13 @@ def batch(indices):
         masks = torch.stack([mask == i for i in labels])
         labels = 1 + torch.tensor(labels, dtype=torch.long)
         targets.append({"labels": labels, "masks": masks.byte(), "boxes": masks_to_boxes(masks)})
-    return [scenes.read(index) / 255 for index in indices], targets
+    return [torch.as_tensor(scenes.read(index)) / 255 for index in indices], targets
 
 
-settings = dict.fromkeys(["min_size", "max_size", "size_divisible"], scenes.size)
+settings: dict = dict.fromkeys(["min_size", "max_size", "size_divisible"], side)
 settings |= {"image_mean": backbone.provenance.mean, "image_std": backbone.provenance.std}
 settings |= {"box_batch_size_per_image": 32, "rpn_post_nms_top_n_test": 100, "box_detections_per_img": 10}
-sizes = [[scenes.size // n] for n in (8, 4, 2, 1)]
+sizes = [[side // n] for n in (8, 4, 2, 1)]
 settings["rpn_anchor_generator"] = anchor_utils.AnchorGenerator(sizes, [[0.5, 1.0, 2.0]] * 4)
 settings["mask_head"] = mask_rcnn.MaskRCNNHeads(Pyramid.out_channels, (64, 256), dilation=1)
 pyramid = Pyramid(body.requires_grad_(False), FeaturePyramidNetwork([backbone.width] * 4, 64))

@@ -25,7 +25,7 @@ cells = max(1, int(len(values) ** 0.5))
 index = faiss.index_factory(values.shape[1], f"IVF{cells},SQ8", faiss.METRIC_INNER_PRODUCT)  # a byte a value
 index.train(values[:: max(1, len(values) // (256 * cells))])
 index.add(values)
-index.nprobe = max(1, cells // 16)
+faiss.extract_index_ivf(index).nprobe = max(1, cells // 16)
 
 backbone = dino_vit.load_backbone(stored.metadata["weights"]["path"])
 for photo in options.queries:

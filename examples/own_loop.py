@@ -25,9 +25,7 @@ options = parser.parse_args()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 norm = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 config = PretrainConfig(data={**norm, "workers": 2}, views={"global_size": 96, "local_size": 48})
-loader = build_loader(
-    config, open_source(options.photos), global_batch=32, weights=None, rank=0, world_size=1, pin=False
-)
+loader = build_loader(config, open_source(options.photos), global_batch=32, rank=0, world_size=1, pin=False)
 augment = build_augment(config).to(device)
 shape = {"image_size": 96, "patch_size": 8, "width": 192, "depth": 6, "heads": 3}
 student, teacher = (
@@ -41,7 +39,7 @@ objective = Objective(
     global_size=(96, 96),
     grid=(12, 12),
     student_temperature=0.1,
-    centering="mean",
+    centering="ema",
 )
 optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4, weight_decay=0.04)
 for step, batch in enumerate(islice(loader.batches(), options.steps)):

@@ -24,7 +24,7 @@ options = parser.parse_args()
 features = dino_vit.embed(options.photos, weights=options.weights, output="features.parquet", verbose=False)
 groups = KMeans(options.groups, random_state=0).fit_predict(normalize(features.values))
 for group in range(options.groups):
-    names = [name for name, of_image in zip(features.names, groups, strict=True) if of_image == group]
+    names = [name for name, its_group in zip(features.names, groups, strict=True) if its_group == group]
     print(f"group {group}, {len(names)} photos: {', '.join(names[:5])}")
 if len(set(features.labels)) > 1:
     classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))

@@ -24,7 +24,7 @@ PATCHES = (2, 4, 8, 16)
 TIMM_PATCH = 32  # pixels of a cell of the last feature map, of nearly all of timm's models
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
-# A network that costs r times as much as the smallest learns better once it sees r times so many.
+# That the smallest network must see. A network r times as expensive needs r times as many to learn better.
 ENOUGH_IMAGES = 300_000
 # What method=dinov2 regularises long runs with.
 REGULARISATION = (

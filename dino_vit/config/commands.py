@@ -309,6 +309,6 @@ class ExportConfig(WeightsConfig):
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
         if self.license and self.format not in ("huggingface", "timm"):
-            yield f"--license is for the card of a folder (huggingface, timm), not for {self.format}"
+            yield f"license is for the card of a folder (huggingface, timm), not for {self.format}"
         if self.head and self.format != "onnx":
-            yield f"--head is for --format onnx, not {self.format}"
+            yield f"head is for format=onnx, not {self.format}"

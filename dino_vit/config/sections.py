@@ -329,7 +329,9 @@ class Run(Settings):
     verbose: bool = setting(False, "print all that is chosen at the start, with reasons", resumable=True)
     trackers: tuple[str, ...] = setting((), "Accelerate trackers, as [tensorboard]", resumable=True)
     peer_timeout: Minutes = setting(10.0, "minutes to wait for another rank", resumable=True)
-    resume: Literal["same", "changed", "never"] = setting("same", "resume with what settings", resumable=True)
+    resume: Literal["same", "changed", "never"] = setting(
+        "same", "same: only with the settings of before; changed: with any; never", resumable=True
+    )
 
     @property
     def is_evaluated(self) -> bool:

@@ -78,7 +78,8 @@ class Settings(BaseModel):
     examples: ClassVar[tuple[str, ...]] = ()
     # What a command line writes where `output` is null; after eval/ begins the name of a file of results.
     writes: ClassVar[str] = ""
-    # Settings of earlier versions, and values (KEY=VALUE): what to do instead. A setting that is null loads.
+    # Settings that earlier versions had, and values (KEY=VALUE), each with what to do instead. One that is
+    # null is ignored.
     removed: ClassVar[Mapping[str, str]] = {}
     # Whether the same command, given again, goes on with what a signal stopped.
     resumes: ClassVar[bool] = False

@@ -1,1 +1,1 @@
-"""Images in: where they lie (sources), how they are decoded (images), labels, weights, statistics."""
+"""Images in: where they lie (sources), how they are decoded (images), labels, statistics."""

@@ -22,8 +22,8 @@ from dino_vit.data.images.pixels import NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.limits import MAX_PIXELS, one_image
 from dino_vit.data.sources.files import raise_if_lost
 
-INSPECTED = 64
-MEASURED = 256
+INSPECTED_IMAGES = 64  # at most, where nothing is measured
+MEASURED_IMAGES = 256  # at most, for mean, std and layout
 LAYOUT = 16  # cells along each side of an image, of which the layout is compared
 _THREADS = min(8, os.cpu_count() or 1)  # decoding releases the GIL; each thread holds an image
 
@@ -129,7 +129,8 @@ def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:
 
 def inspect_images(source: ImageSet, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
     """Inspect images without conversion; one of them must be readable."""
-    compared = frozenset(indices[:: -(-len(indices) // MEASURED)])  # the layouts of all would take memory
+    # The layouts of all would take memory.
+    compared = frozenset(indices[:: -(-len(indices) // MEASURED_IMAGES)])
     inspect = partial(_inspect, source, compared=compared, max_pixels=max_pixels)
     with progress("Inspecting images", len(indices)) as advance:
         results = in_threads(inspect, indices, lambda _: advance(1), _THREADS)

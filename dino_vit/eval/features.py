@@ -47,7 +47,7 @@ from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 if TYPE_CHECKING:
     from dino_vit.config.commands import BackboneConfig
 
-# Arguments that networks had not always, with which those of before are built.
+# Arguments that were added later. With these values a network computes as before, so the digest omits them.
 LATER: dict[str, Any] = {"stem": "patch", "stem_width": None, "resnet_layers": (3, 4, 9), "resnet_width": 64}
 LATER |= {"qk_scale": None, "dropout": 0.0, "attention_dropout": 0.0}
 
@@ -68,7 +68,7 @@ class FrozenBackbone:
     transform: EvalTransform
     batch_size: int = 128  # images per forward pass
     autocast: torch.dtype | None = None
-    threads: int | None = None  # that read images; None: one per core, at most 8
+    threads: int | None = None  # that read images; None: one per core, at most 8 (commands: 16)
     cache: Path | None = None  # folder of cached features; None: that of all caches
     cache_gb: float = 50.0  # how large all caches may become together
 
@@ -130,7 +130,7 @@ class FrozenBackbone:
             return spec.of(self.model, images).float()
 
     def empty(self, spec: FeatureSpec) -> Tensor:
-        """Return the features of zero images."""
+        """Return features without rows, (0, ...), as those of images would be."""
         return torch.empty(0, *spec.shape(self.model, self.transform.size), device=self.device)
 
 

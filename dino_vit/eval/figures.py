@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,11 @@ from torch import Tensor
 from dino_vit.config.settings import Task
 from dino_vit.core.text import plural
 from dino_vit.reports.metrics import Title
+from dino_vit.reports.readings import wilson_interval
 
 RESAMPLES = 1000  # of the images
 TOP_K = 5  # of fewer classes, or as many, the right one is always among the first five
 _WEIGHTS = 2**22  # of images, in memory at a time
-_Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,10 @@ def number_text(value: float) -> str:
 
 
 def accuracy(correct: int, images: int) -> Figure:
-    """Return the accuracy of `correct` predictions out of `images`.
-
-    The interval is Wilson's (1927), which is valid for few or all correct too.
-    """
+    """Return the accuracy of `correct` predictions out of `images`, with Wilson's interval."""
     if not images:
         raise ValueError("none of the images to evaluate on can be read")
-    share = correct / images
-    middle = (share + _Z * _Z / (2 * images)) / (1 + _Z * _Z / images)
-    reach = _Z / (1 + _Z * _Z / images) * math.sqrt(share * (1 - share) / images + (_Z / (2 * images)) ** 2)
-    # At the ends the bound is the share itself up to rounding.
-    low = 0.0 if correct == 0 else middle - reach
-    high = 1.0 if correct == images else middle + reach
+    low, high = wilson_interval(correct / images, images)
     return Figure(100 * correct / images, 100 * low, 100 * high, images, correct=correct)
 
 

@@ -1,4 +1,4 @@
-"""Labelled images as sets and as features, and few of them at random."""
+"""Labelled images as sets and as features: who is train, who is test."""
 
 import hashlib
 from collections.abc import Hashable, Sequence

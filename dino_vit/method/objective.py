@@ -4,7 +4,7 @@ v views (global ones first), g global views, b images
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class Objective:
         global_size: Size,
         grid: Size,  # of the student's patches in a global view
         student_temperature: float,
-        centering: str,
+        centering: Literal["ema", "sinkhorn"],
         patch_weight: float = 0.0,
         koleo_weight: float = 0.0,
         gram_weight: float = 0.0,

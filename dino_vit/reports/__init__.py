@@ -1,1 +1,1 @@
-"""The pages about a run (its curves, what its network attends to, a map of its images) and a comparison."""
+"""The records of a run, what they say about it, and the page that shows them."""

@@ -5,6 +5,7 @@ The accuracies with how sure it is that they differ; the collapses by the output
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributions import Binomial
 
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
+Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % confidence interval, in standard errors
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
 FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN"}
@@ -75,6 +77,14 @@ def mcnemar(only_first: int, only_second: int) -> float:
     fewer = torch.arange(min(only_first, only_second) + 1, dtype=torch.double)
     logs: Tensor = splits.log_prob(fewer)  # type: ignore[no-untyped-call]
     return min(1.0, 2 * float(logs.exp().sum()))
+
+
+def wilson_interval(share: float, images: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share of images, which is valid near 0 and 1 too (1927)."""
+    middle = (share + Z * Z / (2 * images)) / (1 + Z * Z / images)
+    reach = Z / (1 + Z * Z / images) * math.sqrt(share * (1 - share) / images + (Z / (2 * images)) ** 2)
+    # At the ends the bound is the share itself up to rounding.
+    return 0.0 if share == 0 else middle - reach, 1.0 if share == 1 else middle + reach
 
 
 def readings_of(
@@ -157,9 +167,9 @@ def _compared(levels: Mapping[str, float], texts: Mapping[str, str]) -> str:
 def _margin(percent: float, images: int | None, error: float | None) -> float:
     """Return half the width of the interval that holds an accuracy with 95 % confidence."""
     if error is not None:
-        return 1.96 * error
-    share = min(max(percent / 100, 0.0), 1.0)
-    return 196 * math.sqrt(share * (1 - share) / (images or QUERIES))
+        return Z * error
+    low, high = wilson_interval(min(max(percent / 100, 0.0), 1.0), images or QUERIES)
+    return 100 * (high - low) / 2
 
 
 def _confidence(readings: Sequence[Reading]) -> str:

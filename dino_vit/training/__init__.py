@@ -1,1 +1,1 @@
-"""Pretraining: the loop, its state and setup, and what is logged and diagnosed."""
+"""Pretraining: the loop, its state and setup, and what is logged."""

@@ -25,7 +25,7 @@ from dino_vit.training.setup import set_up
 from dino_vit.training.state import WARM_UP, TrainingState
 
 TIMED = 4  # steps, at least, to measure the speed
-MEASURED = 0.03  # of the minutes, at most, for the steps before those, and for more of them
+MEASURED_SHARE = 0.03  # of the minutes, at most, for the steps before the timed ones, and for more of these
 TIMED_IMAGES = 100  # evaluated for the same
 EVALUATED = 0.1  # share of the time of a run of some minutes
 
@@ -71,7 +71,7 @@ def choose_network(ladder: Sequence[Rung], images: float, minutes: float) -> tup
 
 def measured_seconds(config: PretrainConfig, context: RunContext, steps: int = 1000) -> tuple[float, float]:
     """Measure how long a step of a run of some length and an evaluation take; leave nothing behind."""
-    limit = MEASURED * 60 * (config.budget.minutes or math.inf)
+    limit = MEASURED_SHARE * 60 * (config.budget.minutes or math.inf)
     with TemporaryDirectory() as folder:
         changes: dict[str, object] = {"output": folder, "budget.steps": steps}
         changes |= {"data.max_unreadable": 1.0}  # the run itself names such images

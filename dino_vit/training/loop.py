@@ -27,7 +27,7 @@ from dino_vit.method.optim import (
 from dino_vit.models.head import DINOHead
 from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.state import ADVICE, TrainingState
+from dino_vit.training.state import RESUME_ADVICE, TrainingState
 from dino_vit.views.loader import Batch
 from dino_vit.views.workers import NoBatch
 
@@ -109,7 +109,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`
     norm = clip_gradients(state.parameters, mode=config.optim.clip_mode, max_norm=config.optim.clip)
-    freeze(state)
+    drop_frozen_gradients(state)
     loss, finite = reduce_loss(loss, norm)
     step_if_finite(state.optimizer, finite)
     revert_if_nonfinite(finite, state.statistics, before)
@@ -146,8 +146,11 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
     return terms.cls.detach() / accumulate
 
 
-def freeze(state: TrainingState) -> None:
-    """Drop the gradients of what does not learn yet: prototypes, or a trained backbone before its heads."""
+def drop_frozen_gradients(state: TrainingState) -> None:
+    """Drop the gradients of what does not learn yet: prototypes, or a trained backbone before its heads.
+
+    After clipping, as in the 2021 code, whose norm includes them.
+    """
     frozen: list[nn.Module] = []
     if state.step < state.plan.freeze_steps:
         frozen += [head.last_layer for head in state.student.heads if isinstance(head, DINOHead)]
@@ -186,7 +189,7 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
     except (NotFinite, StorageError) as error:
         if last:
             full = "Free disk space for it and run the same command again"
-            advice = full if isinstance(error, StorageError) else ADVICE
+            advice = full if isinstance(error, StorageError) else RESUME_ADVICE
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
         reporter.warn(f"step {state.writer.step:,}: no checkpoint was written. {error}")

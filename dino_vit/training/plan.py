@@ -13,9 +13,9 @@ from dino_vit.core.text import plural
 from dino_vit.method.optim import warmup_constant, warmup_cosine
 
 LOG_LINES = 20  # at least, of a run of some minutes
-# How far, in natural logarithms, the planned pace may be off, and the mean of steps that took all the time:
-# the mean of those that took a hundredth of it, ten times as far.
-PLANNED, MEASURED = 0.25, 0.05
+# Standard deviations, in natural logarithms: of the planned pace, and of the mean pace of steps that took all
+# the time; that of steps that took a hundredth of it is ten times as large.
+PLANNED_ERROR, PACE_ERROR = 0.25, 0.05
 UNTIMED = 0.1  # of the time, at most, before steps are timed
 
 
@@ -206,8 +206,8 @@ class Pace:
             return self.planned
         mean = self.sum / self.timed
         spread = self.sum_of_squares / self.timed / mean**2 - 1  # variance of the steps, relative to the mean
-        doubt = max(spread, 0.0) / self.timed + MEASURED**2 * self.budget / self.sum
-        return float(self.planned * (mean / self.planned) ** (PLANNED**2 / (PLANNED**2 + doubt)))
+        doubt = max(spread, 0.0) / self.timed + PACE_ERROR**2 * self.budget / self.sum
+        return float(self.planned * (mean / self.planned) ** (PLANNED_ERROR**2 / (PLANNED_ERROR**2 + doubt)))
 
 
 def note_on_unseen(plan: Plan, step_seconds: float) -> str | None:

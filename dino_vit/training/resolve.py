@@ -29,8 +29,8 @@ from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.statistics import (
-    INSPECTED,
-    MEASURED,
+    INSPECTED_IMAGES,
+    MEASURED_IMAGES,
     ChannelStatistics,
     ImageSummary,
     channel_statistics,
@@ -76,9 +76,9 @@ class RunContext:
 
     def inspected(self, config: PretrainConfig) -> ImageSummary:
         """Return what some images are."""
-        indices = spread(len(self.source), INSPECTED)
+        indices = spread(len(self.source), INSPECTED_IMAGES)
         inspect = partial(inspect_images, self.source, indices, max_pixels=config.data.max_pixels)
-        return self._measure(INSPECTED, inspect)
+        return self._measure(INSPECTED_IMAGES, inspect)
 
     def statistics(self, images: int, pixels: Pixels) -> ChannelStatistics:
         """Return the mean and std of the channels of some images."""
@@ -316,7 +316,7 @@ def _pixel_statistics(config: PretrainConfig, context: RunContext) -> tuple[list
     """Measure mean and std where they are open, and check that images can be read as configured."""
     open_names = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)
-    measured = context.statistics(MEASURED if open_names else INSPECTED, pixels)
+    measured = context.statistics(MEASURED_IMAGES if open_names else INSPECTED_IMAGES, pixels)
     choices = []
     for name in open_names:
         values = tuple(float(f"{value:.4g}") for value in getattr(measured, name))

@@ -4,6 +4,7 @@ Other weights, and what reads them, are imported only by a run that names some.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.stems import current_arguments
 from dino_vit.models.student_teacher import Network, build_networks
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.vit import VisionTransformer, ViTConfig
 from dino_vit.training.plan import BudgetEstimate, make_plan, note_on_unseen
 from dino_vit.training.resolve import RunContext, resolve
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
@@ -172,10 +173,8 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
     if config.model.timm:
         return {"name": config.model.timm, **arguments}
     width, depth, heads = config.model.shape
-    arguments |= {"patch_size": config.model.patch_size, "width": width, "depth": depth, "heads": heads}
-    names = {"positions", "key_bias", "registers", "qk_scale", "layer_scale", "init_std"}
-    names |= {"stem", "stem_width", "resnet_layers", "resnet_width"}
-    return arguments | config.model.model_dump(include=names)
+    own = config.model.model_dump(include={argument.name for argument in fields(ViTConfig)})
+    return own | arguments | {"width": width, "depth": depth, "heads": heads}
 
 
 def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accelerator) -> TrainingState:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dino_vit.eval.maps.online import OnlineSegmentation
 
 # What to do about a state that is not finite.
-ADVICE = (
+RESUME_ADVICE = (
     "Run it again with run.resume=changed, and run.precision=no or a lower optim.lr, optim.clip or "
     "loss.teacher_temp; it goes on from its last good checkpoint"
 )
@@ -254,7 +254,7 @@ class TrainingState:
         if most := self.interval.too_many_skipped():
             raise NotFinite(
                 f"by step {self.step}, {most} steps in a row were not finite and were skipped. "
-                f"{ADVICE}. See unreadable.txt for damaged images"
+                f"{RESUME_ADVICE}. See unreadable.txt for damaged images"
             )
 
     def begin_save(self) -> None:

@@ -49,8 +49,8 @@ HOST_SETTINGS |= {"data.cache_gb", "augment.module"}
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
 ROOM = 0.9  # of the disk of data.cache, at most: checkpoints may lie there too
-# An image costs as much as decoding so many pixels besides its own, which cost this share where it is decoded
-# at a smaller scale; advice must save this factor.
+# What an image costs, in decoded pixels: its own and OVERHEAD more; decoded at a smaller scale, its own times
+# SCALED. Smaller files are advised where they would cost less than 1 / LARGE of it.
 OVERHEAD, SCALED, LARGE = 90_000, 0.22, 2
 
 

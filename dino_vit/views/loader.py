@@ -211,7 +211,7 @@ class Loader(Dataset[Any]):
         )
 
     def _decoded(self, index: int, reduction: Reduction | None, times: dict[str, float]) -> Tensor:
-        """Return the pixels of an image that is kept, or read and decode it; boxes may reduce it."""
+        """Return the kept pixels of an image, or decode it, at the scale that `reduction` asks for."""
         if self.decoded:
             with timed(times, "find"):
                 if (kept := self.decoded.find(index, reduction, self.pixels.channels)) is not None:

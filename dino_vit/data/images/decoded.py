@@ -21,7 +21,7 @@ from dino_vit.data.images.formats import Reduction
 FACTORS = 1, 2, 4, 8  # by which an image may be reduced while it is decoded; each is kept by itself
 ALL_FACTORS = sum(1 / factor**2 for factor in FACTORS)
 SHARE = 0.25  # of the free memory of a host, at most
-SPARE = 1.25  # times what the inspected images let expect
+SPARE = 1.25  # times the size expected from the inspected images
 _UNKNOWN, _IRREDUCIBLE = 0, -1
 
 

@@ -34,6 +34,7 @@ from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import NEIGHBOURS, OnlineEvaluation
 from dino_vit.eval.reading import in_batches
 from dino_vit.models.backbone import Backbone, FeatureSpec
+from dino_vit.reports.readings import Z
 
 IMAGES, PATCHES, BATCH = 400, 50, 16  # in all, of an image, images in memory at a time
 SPEC = FeatureSpec(tokens="patches")
@@ -69,7 +70,7 @@ class OnlineSegmentation:
         k = min(NEIGHBOURS, len(bank))
         predicted = weighted_knn(bank, classes, queries, k=[k])[k][:, 0].cpu()
         figure = self._measure(predicted, judged).figure
-        return {"miou": figure.value, "miou_error": (figure.high - figure.low) / (2 * 1.96)}
+        return {"miou": figure.value, "miou_error": (figure.high - figure.low) / (2 * Z)}
 
     def _classes_of(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return the classes of patches by image; name what is left out.
