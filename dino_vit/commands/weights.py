@@ -54,7 +54,7 @@ def export(config: ExportConfig) -> Written:
     _refuse_source(model, path)
     for_hub = is_folder(path, config.format)
     if config.license and not for_hub:
-        raise ValueError(f"--license is for the card of a folder, but {path} is a file")
+        raise ValueError(f"license is for the card of a folder, but {path} is a file")
     if for_hub:
         evaluation = _evaluation(model, config)
         card = model_card(model, config.format, license=config.license, evaluation=evaluation)

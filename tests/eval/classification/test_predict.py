@@ -260,7 +260,7 @@ def test_mistakes_are_said(photos, weights):
         dino_vit.predict(folder, weights, labels=one, verbose=False)
     with pytest.raises(WeightsError, match="holds weights, but no classifier"):
         dino_vit.load_classifier(weights)
-    with pytest.raises(ValueError, match="--head is for --format onnx"):
+    with pytest.raises(ValueError, match="head is for format=onnx"):
         dino_vit.export(weights, photos / "a.pth", format="timm", head=True)
     other = photos / "mine.csv"
     other.write_text("mine")
