@@ -5,7 +5,7 @@ RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 DOCS := .venv/.docs
 
-.PHONY: demo test test-slow test-gpu fuzz lint bench docs
+.PHONY: demo test test-slow test-gpu gpu fuzz lint bench docs
 
 demo: $(RUNTIME)
 	$(BIN)/dino-vit demo
@@ -18,6 +18,9 @@ test-slow: $(DEV)
 
 test-gpu: $(DEV)
 	$(BIN)/pytest -q -m gpu tests/gpu
+
+gpu: $(DEV)
+	$(BIN)/python -m benchmarks gpu
 
 fuzz: $(DEV)
 	$(BIN)/python -m tests.fuzz

@@ -3,6 +3,7 @@
     python -m benchmarks              all but those that take an hour; with CUDA those that use it
     python -m benchmarks knn input    these; what the others measured before stays on the page
     python -m benchmarks --page       none: only put the page together
+    python -m benchmarks gpu          the first minutes on a GPU (`benchmarks/gpu.py`)
 
 Those that take an hour want to be told where and on what: `python -m benchmarks.soak --help`.
 
@@ -19,12 +20,13 @@ import sys
 from pathlib import Path
 from pkgutil import iter_modules
 
-from benchmarks import measure
+from benchmarks import gpu, measure
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
 NO_PROGRAMS = ("__main__", "gradients", "kernels", "machines", "measure", "peer", "reference", "rehearsal")
+NO_PROGRAMS += ("gpu", "gpu_facts", "gpu_profile", "gpu_record", "gpu_runs", "gpu_steps", "gpu_summary")
 LONG = ("cifar10", "distillation", "hours", "small", "small_peer", "soak", "terms")
 HEAD = """# Results
 
@@ -36,6 +38,8 @@ On a machine with CUDA both measure what uses it.{missing}
 
 def main() -> int:
     """Measure, and write down what was measured and how to repeat it."""
+    if sys.argv[1:2] == ["gpu"]:
+        return gpu.main(sys.argv[2:])
     programs = [module.name for module in iter_modules([str(FOLDER)]) if module.name not in NO_PROGRAMS]
     parser = measure.arguments("Run benchmarks and write benchmarks/RESULTS.md.")
     parser.add_argument("programs", nargs="*", metavar="NAME", help=f"of {', '.join(programs)}")

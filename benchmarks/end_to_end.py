@@ -175,7 +175,7 @@ def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
     with files_of(case, workers) as config:
         works = contenders(config, case.steps)
         items = case.batch * case.steps
-        row = compare(case.name, works, items=items, repeats=repeats, device=here().type)
+        row = compare(case.name, works, items=items, repeats=repeats, device=here().type, queued=1)
         ours = works["dino_vit"]
         assert isinstance(ours, Ours)
         rate = row.speed["dino_vit"] / case.batch
@@ -193,7 +193,7 @@ def measure_photometry(case: Case, repeats: int, workers: int) -> tuple[Row, str
             for name, place in (("on the device", "device"), ("in the workers", "worker"))
         }
         items = case.batch * case.steps
-        row = compare(case.name, works, items=items, repeats=repeats, device=here().type)
+        row = compare(case.name, works, items=items, repeats=repeats, device=here().type, queued=1)
     waited = " and ".join(f"{median(work.waits[1:]):.1%} {name}" for name, work in works.items())
     return row, f"{case.name}: waits for data {waited}."
 

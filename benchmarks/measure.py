@@ -1,6 +1,7 @@
 """Measure contenders side by side: interleaved repeats, their medians, peak memory, one Markdown table.
 
-Every round runs all contenders in turn, so what else the machine does hits them alike. Our own comes first;
+Every round runs all contenders in turn, so what else the machine does hits them alike. On CUDA a contender is
+called ten times between two waits for the device, as a training loop queues its steps. Our own comes first;
 its advantage is the median over the rounds of (the fastest other's time) / (our time): above 1 we are faster.
 Memory is what a contender's work takes on top of its model and its input: on CUDA what the allocator handed
 out, on a CPU the growth of the resident set of a fresh process (Linux only).
@@ -33,6 +34,7 @@ from dino_vit.core.storage import write_bytes
 
 Work = Callable[[], object]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+QUEUED = 10  # calls between two waits for a GPU
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Row:
     speed: dict[str, float]
     advantage: float
     memory: dict[str, float | None] = field(default_factory=dict)
+    queued: int = 1  # calls between two waits for the device
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,12 @@ class Table:
             lines.append("|---" + "|--:" * (len(names) + 1) + "|")
             lines += [_line(row) for row in self.rows]
             lines.append("")
-        return "\n".join([*lines, self.note, ""] if self.note else lines)
+        notes = [note for note in (self.note, self._queued()) if note]
+        return "\n".join([*lines, *(line for note in notes for line in (note, ""))])
+
+    def _queued(self) -> str:
+        counts = sorted({row.queued for row in self.rows} - {1})
+        return f"{' or '.join(map(str, counts))} calls between two waits for the device." if counts else ""
 
 
 def _line(row: Row) -> str:
@@ -86,9 +94,14 @@ def compare(
     repeats: int,
     device: str = "cpu",
     memory: Mapping[str, float | None] | None = None,
+    queued: int = QUEUED,
 ) -> Row:
-    """Time contenders that each handle `items` at a call, after one round that is not counted."""
-    rounds = [_round(contenders, device) for _ in range(repeats + 1)][1:]
+    """Time contenders that each handle `items` at a call, after one round that is not counted.
+
+    On CUDA each is called `queued` times before the device is waited for.
+    """
+    calls = queued if device == "cuda" else 1
+    rounds = [_round(contenders, device, calls) for _ in range(repeats + 1)][1:]
     seconds = {key: median(times[key] for times in rounds) for key in contenders}
     ours, *others = contenders
     fastest = min(others, key=lambda key: seconds[key])
@@ -97,6 +110,7 @@ def compare(
         speed={key: items / value for key, value in seconds.items()},
         advantage=median(times[fastest] / times[ours] for times in rounds),
         memory=dict(memory or {}),
+        queued=calls,
     )
     print(_line(row), file=sys.stderr, flush=True)
     return row
@@ -109,8 +123,8 @@ class Apart:
         self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         self.pool.submit(_prepare, build, arguments, torch.get_num_threads()).result()
 
-    def __call__(self) -> None:
-        self.pool.submit(_take).result()
+    def __call__(self, calls: int = 1) -> None:
+        self.pool.submit(_take, calls).result()
 
 
 _apart: list[Work] = []  # in the process of an `Apart`
@@ -121,20 +135,28 @@ def _prepare(build: Callable[..., Work], arguments: Sequence[object], threads: i
     _apart.append(build(*arguments))
 
 
-def _take() -> None:
-    _apart[0]()
+def _take(calls: int) -> None:
+    _call(_apart[0], calls)
     _finish(here().type)
 
 
-def _round(contenders: Mapping[str, Work], device: str) -> dict[str, float]:
+def _call(work: Work, calls: int) -> None:
+    if isinstance(work, Apart):  # it waits in its own process
+        work(calls)
+        return
+    for _ in range(calls):
+        work()
+
+
+def _round(contenders: Mapping[str, Work], device: str, calls: int) -> dict[str, float]:
     times = {}
     for name, work in contenders.items():
         with getattr(work, "opened", nullcontext)():  # what is to be ready before, and is not timed
             _finish(device)
             start = time.perf_counter()
-            work()
+            _call(work, calls)
             _finish(device)
-            times[name] = time.perf_counter() - start
+            times[name] = (time.perf_counter() - start) / calls
     return times
 
 

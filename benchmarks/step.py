@@ -47,6 +47,7 @@ FIXED: dict[str, Any] = {
     "budget.epochs": None,
     "budget.steps": 100_000,
     "run.trackers": (),
+    "run.compile": False,
     "run.eval_every": None,
     "run.log_every": 1_000_000,
 }

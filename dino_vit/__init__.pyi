@@ -425,7 +425,7 @@ def pretrain(
       budget.images=null                  images drawn, counted with repeats
       budget.minutes=null                 minutes of training and evaluations; the schedules follow
       run.precision=auto                  auto: bf16 where it is native [auto|no|bf16|fp16]
-      run.compile=false                   torch.compile the networks; auto: in long runs on CUDA
+      run.compile=auto                    torch.compile the networks; auto: their blocks, in long runs on CUDA
       run.sharded=false                   shard networks and optimiser among processes (FSDP2)
       run.log_every=50                    steps between log lines
       run.eval_every=10                   epochs between evaluations; null: never

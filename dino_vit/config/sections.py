@@ -319,7 +319,9 @@ class Run(Settings):
 
     one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
-    compile: bool | Literal["auto"] = setting(False, "torch.compile the networks; auto: in long runs on CUDA")
+    compile: bool | Literal["auto"] = setting(
+        "auto", "torch.compile the networks; auto: their blocks, in long runs on CUDA", resumable=True
+    )
     sharded: bool = setting(False, "shard networks and optimiser among processes (FSDP2)", resumable=True)
     log_every: Count = setting(50, "steps between log lines", resumable=True)
     eval_every: Positive | None = setting(10.0, "epochs between evaluations; null: never", resumable=True)

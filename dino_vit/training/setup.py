@@ -18,7 +18,13 @@ from dino_vit.config.settings import given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
+from dino_vit.core.runtime import (
+    DTYPES,
+    choose_compile,
+    choose_precision,
+    launched_for_shards,
+    missing_for_compile,
+)
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
@@ -61,6 +67,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, context: RunContext
     if context.resumed:
         check_same_run(config, context, context.resumed)
     state = _build_state(config, context, accelerator)
+    notes += _compile(state)
     if config.data.keep_decoded and (kept := keep_decoded(state.loader, resolution.summary)):
         notes.append(kept)
     state.seconds_before = context.estimate.seconds
@@ -190,8 +197,6 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         convolves = config.model.timm and device.type == "cuda"  # fastest with the channels last
         layout: Any = {"memory_format": torch.channels_last} if convolves else {}
         network.to(device, **layout)
-        if choose_compile(config.run.compile, device, plan.total_steps):
-            _compile(network, sharded)
     groups = parameter_groups(
         student.backbone,
         *student.heads,
@@ -236,10 +241,23 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     )
 
 
-def _compile(network: Network, sharded: bool) -> None:
-    """Compile a network, or its blocks: FSDP gathers the weights of a block outside its graph."""
-    blocks: Any = getattr(network.backbone, "blocks", ())
-    parts = [(block, "forward") for block in blocks] if sharded else [(network, "run_backbone")]
+def _compile(state: TrainingState) -> Iterator[str]:
+    """Compile the networks as `run.compile` says; yield a note where auto decides."""
+    wanted, networks = state.config.run.compile, (state.student, state.teacher)
+    if not choose_compile(wanted, state.device, state.plan.total_steps):
+        return
+    # Blocks are alike, so they have few graphs, which a minute compiles. FSDP gathers the weights of a block
+    # outside its graph.
+    if wanted == "auto" or state.sharded:
+        blocks: Any = [block for network in networks for block in getattr(network.backbone, "blocks", ())]
+        parts = [(block, "forward") for block in blocks]
+    else:
+        parts = [(network, "run_backbone") for network in networks]
+    if wanted == "auto" and parts:
+        if missing := missing_for_compile():
+            yield f"blocks are not compiled (run.compile=auto), which would make steps faster: {missing}"
+            return
+        yield "the first step compiles the blocks, so that others are faster; run.compile=false turns it off"
     for module, method in parts:
         setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
 

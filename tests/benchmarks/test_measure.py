@@ -31,6 +31,27 @@ def test_rounds_are_interleaved_and_speed_is_items_over_the_median(monkeypatch: 
     assert row.advantage == pytest.approx(2)
 
 
+def test_a_gpu_gets_ten_calls_between_two_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    clock = [0.0]
+    seconds = {"ours": 0.01, "other": 0.02}
+
+    def work(name: str) -> None:
+        calls.append(name)
+        clock[0] += seconds[name]
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: calls.append("wait"))
+    works = {name: partial(work, name) for name in seconds}
+    row = compare("row", works, items=10, repeats=1, device="cuda")
+    of_a_round = ["wait", *["ours"] * 10, "wait", "wait", *["other"] * 10, "wait"]
+    assert calls == of_a_round * 2
+    assert row.speed["ours"] == pytest.approx(1000)
+    assert "10 calls between two waits for the device." in Table("A step", "x", [row], "A note.").markdown()
+    once = compare("row", works, items=10, repeats=1)
+    assert "between two waits" not in Table("A step", "x", [once]).markdown()
+
+
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of a process is read from Linux's /proc")
 @pytest.mark.slow
 def test_peak_memory_is_what_the_work_allocates() -> None:

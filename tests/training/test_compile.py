@@ -1,0 +1,54 @@
+"""What `run.compile=auto` decides, and that compiled blocks train and resume as plain ones do."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.support.runs import RESNET, TINY, assert_same_readings, steps, tensors
+from tests.support.training import interrupted, opened, trained
+
+
+@pytest.fixture
+def auto_compiles(monkeypatch):
+    """As on a GPU with all that compiling needs."""
+    monkeypatch.setattr("dino_vit.training.setup.choose_compile", lambda wanted, *_: wanted == "auto")
+    monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the compiler's own modules warn of
+@pytest.mark.parametrize("method", ["dino", "dinov2"])
+def test_auto_compiles_blocks_in_few_graphs_and_changes_no_checkpoint(
+    tmp_path, monkeypatch, auto_compiles, method
+):
+    settings = {"optim.lr": 0.003, "model.depth": 4, "model.drop_path": 0.1, "optim.warmup_epochs": 0}
+    settings |= {"loss.patch_weight": 1} if method == "dinov2" else {}
+    trained(tmp_path / "plain", {**settings, "run.compile": "false"})
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
+    torch._dynamo.reset()
+    interrupted(tmp_path / "run", settings, 8)
+    # Of the student and of the teacher: a last block that gives fewer tokens has a graph of its own.
+    assert counter.frame_count == (4 if method == "dino" else 3)
+    step = steps(tmp_path / "run")[-1]
+    assert tensors(tmp_path / "run", step).keys() == tensors(tmp_path / "plain", 20).keys()
+    trained(tmp_path / "run", {**settings, "run.compile": "false"})  # and resumes without
+    assert_same_readings(tmp_path / "run", tmp_path / "plain", "loss", rtol=1e-4)
+
+
+def test_auto_says_that_it_compiles_or_why_not(tmp_path, monkeypatch, auto_compiles):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    (said,) = [note for note in opened(tmp_path / "a", {}).notes if "compile" in note]
+    assert "run.compile=false" in said
+    assert len(compiled) == 2 * TINY["model.depth"]
+    compiled.clear()
+    assert not [note for note in opened(tmp_path / "b", {"run.compile": "false"}).notes if "compile" in note]
+    monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: "there is no Triton")
+    (said,) = [note for note in opened(tmp_path / "c", {}).notes if "compile" in note]
+    assert "there is no Triton" in said
+    assert not compiled
+    without_blocks = opened(tmp_path / "d", RESNET)
+    assert not [note for note in without_blocks.notes if "compile" in note]
