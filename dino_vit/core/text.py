@@ -4,13 +4,16 @@ Names of files may hold any bytes, line breaks and escape sequences too.
 """
 
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from html import escape
+from itertools import islice
 from typing import Any, TextIO, cast
 
 from rich import markup
@@ -21,6 +24,7 @@ from dino_vit.core import log
 
 PATIENCE = 2.0  # seconds; shorter work shows no progress
 LINE_EVERY = 20.0  # seconds, without a terminal
+_SIBLINGS = 10_000  # of a path that does not exist are looked at
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Each takes time in proportion to the text: no two matches overlap, and none is tried again from within.
@@ -117,6 +121,26 @@ def brief(text: object, length: int = 60) -> str:
     """Return the beginning of `printable` text, for a message."""
     line = printable(public(str(text))[: length + 1])  # half a password would not be recognised
     return line if len(line) <= length else f"{line[: length - 4]} ..."
+
+
+def did_you_mean(path: str, otherwise: str = "") -> str:
+    """Return a question about a path that exists and is nearly the given one, as the end of a message."""
+    if "://" in path:
+        return otherwise
+    head, name, below = path.rstrip("/"), "", ""
+    while head and not os.path.isdir(head):
+        below = os.path.join(name, below) if name else below
+        head, name = os.path.split(head)
+    try:
+        with os.scandir(head or os.curdir) as entries:
+            siblings = {entry.name.lower(): entry.name for entry in islice(entries, _SIBLINGS)}
+    except OSError:
+        return otherwise
+    for similar in get_close_matches(name.lower(), siblings):
+        candidate = os.path.join(head, siblings[similar], below).rstrip("/")
+        if os.path.exists(candidate):
+            return f"; did you mean {printable(candidate)}?"
+    return otherwise
 
 
 def printable_lines(text: str) -> str:

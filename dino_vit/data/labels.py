@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural, printable, public, public_values
+from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
@@ -312,8 +312,8 @@ def _read_table(path: str) -> dict[str, object]:
     try:
         data, path = read_file(path), public(path)
     except FileNotFoundError:
-        advice = "give a CSV or JSON file with a label for each image"
-        raise ValueError(f"{path} does not exist; {advice}") from None
+        advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
+        raise ValueError(f"{path} does not exist{advice}") from None
     if suffix_of(path) == ".json":
         entries = parse_json(data, path)
         if not isinstance(entries, tuple):
