@@ -5,7 +5,9 @@ them. Numbers from several columns of a table are joined with their names, as in
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +33,37 @@ class Targets(NamedTuple):
         if self.task == "multiclass":
             text = f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
             unlike = len(self.names) > len(self.indices) / 2 and as_number(self.names[0]) is not None
-            return text + "; if these are numbers to predict, use task=regression" * unlike
+            return text + "; if these are numbers to predict, use task=regression" * unlike + self._doubts()
         if self.task == "regression":
             return f"numbers to predict for each of {images}: {names}"
         mean = self.values.sum() / max(1, len(self.values))
-        return f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
+        text = f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
+        return text + self._doubts()
+
+    def _doubts(self) -> str:
+        """Return which names may be typing errors: few have one image, or some differ only by case."""
+        counts = (
+            self.values.sum(0)
+            if self.values.ndim == 2
+            else np.bincount(self.values, minlength=len(self.names))
+        )
+        by_case = Counter(map(str.casefold, self.names))
+        same = [name for name in self.names if by_case[name.casefold()] > 1]
+        text = f"; perhaps the same but for capital letters: {brief(', '.join(same), 100)}" if same else ""
+        single = [
+            name
+            for name, count in zip(self.names, counts.tolist(), strict=True)
+            if count == 1 and name not in same
+        ]
+        if not single or len(single) > len(self.names) / 2:
+            return text
+        guesses = [
+            get_close_matches(name, [each for each in self.names if each not in single], 1) for name in single
+        ]
+        shown = [
+            f"{name} ({guess[0]}?)" if guess else name for name, guess in zip(single, guesses, strict=True)
+        ]
+        return f"{text}; with one image, so perhaps a typing error: {brief(', '.join(shown), 100)}"
 
 
 def read_targets(
