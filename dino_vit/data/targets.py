@@ -6,7 +6,7 @@ them. Numbers from several columns of a table are joined with their names, as in
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -41,29 +41,27 @@ class Targets(NamedTuple):
         return text + self._doubts()
 
     def _doubts(self) -> str:
-        """Return which names may be typing errors: few have one image, or some differ only by case."""
-        counts = (
-            self.values.sum(0)
-            if self.values.ndim == 2
-            else np.bincount(self.values, minlength=len(self.names))
-        )
-        by_case = Counter(map(str.casefold, self.names))
-        same = [name for name in self.names if by_case[name.casefold()] > 1]
-        text = f"; perhaps the same but for capital letters: {brief(', '.join(same), 100)}" if same else ""
-        single = [
-            name
-            for name, count in zip(self.names, counts.tolist(), strict=True)
-            if count == 1 and name not in same
-        ]
-        if not single or len(single) > len(self.names) / 2:
-            return text
-        guesses = [
-            get_close_matches(name, [each for each in self.names if each not in single], 1) for name in single
-        ]
-        shown = [
+        numbers = self.values.sum(0) if self.values.ndim == 2 else np.bincount(self.values)
+        counts = dict(
+            zip(self.names, numbers.astype(int).tolist(), strict=False)
+        )  # the last may have no image
+        return "".join(f"; {doubt}" for doubt in doubts_about(counts))
+
+
+def doubts_about(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield which names, with the images of each, may be mistyped: alike but for case, or of one image."""
+    by_case = Counter(map(str.casefold, counts))
+    alike = [name for name in counts if by_case[name.casefold()] > 1]
+    if alike:
+        yield f"perhaps the same but for capital letters: {brief(', '.join(alike), 200)}"
+    single = [name for name, count in counts.items() if count == 1 and name not in alike]
+    others = [name for name in counts if name not in single]
+    if 0 < len(single) <= len(others):
+        guesses = (get_close_matches(name, others, 1) for name in single)
+        shown = (
             f"{name} ({guess[0]}?)" if guess else name for name, guess in zip(single, guesses, strict=True)
-        ]
-        return f"{text}; with one image, so perhaps a typing error: {brief(', '.join(shown), 100)}"
+        )
+        yield f"with a single image, perhaps mistyped: {brief(', '.join(shown), 200)}"
 
 
 def read_targets(

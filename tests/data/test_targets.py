@@ -32,9 +32,9 @@ def read(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        ("three,three,two,two,thre", "; with one image, so perhaps a typing error: thre (three?)"),
-        ("x,x,y,y,bird", "; with one image, so perhaps a typing error: bird"),
-        ("a;b,a;b,a;bb,,", "; with one image, so perhaps a typing error: bb (b?)"),
+        ("three,three,two,two,thre", "; with a single image, perhaps mistyped: thre (three?)"),
+        ("x,x,y,y,bird", "; with a single image, perhaps mistyped: bird"),
+        ("a;b,a;b,a;bb,,", "; with a single image, perhaps mistyped: bb (b?)"),
         ("Cat,cat,cat,dog,dog", "; perhaps the same but for capital letters: Cat, cat"),
         ("a,b,c,c,", "4 images, 3 classes: a, b, c"),
         ("1.5,2,3,3,3", ": number"),
