@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from html import escape
@@ -206,7 +207,8 @@ def live_console(stream: TextIO) -> Console | None:
 class Advance:
     """Count finished items, and show them when it is time."""
 
-    def __init__(self, title: str, total: int | None) -> None:
+    def __init__(self, title: str, total: int | None, outer: "Advance | None" = None) -> None:
+        self.outer = outer  # of which this is a part, and which shows it
         self.title, self.total, self.done, self.note = printable(public_text(title)), total, 0, ""
         self.start = self.shown = time.monotonic()
         # Only rank 0 logs at this level.
@@ -218,6 +220,13 @@ class Advance:
         """Count more items, with a note on them."""
         self.done += count
         self.note = note
+        self.show()
+
+    def show(self, part: str = "") -> None:
+        """Show the line, with that of a part of the work, if it is time."""
+        if self.outer:
+            self.outer.show(self.line(part))
+            return
         now = time.monotonic()
         if now - self.start < PATIENCE or now - self.shown < (LINE_EVERY if self.bar.disable else 0.2):
             return
@@ -225,27 +234,39 @@ class Advance:
             return
         self.shown = now
         self.bar.start()
-        self.bar.update(self.task, completed=self.done, description=markup.escape(self.line()), refresh=True)
+        self.bar.update(
+            self.task, completed=self.done, description=markup.escape(self.line(part)), refresh=True
+        )
         if self.bar.disable:
-            log.info("%s", self.line())
+            log.info("%s", self.line(part))
 
-    def line(self) -> str:
-        """Return the count, the rate and the note."""
+    def line(self, part: str = "") -> str:
+        """Return the count, the rate and the note, and in brackets the line of a part of the work."""
         total = f" of {self.total:,}" if self.total and self.done != self.total else ""
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
         note = f", {self.note}" if self.note else ""
-        return f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
+        text = f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
+        return f"{text} ({part})" if part else text
+
+
+_at_work: ContextVar[Advance | None] = ContextVar("_at_work", default=None)
 
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Advance]:
-    """Yield a function to call with each number of finished items; `total` may be unknown."""
-    advance = Advance(title, total)
+    """Yield a function to call with each number of finished items; `total` may be unknown.
+
+    Work within other work has no line of its own.
+    """
+    outer = _at_work.get()
+    advance = Advance(title, total, outer)
+    token = _at_work.set(advance)
     try:
         yield advance
     finally:
+        _at_work.reset(token)
         advance.bar.stop()
-    if time.monotonic() - advance.start > PATIENCE:
+    if outer is None and time.monotonic() - advance.start > PATIENCE:
         log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
 
 

@@ -59,6 +59,18 @@ def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
     assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()
 
 
+def test_work_within_work_is_told_with_it(monkeypatch, caplog):
+    monkeypatch.setattr(text, "PATIENCE", -1)
+    monkeypatch.setattr(text, "LINE_EVERY", -1)
+    monkeypatch.setattr(text.time, "monotonic", iter(range(100)).__next__)
+    with caplog.at_level(logging.INFO, "dino_vit"), text.progress("Folds", 2) as outer:
+        with text.progress("Heads", 3) as inner:
+            inner(1, "C = 1")
+        outer(1)
+    lines = [re.sub(r"[\d.]+/s| in .*", "", line) for line in caplog.messages]
+    assert lines == ["Folds: 0 of 2,  (Heads: 1 of 3, , C = 1)", "Folds: 1 of 2, ", "Folds: 1 of 2, "]
+
+
 @pytest.mark.parametrize(("seconds", "rate"), [(50, "0.4/s"), (4, "5/s"), (1, "20/s"), (0.01, "2,000/s")])
 def test_slow_work_has_a_rate_above_zero(monkeypatch, seconds, rate):
     monkeypatch.setattr(text.time, "monotonic", lambda: 7.0)
