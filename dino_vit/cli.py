@@ -24,7 +24,7 @@ from dino_vit.core.process import (
     keep_freed_memory,
     open_standard_streams,
 )
-from dino_vit.core.text import PrintableFormatter, Result, printable_lines, unfailing
+from dino_vit.core.text import PrintableFormatter, Result, did_you_mean, printable_lines, unfailing
 
 GREETING = """\
 Start here, with your own folder of images in place of photos:
@@ -196,4 +196,6 @@ def _explain(error: BaseException) -> tuple[str | None, int]:
         if "Bus error" in text:
             advice = "Give more shared memory (docker run --shm-size=16g) or set data.workers=0"
         return f"{text.strip(' .')}. {advice}", REQUEUE
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
+        text = f"{error.filename}: {error.strerror}{did_you_mean(error.filename)}"
     return text if text and is_foreseen(error) else None, getattr(error, "exit_code", 2)

@@ -111,6 +111,31 @@ def test_mistakes_are_a_message_and_exit_code_2(argv, message, capsys):
     assert message.removeprefix("dino-vit knn: ") in shown
 
 
+def test_what_is_given_may_be_nearly_something_that_exists(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("photos/a.png", "labels.csv", "best.pth", "runs/photos/config.yaml", "photos.parquet"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for argv, meant in (
+        (["inspect-data", "photo"], "'photo' does not exist; did you mean photos?"),
+        (
+            ["inspect-data", "photos", "labels=lables.csv"],
+            "lables.csv does not exist; did you mean labels.csv?",
+        ),
+        (["inspect-weights", "bets.pth"], "bets.pth does not exist; did you mean best.pth?"),
+        (["report", "runs/photo"], "there is no such folder; did you mean runs/photos?"),
+        (["duplicates", "photo.parquet"], "photo.parquet does not exist; did you mean photos.parquet?"),
+        (
+            ["pretrain", "--config", "runs/photos/conf.yaml", "photos", "runs/a"],
+            "did you mean runs/photos/config",
+        ),
+    ):
+        assert main(argv) == 2
+        assert meant in capsys.readouterr().err
+    assert main(["duplicates", "photos"]) == 2
+    assert "photos is not an embedding file; `dino-vit embed photos WEIGHTS " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("typed", "meant"), [("pretrian", "pretrain"), ("kn", "knn"), ("lineer", "linear")])
 def test_a_mistyped_command_leads_to_its_name(typed, meant, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -16,13 +16,13 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.outputs import after_figures, claim, write_output
-from dino_vit.core.text import brief, plural, printable, public
+from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
-from dino_vit.data.targets import read_targets, recognise
+from dino_vit.data.targets import doubts_about, read_targets, recognise
 from dino_vit.eval.maps.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
@@ -118,9 +118,8 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     text = facts["targets"] or text
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
-    single = [] if facts["targets"] else [name for name, count in labels.items() if count == 1]
-    if single:
-        yield f"labels with a single image, perhaps mistyped: {brief(', '.join(single), 200)}"
+    if not facts["targets"]:  # which says it too
+        yield from (f"labels {doubt}" for doubt in doubts_about(labels))
     if facts["epoch"]:
         yield facts["epoch"]
     if facts["splits"]:

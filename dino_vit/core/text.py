@@ -4,13 +4,17 @@ Names of files may hold any bytes, line breaks and escape sequences too.
 """
 
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from html import escape
+from itertools import islice
 from typing import Any, TextIO, cast
 
 from rich import markup
@@ -21,6 +25,7 @@ from dino_vit.core import log
 
 PATIENCE = 2.0  # seconds; shorter work shows no progress
 LINE_EVERY = 20.0  # seconds, without a terminal
+_SIBLINGS = 10_000  # of a path that does not exist are looked at
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Each takes time in proportion to the text: no two matches overlap, and none is tried again from within.
@@ -119,6 +124,26 @@ def brief(text: object, length: int = 60) -> str:
     return line if len(line) <= length else f"{line[: length - 4]} ..."
 
 
+def did_you_mean(path: str, otherwise: str = "") -> str:
+    """Return a question about a path that exists and is nearly the given one, as the end of a message."""
+    if "://" in path:
+        return otherwise
+    head, name, below = path.rstrip("/"), "", ""
+    while head and not os.path.isdir(head):
+        below = os.path.join(name, below) if name else below
+        head, name = os.path.split(head)
+    try:
+        with os.scandir(head or os.curdir) as entries:
+            siblings = {entry.name.lower(): entry.name for entry in islice(entries, _SIBLINGS)}
+    except OSError:
+        return otherwise
+    for similar in get_close_matches(name.lower(), siblings):
+        candidate = os.path.join(head, siblings[similar], below).rstrip("/")
+        if os.path.exists(candidate):
+            return f"; did you mean {printable(candidate)}?"
+    return otherwise
+
+
 def printable_lines(text: str) -> str:
     """Escape text as `printable` does, but keep its line breaks; leave out what is not public."""
     return "\n".join(map(printable, public_text(text).split("\n")))
@@ -182,7 +207,8 @@ def live_console(stream: TextIO) -> Console | None:
 class Advance:
     """Count finished items, and show them when it is time."""
 
-    def __init__(self, title: str, total: int | None) -> None:
+    def __init__(self, title: str, total: int | None, outer: "Advance | None" = None) -> None:
+        self.outer = outer  # of which this is a part, and which shows it
         self.title, self.total, self.done, self.note = printable(public_text(title)), total, 0, ""
         self.start = self.shown = time.monotonic()
         # Only rank 0 logs at this level.
@@ -194,6 +220,13 @@ class Advance:
         """Count more items, with a note on them."""
         self.done += count
         self.note = note
+        self.show()
+
+    def show(self, part: str = "") -> None:
+        """Show the line, with that of a part of the work, if it is time."""
+        if self.outer:
+            self.outer.show(self.line(part))
+            return
         now = time.monotonic()
         if now - self.start < PATIENCE or now - self.shown < (LINE_EVERY if self.bar.disable else 0.2):
             return
@@ -201,27 +234,39 @@ class Advance:
             return
         self.shown = now
         self.bar.start()
-        self.bar.update(self.task, completed=self.done, description=markup.escape(self.line()), refresh=True)
+        self.bar.update(
+            self.task, completed=self.done, description=markup.escape(self.line(part)), refresh=True
+        )
         if self.bar.disable:
-            log.info("%s", self.line())
+            log.info("%s", self.line(part))
 
-    def line(self) -> str:
-        """Return the count, the rate and the note."""
+    def line(self, part: str = "") -> str:
+        """Return the count, the rate and the note, and in brackets the line of a part of the work."""
         total = f" of {self.total:,}" if self.total and self.done != self.total else ""
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
         note = f", {self.note}" if self.note else ""
-        return f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
+        text = f"{self.title}: {self.done:,}{total}, {rate:{',.0f' if rate >= 10 else '.2g'}}/s{note}"
+        return f"{text} ({part})" if part else text
+
+
+_at_work: ContextVar[Advance | None] = ContextVar("_at_work", default=None)
 
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Advance]:
-    """Yield a function to call with each number of finished items; `total` may be unknown."""
-    advance = Advance(title, total)
+    """Yield a function to call with each number of finished items; `total` may be unknown.
+
+    Work within other work has no line of its own.
+    """
+    outer = _at_work.get()
+    advance = Advance(title, total, outer)
+    token = _at_work.set(advance)
     try:
         yield advance
     finally:
+        _at_work.reset(token)
         advance.bar.stop()
-    if time.monotonic() - advance.start > PATIENCE:
+    if outer is None and time.monotonic() - advance.start > PATIENCE:
         log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural, printable, public, public_values
+from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
@@ -32,6 +32,8 @@ HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
 _LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _TABBED = re.compile(r"([^\t]*)\t?(.*)", re.DOTALL)  # the same, without a suffix of an image
 
 
@@ -154,18 +156,20 @@ class Entry(NamedTuple):
     label: str | None
 
 
-def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS) -> Iterator[Entry]:
+def read_entries(path: str, data: bytes, *, labels_needed: bool = False) -> Iterator[Entry]:
     """Read a list: CSV or TSV with or without a header, or text with a path per line and possibly a label.
 
-    `columns` are possible names of the column of labels, if there are more than two columns.
+    A table without a column of labels is an error if they are needed, otherwise a warning.
     """
     if b"\0" in data:
         raise ValueError(f"{path} is not text in UTF-8, perhaps in UTF-16; save it in UTF-8.")
     # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.
     text = data.decode("utf-8-sig", errors="surrogateescape")
     suffix = suffix_of(path)
-    if suffix in (".csv", ".tsv"):
-        return _table_entries(path, _rows(path, text, "\t" if suffix == ".tsv" else ","), columns)
+    if suffix in _DELIMITERS:
+        rows = _rows(path, text, _DELIMITERS[suffix])
+        _check_delimiter(path, rows, _DELIMITERS[suffix])
+        return _table_entries(path, rows, labels_needed)
     lines = (line.strip("\r") for line in text.split("\n") if line.strip())
     matches = ((_LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)) for line in lines)
     return (Entry(match[1], match[2] or None) for match in matches if match)
@@ -180,7 +184,21 @@ def _rows(path: str, text: str, delimiter: str) -> list[list[str]]:
         raise ValueError(f"{path}, line {table.line_num}: {error}") from error
 
 
-def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> Iterator[Entry]:
+def _check_delimiter(path: str, rows: list[list[str]], delimiter: str) -> None:
+    """Raise an error if the only cell of the first row holds the cells of a table, separated otherwise."""
+    first = rows[0][0] if rows and len(rows[0]) == 1 else ""
+    for other in _NAMES.keys() - {delimiter}:
+        cells = [cell.strip() for cell in first.split(other)]
+        is_header = _find_column([cell.lower() for cell in cells], PATH_COLUMNS) is not None
+        if len(cells) > 1 and not _is_path(first) and (is_header or any(map(_is_path, cells))):
+            line = brief(delimiter.join(cells))
+            raise ValueError(
+                f"{path} looks separated by {_NAMES[other]}: its first line is '{brief(first)}'. Save it "
+                f"separated by {_NAMES[delimiter]}, so that this line is '{line}'"
+            )
+
+
+def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Iterator[Entry]:
     if not rows:
         return
     header = _header(rows)
@@ -188,32 +206,51 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
     name = _find_column(header, PATH_COLUMNS)
     if name is None:
         name = next((index for index, cell in enumerate(rows[start]) if _is_path(cell)), 0)
-    label = _find_column(header, columns)
+    label = _find_column(header, LABEL_COLUMNS)
     if label is None and len(rows[0]) == 2:
         beside = {row[1 - name] for row in rows[start:] if len(row) == 2}
         title = header[1 - name] if header else "label"
         is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
         label = None if is_name or not title else 1 - name
-    numbers, flags = list[int](), False
-    if label is None and columns is LABEL_COLUMNS:
-        others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
-        given = {row[at].strip().lower() for row in rows[start:] for at in others if at < len(row)}
-        values = set(map(as_number, given - {"", "nan"}))
-        numbers = [] if None in values else others
-        if flags := len(numbers) > 1 and bool(values) and values <= {0, 1}:
-            named, numbers = brief(", ".join(header[at] for at in numbers)), []
-            text = "%s: no labels are read from the columns %s, which have only 0 and 1; %s"
-            log.warning(text, path, named, "write the labels of an image in one column, as in sea;sky")
-    if label is None and len(rows[0]) > 2 and not (numbers or flags):
-        named = ", ".join(columns)
-        log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])
+    numbers, problem = [], ""
+    if label is None:
+        numbers, problem = _number_columns(rows, header, name, _DELIMITERS[suffix_of(path)])
+    if problem and labels_needed:
+        raise ValueError(f"{path}: {problem}")
+    if problem:
+        log.warning("%s: %s", path, problem)
+    width = len(rows[0])
     for number, row in enumerate(rows[start:], start + 1):
-        if len(row) <= max(name, label or 0, *numbers):
+        if len(row) <= max(name, label or 0, *numbers) or any(row[width:]):
+            advice = "; write a cell with commas in quotes" if len(row) > width else ""
             shown = brief(public_values(row), 80)
-            raise ValueError(f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {shown}")
+            raise ValueError(f"{path}, row {number} has {len(row)} of {width} columns: {shown}{advice}")
         cells = {header[column]: row[column] for column in numbers}
         text = join_numbers(cells) if label is None else row[label]
         yield Entry(row[name], text.strip() or None)
+
+
+def _number_columns(
+    rows: list[list[str]], header: list[str], name: int, delimiter: str
+) -> tuple[list[int], str]:
+    """Return the columns of numbers that are labels where none is named so, or why no labels are read."""
+    others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
+    given = {row[at].strip().lower() for row in rows[1:] for at in others if at < len(row)}
+    values = set(map(as_number, given - {"", "nan"}))
+    titles = [rows[0][at].strip() for at in others]
+    if len(others) > 1 and values and values <= {0, 1}:
+        text = f"no labels are read from the columns {brief(', '.join(titles))}, which have only 0 and 1"
+        return [], f"{text}; write the labels of an image in one column, as in sea;sky"
+    if None not in values and others:
+        return others, ""
+    if len(rows[0]) <= 2:
+        return [], ""
+    line = [*rows[0]] if header else [f"column{at}" for at in range(1, len(rows[0]) + 1)]
+    line[name] = line[name] if header else "name"
+    line[others[0] if others else not name] = "label"
+    columns = f"its columns are {brief(', '.join(rows[0]), 200)}" if header else "no line names the columns"
+    advice = f"name one of them label in the first line, as in '{brief(delimiter.join(line), 200)}'"
+    return [], f"no labels are read, as {columns}; {advice}"
 
 
 def _header(rows: list[list[str]]) -> list[str]:
@@ -235,34 +272,26 @@ def _is_path(cell: str) -> bool:
 
 def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
     """Label images by name from a file, and warn about names without a match."""
-    values = values_by_name(images, str(path), LABEL_COLUMNS)
-    missing = [images.name(index) for index, value in enumerate(values) if value is None]
-    if missing:
-        examples = _examples(missing)
-        text = "%s: no label for %d of %d images: %s"
-        log.warning(text, public(str(path)), len(missing), len(values), examples)
-    return images.with_labels(*number_labels(values))
-
-
-def values_by_name(source: ImageSet, path: str, columns: Sequence[str]) -> list[object]:
-    """Return the value of each item in a file, None without one; warn about names that are not in the source.
-
-    `columns` are possible names of the column of values.
-    """
-    table = _read_table(path, columns)
-    names = [source.name(index) for index in range(len(source))]
-    full_names = [source.full_name(index) for index in range(len(source))]
+    table, names = _read_table(str(path)), [images.name(index) for index in range(len(images))]
+    path = public(str(path))
+    full_names = [images.full_name(index) for index in range(len(images))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
-    path = public(path)
     if len(surplus) == len(table):
         raise ValueError(
-            f"{path} has {columns[0]}s for none of the images: its names are like "
+            f"{path} has labels for none of the images: its names are like "
             f"'{brief(next(iter(table), ''), 200)}', those of the source like '{names[0]}', and must be equal"
         )
     if surplus:
-        extra = plural(len(surplus), columns[0])
+        extra = plural(len(surplus), "label")
         log.warning("%s: %s for names not in the source: %s", path, extra, _examples(surplus))
-    return [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
+    values = [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
+    missing = [name for name, value in zip(names, values, strict=True) if value is None]
+    if len(missing) == len(names):
+        raise ValueError(f"{path} names images, but has a label for none of them: fill in the labels")
+    if missing:
+        text = "%s: no label for %d of %d images: %s"
+        log.warning(text, path, len(missing), len(values), _examples(missing))
+    return images.with_labels(*number_labels(values))
 
 
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
@@ -278,19 +307,19 @@ def parse_json(text: str | bytes, name: str) -> object:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
-def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
-    """Read a value for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
+def _read_table(path: str) -> dict[str, object]:
+    """Read a label for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
     try:
         data, path = read_file(path), public(path)
     except FileNotFoundError:
-        advice = f"give a CSV or JSON file with a {columns[0]} for each image"
-        raise ValueError(f"{path} does not exist; {advice}") from None
+        advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
+        raise ValueError(f"{path} does not exist{advice}") from None
     if suffix_of(path) == ".json":
         entries = parse_json(data, path)
         if not isinstance(entries, tuple):
             raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
     else:
-        entries = read_entries(path, data, columns)
+        entries = read_entries(path, data, labels_needed=True)
     table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
     for name, value in entries:
         name, value = printable(name), printable(value) if isinstance(value, str) else value

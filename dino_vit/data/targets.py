@@ -5,7 +5,9 @@ them. Numbers from several columns of a table are joined with their names, as in
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +33,35 @@ class Targets(NamedTuple):
         if self.task == "multiclass":
             text = f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
             unlike = len(self.names) > len(self.indices) / 2 and as_number(self.names[0]) is not None
-            return text + "; if these are numbers to predict, use task=regression" * unlike
+            return text + "; if these are numbers to predict, use task=regression" * unlike + self._doubts()
         if self.task == "regression":
             return f"numbers to predict for each of {images}: {names}"
         mean = self.values.sum() / max(1, len(self.values))
-        return f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
+        text = f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
+        return text + self._doubts()
+
+    def _doubts(self) -> str:
+        numbers = self.values.sum(0) if self.values.ndim == 2 else np.bincount(self.values)
+        counts = dict(
+            zip(self.names, numbers.astype(int).tolist(), strict=False)
+        )  # the last may have no image
+        return "".join(f"; {doubt}" for doubt in doubts_about(counts))
+
+
+def doubts_about(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield which names, with the images of each, may be mistyped: alike but for case, or of one image."""
+    by_case = Counter(map(str.casefold, counts))
+    alike = [name for name in counts if by_case[name.casefold()] > 1]
+    if alike:
+        yield f"perhaps the same but for capital letters: {brief(', '.join(alike), 200)}"
+    single = [name for name, count in counts.items() if count == 1 and name not in alike]
+    others = [name for name in counts if name not in single]
+    if 0 < len(single) <= len(others):
+        guesses = (get_close_matches(name, others, 1) for name in single)
+        shown = (
+            f"{name} ({guess[0]}?)" if guess else name for name, guess in zip(single, guesses, strict=True)
+        )
+        yield f"with a single image, perhaps mistyped: {brief(', '.join(shown), 200)}"
 
 
 def read_targets(

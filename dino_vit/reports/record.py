@@ -14,7 +14,7 @@ from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Settings, flat, settings_of, values
 from dino_vit.core import log
-from dino_vit.core.text import plural, public, public_values
+from dino_vit.core.text import did_you_mean, plural, public, public_values
 from dino_vit.data.limits import read_regular
 from dino_vit.reports.metrics import (
     BASELINE,
@@ -125,7 +125,8 @@ def read_run(folder: Path) -> RunRecord:
     settings = folder / "config.yaml"
     if not settings.is_file():
         reason = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
-        raise ValueError(f"{folder} is not the folder of a run: {reason}; give the `output` of a pretraining")
+        advice = did_you_mean(str(folder), "; give the `output` of a pretraining")
+        raise ValueError(f"{folder} is not the folder of a run: {reason}{advice}")
     return RunRecord(
         folder=folder,
         config=load(PretrainConfig, settings, skip_removed=True),

@@ -21,7 +21,7 @@ from dino_vit.config.constructors import arguments_of
 from dino_vit.core import Size, height_width, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
-from dino_vit.core.text import brief, plural, public_values
+from dino_vit.core.text import brief, did_you_mean, plural, public_values
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.stems import current_arguments
 from dino_vit.models.timm_backbone import TimmConfig
@@ -92,7 +92,8 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
         path = files[0]
     elif not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
-        raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
+        advice = did_you_mean(str(path), "; give a weights file or a run folder")
+        raise WeightsError(f"{path} {wrong}{advice}")
     if path.suffix == ".onnx":
         raise WeightsError(f"{path} is an ONNX graph, which has no weights to load; give the original")
     about = {"facts": _read_hub_facts(path)}

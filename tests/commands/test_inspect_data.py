@@ -60,7 +60,7 @@ def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys, recwarn):
     said = capsys.readouterr().out
     assert [str(warning.message) for warning in recwarn] == []
     assert "10 images, 3 labels: cat: 4, catt: 1, dog: 4; 1 without" in said
-    assert "a single image, perhaps mistyped: catt\n" in said
+    assert "a single image, perhaps mistyped: catt (cat?)\n" in said
     settings = said.partition("  mean, std   ")[2].partition("\n")[0]
     config = load(PretrainConfig, None, shlex.split(settings))
     main(["inspect-data", str(mixed), "as_json=true"])

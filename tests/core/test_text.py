@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dino_vit.core import log, text
-from dino_vit.core.text import Result, brief, printable, printable_lines, said_once
+from dino_vit.core.text import Result, brief, did_you_mean, printable, printable_lines, said_once
 from dino_vit.data.sources.open import open_source
 from tests.support.images import write_synthetic
 from tests.support.runs import command, run
@@ -57,6 +57,18 @@ def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
         advance.shown = 0
         advance(1)
     assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()
+
+
+def test_work_within_work_is_told_with_it(monkeypatch, caplog):
+    monkeypatch.setattr(text, "PATIENCE", -1)
+    monkeypatch.setattr(text, "LINE_EVERY", -1)
+    monkeypatch.setattr(text.time, "monotonic", iter(range(100)).__next__)
+    with caplog.at_level(logging.INFO, "dino_vit"), text.progress("Folds", 2) as outer:
+        with text.progress("Heads", 3) as inner:
+            inner(1, "C = 1")
+        outer(1)
+    lines = [re.sub(r"[\d.]+/s| in .*", "", line) for line in caplog.messages]
+    assert lines == ["Folds: 0 of 2,  (Heads: 1 of 3, , C = 1)", "Folds: 1 of 2, ", "Folds: 1 of 2, "]
 
 
 @pytest.mark.parametrize(("seconds", "rate"), [(50, "0.4/s"), (4, "5/s"), (1, "20/s"), (0.01, "2,000/s")])
@@ -172,6 +184,29 @@ def test_long_texts_take_time_in_proportion_to_their_length(unit):
     for start in ("", "https://", "https://h/"):
         long = start + unit * (2 * 10**5 // len(unit))
         assert len(text.public(long)) <= len(long) >= len(text.public_text(long))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("photo", "photos"),
+        ("PHOTOS/", "photos"),
+        ("phots/train/a.png", "photos/train/a.png"),
+        ("photos/trian/a.png", "photos/train/a.png"),
+        ("photos/train/b.png", "photos/train/a.png"),
+        ("phots/val", None),
+        ("runs", None),
+        ("https://photo/train", None),
+        ("", None),
+    ],
+)
+def test_a_path_that_does_not_exist_may_be_nearly_one_that_does(tmp_path, monkeypatch, typed, meant):
+    (tmp_path / "photos" / "train").mkdir(parents=True)
+    (tmp_path / "photos" / "train" / "a.png").touch()
+    monkeypatch.chdir(tmp_path)
+    for start in ("", f"{tmp_path}/") if typed and "://" not in typed else ("",):
+        expected = f"; did you mean {start}{meant}?" if meant else "; give one"
+        assert did_you_mean(f"{start}{typed}", "; give one") == expected
 
 
 def test_names_that_only_secrets_told_apart_get_numbers():

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import zipfile
 
 import pytest
@@ -91,6 +92,52 @@ def test_lists_of_every_make(name, text, expected):
 def test_a_row_that_is_too_short_is_named():
     with pytest.raises(ValueError, match=r"a\.csv, row 3 has 1 of 2 columns"):
         entries("a.csv", "path,label\nx.jpg,1\ny.jpg\n")
+
+
+def test_a_row_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match=r"row 2 has 3 of 2 columns: .*; write a cell with commas in quotes"):
+        entries("a.csv", "path,label\nx.jpg,sea, sky\n")
+    assert entries("a.csv", "path,label\nx.jpg,sea,\n") == [("x.jpg", "sea")]  # as spreadsheets write it
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "used", "line"),
+    [
+        ("a.csv", "name;label", "semicolons", "name,label"),
+        ("a.csv", "Image ; Kind; note", "semicolons", "Image,Kind,note"),
+        ("a.csv", "x.jpg;cat", "semicolons", "x.jpg,cat"),
+        ("a.csv", "x.jpg\tcat", "tabs", "x.jpg,cat"),
+        ("a.tsv", "x.jpg,cat", "commas", r"x.jpg\tcat"),
+    ],
+)
+def test_a_table_with_another_delimiter_is_refused(name, first, used, line):
+    with pytest.raises(ValueError, match=f"looks separated by {used}: its first line") as error:
+        entries(name, f"{first}\n")
+    assert str(error.value).endswith(f"so that this line is '{line}'")
+    # The name of an image may hold any of them.
+    assert entries("a.csv", "a;b.jpg\n") == [("a;b.jpg", None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Name,digit,who\n", "as its columns are Name, digit, who; .* as in 'Name,label,who'"),
+        ("", "as no line names the columns; .* as in 'name,label,column3'"),
+        ("name,,\n", "its columns are name, , ; .* 'name,label,'"),
+        ("name,sea,sky\n", "columns sea, sky, which have only 0 and 1"),
+        ("name,label,who\n", "has a label for none of them: fill in the labels"),
+    ],
+)
+def test_a_table_without_labels_is_an_error_where_they_are_asked_for(tmp_path, caplog, text, said):
+    write_synthetic(tmp_path / "photos" / "x.png", 0)
+    rows = {"name,sea,sky\n": "x.png,0,1\n", "name,label,who\n": "x.png,,anna\n"}
+    (path := tmp_path / "a.csv").write_text(text + rows.get(text, "x.png,5,anna\n"))
+    with pytest.raises(ValueError, match=said):
+        open_source(str(tmp_path / "photos"), path)
+    assert not caplog.text
+    (tmp_path / "x.png").touch()
+    open_source(str(path))  # a list of images needs none
+    assert "fill in" in said or re.search(said, caplog.text)
 
 
 @pytest.mark.parametrize("name", ["labels.json", "labels.csv", "labels.txt"])

@@ -19,7 +19,7 @@ PNG = saved(Image.new("RGB", (8, 8)), "PNG")
 @pytest.fixture
 def read(tmp_path):
     """Read the targets of images a.png, b.png, ... by a file of labels."""
-    for name in "abcd":
+    for name in "abcde":
         Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
 
     def read(text, name="labels.csv", **settings):
@@ -27,6 +27,22 @@ def read(tmp_path):
         return read_targets(open_source(f"{tmp_path}/*.png", tmp_path / name), **settings)
 
     return read
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ("three,three,two,two,thre", "; with a single image, perhaps mistyped: thre (three?)"),
+        ("x,x,y,y,bird", "; with a single image, perhaps mistyped: bird"),
+        ("a;b,a;b,a;bb,,", "; with a single image, perhaps mistyped: bb (b?)"),
+        ("Cat,cat,cat,dog,dog", "; perhaps the same but for capital letters: Cat, cat"),
+        ("a,b,c,c,", "4 images, 3 classes: a, b, c"),
+        ("1.5,2,3,3,3", ": number"),
+    ],
+)
+def test_labels_that_may_be_typing_errors_are_named(read, labels, said):
+    rows = zip("abcde", labels.split(","), strict=True)
+    assert str(read("".join(f"{name}.png,{label}\n" for name, label in rows))).endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -65,20 +81,25 @@ def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values)
     assert f": {', '.join(names)}" in str(targets)
 
 
-def test_other_columns_are_not_guessed_to_be_labels(read, caplog):
-    assert len(read("path,age,split\na.png,3.5,train\nb.png,2,test\n").indices) == 0
-    assert "has none of the columns label" in caplog.text
-    assert len(read("path,age,height\na.png,,\nb.png,,nan\n").indices) == 0
+def test_other_columns_are_not_guessed_to_be_labels(read):
+    for text, said in {
+        "path,age,split\na.png,3.5,train\nb.png,2,test\n": "its columns are path, age, split; name one",
+        "path,age,height\na.png,,\nb.png,,nan\n": "has a label for none of them",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            read(text)
 
 
 @pytest.mark.parametrize(
     "rows", ["a.png,0,1\nb.png,0,0", "a.png,0.0,1.0\nb.png,1.0,0.0", "a.png,0,1\nb.png,,nan"]
 )
-def test_columns_of_0_and_1_are_no_labels_and_not_taken_for_numbers(read, rows, caplog):
+def test_columns_of_0_and_1_are_no_labels_and_not_taken_for_numbers(read, tmp_path, rows, caplog):
     """Also as pandas writes them where a cell was empty. They may be flags: images are read."""
-    assert len(read(f"path,sea,sky\n{rows}\n").indices) == 0
-    assert "the columns sea, sky, which have only 0 and 1; write the labels of an image in one" in caplog.text
-    assert "none of the columns label" not in caplog.text
+    said = "the columns sea, sky, which have only 0 and 1; write the labels of an image in one"
+    with pytest.raises(ValueError, match=said):
+        read(f"path,sea,sky\n{rows}\n")
+    assert open_source(f"{tmp_path}/labels.csv").classes == []
+    assert said in caplog.text
 
 
 def test_a_task_reads_labels_otherwise_than_they_look(read):

@@ -191,6 +191,8 @@ def _refusal(path: str, error: OSError) -> str | None:
         return "no host has this name"
     if type(cause).__name__ == "NoCredentialsError":  # botocore's
         return str(cause)
+    if type(cause).__name__.startswith("NonHttpUrl"):  # aiohttp's, of a redirect
+        return f"no address of the web: {brief(cause, 200)}"
     if status := getattr(cause, "status", 0):
         return f"HTTP {status}" if 400 <= status < 500 and status not in RETRYABLE_STATUS else None
     # fsspec also calls a file not found whose website does not answer; botocore's errors have a response.

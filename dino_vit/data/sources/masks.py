@@ -146,6 +146,10 @@ def open_masks(
             )
         return images
     beside = _beside(spec)
+    if masks is None and not is_folder(beside) and (name := published_like(spec)):
+        raise ValueError(
+            f"{public(spec)} looks like {PUBLISHED[name].title} as it is unpacked: give masks={name}"
+        )
     if masks is None and not is_folder(beside):
         raise ValueError(
             f"{public(spec)} has no masks: {public(beside)} does not exist. Give masks=FOLDER with indexed "
@@ -157,6 +161,15 @@ def open_masks(
     allowed += f" (at most {IGNORED})"
     pairs = _pairs(images, open_source(masks or beside), spec, masks or beside)
     return _with_masks(pairs, classes, range(len(classes)), [ignore_value], allowed)
+
+
+def published_like(spec: str) -> str | None:
+    """Return the name of the published set whose files a local folder has."""
+    root = plain(spec).rstrip("/")
+    for name, published in PUBLISHED.items():
+        if not is_url(root) and all(map(os.path.exists, published.paths(root, training=False))):
+            return name
+    return None
 
 
 def open_watched(spec: str, images: ImageSet) -> ImageSet | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_vit.config.objects import is_object
-from dino_vit.core.text import BRACES, brief, expand_braces, plural, public
+from dino_vit.core.text import BRACES, brief, did_you_mean, expand_braces, plural, public
 from dino_vit.data.image_set import ImageSet, mix_sets
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels
 from dino_vit.data.sources.files import exists, is_folder, is_url, list_remote, plain, remotely, retry
@@ -51,7 +51,7 @@ def _open(spec: str) -> ImageSet:
         if (images := opener(spec)) is not None:
             return images
     hint = ", or may not be read (check the credentials)" if is_url(spec) else ""
-    raise ValueError(f"{public(spec)!r} does not exist{hint}: {ALLOWED}.")
+    raise ValueError(f"{public(spec)!r} does not exist{did_you_mean(spec, f'{hint}: {ALLOWED}.')}")
 
 
 # Each imports what it needs when it is used.

@@ -227,7 +227,8 @@ def describe(
     lines.append(f"cross-validated {title} {best.figure} % by {best.candidate}; {', '.join(beside)}")
     if pixels and best.figure.value <= pixels.figure.value:
         lines.append(
-            "These features are no better than raw pixels: see `dino-vit compare`, or try other weights"
+            "These features are no better than raw pixels: train longer, or use published weights, "
+            "such as hf:facebook/dinov2-small"
         )
     details: dict[str, Any] = {
         "labelled": len(learned),

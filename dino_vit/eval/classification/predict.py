@@ -80,9 +80,6 @@ def run(config: PredictConfig) -> LabelPredictions:
     lines = [*fitted.lines, _summary(columns, facts.task)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = plain({**origin, **fitted.details, "images": len(names)})
-    if config.head and is_main_process():
-        save_classifier(fitted.classifier, Path(config.head), frozen.transform)
-        lines.append(f"{config.head}: the classifier with its backbone, as weights of predict and of export")
     if output and is_main_process():
         with after_figures():
             table = _written(columns, output.suffix)
@@ -99,7 +96,13 @@ def run(config: PredictConfig) -> LabelPredictions:
     if config.sheet and is_main_process():
         with after_figures():
             write_output(Path(config.sheet), _draw(source, kept, next_rows, columns, frozen))
-        lines.append(f"{config.sheet}: the images whose label would help most")
+            lines.append(f"{config.sheet}: the images whose label would help most")
+    if config.head and is_main_process():
+        with after_figures():
+            save_classifier(fitted.classifier, Path(config.head), frozen.transform)
+            lines.append(
+                f"{config.head}: the classifier with its backbone, as weights of predict and of export"
+            )
     return LabelPredictions(
         names=names,
         labels=columns["label"],

@@ -25,7 +25,7 @@ from dino_vit.core.outputs import after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.masks import PUBLISHED, open_masks
+from dino_vit.data.sources.masks import PUBLISHED, open_masks, published_like
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification import knn, linear
 from dino_vit.eval.comparison.baselines import RAW_PIXELS, UNTRAINED, raw_pixels_like, untrained_like
@@ -204,6 +204,9 @@ def open_compared(config: CompareConfig) -> ImageSet:
 def open_measured(config: CompareConfig) -> tuple[ImageSet, list[Evaluator]]:
     """Open the images, and choose what is measured of them."""
     source = open_compared(config)
+    if config.masks is None and config.labels is None and (name := published_like(config.source)):
+        text = "%s looks like %s, whose folders are no classes: give masks=%s"
+        log.warning(text, public(config.source), PUBLISHED[name].title, name)
     return source, choose_evaluators(config, source)
 
 

@@ -26,7 +26,7 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.outputs import MARK, claim, replacing_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import OWN_KEY
-from dino_vit.core.text import Result, brief, plural, public, public_names
+from dino_vit.core.text import Result, brief, did_you_mean, plural, public, public_names
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import SourceLost, is_url
 from dino_vit.data.sources.open import open_source
@@ -145,7 +145,11 @@ def write_embeddings(path: Path, embeddings: Embeddings) -> None:
 def read_embeddings(path: Path, *, trust: bool = False) -> Embeddings:
     """Read an embedding file; `trust` lets it name a module that is imported."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; `dino-vit embed SOURCE WEIGHTS output={path}` writes it")
+        if path.exists():
+            advice = f"`dino-vit embed {path} WEIGHTS output=FILE.parquet` writes one"
+            raise ValueError(f"{path} is not an embedding file; {advice}")
+        advice = did_you_mean(str(path), f"; `dino-vit embed SOURCE WEIGHTS output={path}` writes it")
+        raise ValueError(f"{path} does not exist{advice}")
     try:
         with path.open("rb") as file:  # Arrow itself opens UTF-8 names only
             table = parquet.read_table(file)

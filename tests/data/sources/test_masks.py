@@ -12,7 +12,7 @@ from dino_vit.config.commands import IGNORED, CompareConfig
 from dino_vit.config.loading import load
 from dino_vit.data.sources.masks import open_masks, open_watched
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.comparison.compare import choose_evaluators, open_compared
+from dino_vit.eval.comparison.compare import choose_evaluators, open_compared, open_measured
 
 LABEL_IDS = {"road": 7, "sidewalk": 8, "pole": 17, "sky": 23, "train": 31, "bicycle": 33}  # of Cityscapes
 
@@ -125,7 +125,10 @@ def test_masks_follow_their_images_into_a_part(cityscapes):
 
 def test_what_a_folder_lacks_or_has_of_its_own_is_said(voc, ade20k, cityscapes):
     with pytest.raises(ValueError, match=r"has no masks: .* or masks=voc, ade20k, cityscapes for"):
-        open_masks(str(voc))
+        open_masks(f"{voc}/JPEGImages")
+    for name, root in {"voc": voc, "ade20k": ade20k, "cityscapes": cityscapes}.items():
+        with pytest.raises(ValueError, match=f" as it is unpacked: give masks={name}$"):
+            open_masks(f"{root}/")
     with pytest.raises(ValueError, match=r"is not Pascal VOC as it is unpacked: it lacks .*/JPEGImages"):
         open_masks(str(cityscapes), "voc")
     (ade20k / "images/training").rename(ade20k / "images/elsewhere")
@@ -142,9 +145,12 @@ def test_the_command_learns_from_one_split_and_judges_the_other(voc, weights):
     assert set(result.linear.iou) == {"background", "person", "tv_monitor"}
 
 
-def test_a_published_set_is_compared_by_its_images_and_masks_alone(voc):
+def test_a_published_set_is_compared_by_its_images_and_masks_alone(voc, caplog):
     """Its folders are no classes, and its masks no images."""
-    config = load(CompareConfig, None, {"source": str(voc), "masks": "voc", "weights": ["a", "b"]})
+    given = {"source": str(voc), "weights": ["a", "b"]}
+    assert open_measured(load(CompareConfig, None, given))[0].classes == ["JPEGImages", "SegmentationClass"]
+    assert "looks like Pascal VOC, whose folders are no classes: give masks=voc" in caplog.text
+    config = load(CompareConfig, None, {**given, "masks": "voc"})
     source = open_compared(config)
     assert [source.name(index) for index in range(len(source))] == ["2007_2.jpg"]
     assert choose_evaluators(config, source) == ["dense"]

@@ -22,6 +22,12 @@ class Endless(BaseHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.rstrip("/")
+        if name.endswith(".elsewhere"):
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/hostname")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         self.send_response(200)
         if not name.endswith(".unknown"):
             self.send_header("Content-Length", str(10**12))
@@ -58,6 +64,11 @@ def test_a_server_that_answers_with_more_than_was_asked_for_is_cut_off(endless, 
 def test_asking_such_a_server_again_would_not_help(endless):
     with pytest.raises(Refused, match="the server answers with 1,000,000,000,000 bytes"):
         retry(lambda: request(f"{endless}/a.tar", 0, 100), f"{endless}/a.tar")
+
+
+def test_a_redirect_to_a_local_file_is_refused_at_once(endless):
+    with pytest.raises(Refused, match=r"may not be read \(no address of the web: file:///etc/hostname\)"):
+        read_file(f"{endless}/a.elsewhere")
 
 
 def test_a_shard_without_a_type_is_not_taken_for_a_page(endless):
