@@ -41,9 +41,9 @@ def test_the_loss_is_that_of_the_cosines_through_linear_layers(tmp_path, weights
         into, into_patches = state.student.head.linear, state.student.patch_head.linear
         cls = F.cosine_similarity(into(ours[:, 0]), theirs[:, 0])
         local = into(state.student.backbone(views[1])).chunk(2)
-        of_locals = [F.cosine_similarity(one, two) for one in local for two in theirs[:, 0].chunk(2)]
+        local_cosines = [F.cosine_similarity(one, two) for one in local for two in theirs[:, 0].chunk(2)]
         patches = F.cosine_similarity(into_patches(ours[:, 1:]), theirs[:, 1:], dim=-1)
-        expected = 1 - torch.stack([cls.mean(), torch.stack(of_locals).mean()]).mean()
+        expected = 1 - torch.stack([cls.mean(), torch.stack(local_cosines).mean()]).mean()
     assert_close(found.cls.detach(), expected, atol=1e-5, rtol=1e-5)
     assert_close(found.patch.detach(), 1 - patches.mean(), atol=1e-5, rtol=1e-5)
     assert_close(found.loss, found.cls + 0.5 * found.patch)

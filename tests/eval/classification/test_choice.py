@@ -51,9 +51,9 @@ def test_folds_have_stretches_of_every_class():
     train = features(images=63)
     folds = folds_of(train)
     for target in range(3):
-        of_class = folds[train.targets.numpy() == target]
-        assert set(np.bincount(of_class, minlength=5).tolist()) <= {4, 5}
-        assert (np.diff(of_class) != 0).sum() == 4, "neighbours are in one fold"
+        members = folds[train.targets.numpy() == target]
+        assert set(np.bincount(members, minlength=5).tolist()) <= {4, 5}
+        assert (np.diff(members) != 0).sum() == 4, "neighbours are in one fold"
 
 
 def test_a_temperature_makes_confidences_true():

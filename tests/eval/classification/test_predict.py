@@ -198,8 +198,8 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
     again = dino_vit.predict(photos / "photos", head, precision="no", verbose=False)
     assert len(again.names) == IMAGES
     assert again.classes == classifier.classes
-    of_rest = [again.names.index(row["name"]) for row in rows]
-    np.testing.assert_allclose(again.outputs[of_rest], outputs, rtol=1e-4, atol=1e-5)
+    indices = [again.names.index(row["name"]) for row in rows]
+    np.testing.assert_allclose(again.outputs[indices], outputs, rtol=1e-4, atol=1e-5)
     graph = photos / "head.onnx"
     said = str(dino_vit.export(head, graph, format="onnx", head=True, verbose=False))
     session = onnxruntime.InferenceSession(graph)
