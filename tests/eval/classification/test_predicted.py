@@ -177,6 +177,7 @@ def test_one_set_by_another_reads_labels_alike(photos, weights):
         dino_vit.knn(photos / "val", weights, **(sets | {"train_labels": photos / "two.csv"}), **SETTINGS)
 
 
+@pytest.mark.usefixtures("few_penalties")
 @pytest.mark.parametrize("command", ["knn", "linear"])
 def test_labels_that_no_image_to_judge_by_has_are_an_error(photos, weights, command):
     tags = (photos / "tags.csv").read_text().splitlines()

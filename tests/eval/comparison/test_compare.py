@@ -24,6 +24,7 @@ from tests.support.images import write_synthetic
 from tests.support.reports import ParsedPage, picture_of
 from tests.support.runs import arguments, command_here
 
+pytestmark = pytest.mark.usefixtures("few_penalties")
 SETTINGS = {"precision": "no", "verbose": False}
 
 
