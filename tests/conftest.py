@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from dino_vit import VisionTransformer, save_backbone
-from dino_vit.data.sources.synthetic import _Textures
+from tests.support.textures import draw_once
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests and their processes import this checkout, and compute on the CPU unless run with `-m gpu`."""
+    draw_once()
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if config.option.markexpr.strip() == "gpu":
@@ -29,22 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep indices out of the user's cache, in the processes that tests start too."""
     os.environ["DINO_VIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _textures_drawn_once() -> None:
-    """Draw each small texture once: it depends on its row alone, and takes long beside a tiny step."""
-    drawn, read = dict[tuple[int, int, int], torch.Tensor](), _Textures.read
-
-    def read_once(self: _Textures, row: int) -> torch.Tensor:
-        key = self.size, self.seed, row
-        if self.size > 64:
-            return read(self, row)
-        if key not in drawn:
-            drawn[key] = read(self, row)
-        return drawn[key].clone()
-
-    _Textures.read = read_once
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,7 @@ import torch
 from dino_vit.core.storage import read_tensors
 
 server = multiprocessing.get_context("forkserver")
-# PyTorch imports `torch._dynamo` and what that needs when a run makes its optimiser: 2 s of each process.
-server.set_forkserver_preload(["dino_vit.training.pretrain", "dino_vit.config.loading", "torch._dynamo"])
+server.set_forkserver_preload(["tests.support.forked"])
 
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "launch" / "accelerate_configs" / "cpu.yaml"  # two processes
