@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from dino_vit import VisionTransformer, save_backbone
+from tests.support.textures import draw_once
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests and their processes import this checkout, and compute on the CPU unless run with `-m gpu`."""
+    draw_once()
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if config.option.markexpr.strip() == "gpu":

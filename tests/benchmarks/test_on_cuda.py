@@ -19,13 +19,13 @@ PROGRAMS = sorted(name for name in NAMES if bench.on_cuda(name))
 ROOT = Path(bench.__file__).parents[1]
 SMALL = {key: value for key, value in TINY.items() if key.startswith(("model.", "head.", "views."))}
 SMALL |= {"model.depth": 1}
-OF_CUDA = ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated")
+CUDA_FUNCTIONS = ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated")
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that says nothing of its memory."""
-    for name in OF_CUDA:
+    for name in CUDA_FUNCTIONS:
         monkeypatch.setattr(f"torch.cuda.{name}", lambda: 0)
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
     for program in (step, end_to_end):
@@ -60,8 +60,8 @@ def test_a_row_of_each_kind(gpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", objective.NAMES[:2])
 def test_steps_of_both_methods(gpu, name):
-    of_dinov2 = objective.DINOV2 if name == objective.NAMES[0] else {}
-    objective.build(name, step.Case(2, "bf16", {**SMALL, **of_dinov2}), gpu)()
+    settings = objective.DINOV2 if name == objective.NAMES[0] else {}
+    objective.build(name, step.Case(2, "bf16", {**SMALL, **settings}), gpu)()
 
 
 @pytest.mark.slow

@@ -141,8 +141,8 @@ def test_features_are_read_at_up_to_twice_the_views(image_size: int, view: int, 
     facts = CIFAR | {"image_size": image_size}
     assert auto(f"views.global_size={view}", **facts)[0].model.image_size == read
     assert auto("views.global_size=[48, 64]", **facts)[0].model.image_size is None
-    of_timm = ["model.arch=timm:resnet18", "views.global_size=64"]
-    assert auto(*of_timm, **facts)[0].model.image_size is None
+    resnet = ["model.arch=timm:resnet18", "views.global_size=64"]
+    assert auto(*resnet, **facts)[0].model.image_size is None
 
 
 @pytest.mark.parametrize(
@@ -230,5 +230,5 @@ def test_a_published_recipe_gets_shorter_phases_only_where_one_does_not_fit():
     assert phases(5) == {"optim.warmup_epochs": 0.5, "optim.freeze_last_layer_epochs": 0.25}
     assert phases(11) == {}
     assert phases(5, "optim.warmup_epochs=2") == {}  # the other one fits
-    of_dinov2 = phases(25, "method=dinov2")
-    assert of_dinov2 == {"optim.warmup_epochs": 2.5, "loss.warmup_teacher_temp_epochs": 2}
+    shortened = phases(25, "method=dinov2")
+    assert shortened == {"optim.warmup_epochs": 2.5, "loss.warmup_teacher_temp_epochs": 2}

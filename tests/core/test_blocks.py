@@ -57,9 +57,9 @@ def test_of_every_class_and_place_as_many_are_held_out(names):
     chosen = choose_blocks(series(listed), 5, seed=3)
     assert chosen.sum() == 20
     held = Counter(series([name for name, held in zip(listed, chosen, strict=True) if held]))
-    of_all = Counter(series(listed))
-    assert len(of_all) == 4
-    for kind, count in of_all.items():
+    sizes = Counter(series(listed))
+    assert len(sizes) == 4
+    for kind, count in sizes.items():
         assert abs(held[kind] - count / 5) <= 1 + count // 40
     assert apart(chosen) <= 2 * (4 + STRETCHES)
 
@@ -91,8 +91,8 @@ def test_a_fifth_of_labelled_images_is_a_block_of_each_class():
     assert Counter(val.targets.tolist()) == dict.fromkeys(range(10), 4)
     assert Counter(train.targets.tolist()) == dict.fromkeys(range(10), 16)
     for kind in range(10):
-        of_class = np.flatnonzero(np.arange(200) % 10 == kind)
-        assert apart(np.isin(of_class, val.indices)) <= 2
+        members = np.flatnonzero(np.arange(200) % 10 == kind)
+        assert apart(np.isin(members, val.indices)) <= 2
 
 
 @pytest.mark.parametrize("task", ["multiclass", "regression"])

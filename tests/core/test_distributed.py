@@ -51,13 +51,13 @@ def test_two_processes_agree(tmp_path):
     features = logits.clone().requires_grad_()
     koleo = koleo_loss(features)
     (gradient,) = torch.autograd.grad(koleo, features)
-    of_one = sinkhorn_center([logits], 0.1), koleo.detach(), gradient
-    arguments = f"file://{tmp_path / 'rendezvous'}", logits, of_one
+    alone = sinkhorn_center([logits], 0.1), koleo.detach(), gradient
+    arguments = f"file://{tmp_path / 'rendezvous'}", logits, alone
     mp.start_processes(_check_in_process, arguments, nprocs=2, start_method=server.get_start_method())
     assert sorted(os.listdir(tmp_path))[:2] == ["done0", "done1"]
 
 
-def _check_in_process(number, rendezvous, logits, of_one):
+def _check_in_process(number, rendezvous, logits, alone):
     dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
     try:
         assert (rank(), world_size()) == (number, 2)
@@ -75,7 +75,7 @@ def _check_in_process(number, rendezvous, logits, of_one):
         _check_batch_norm(number)
         _check_center(number, logits)
         _check_statistics(number, logits)
-        _check_terms(number, logits, *of_one)
+        _check_terms(number, logits, *alone)
         loss = torch.tensor(float("inf") if number else 1.0)
         assert not reduce_loss(loss, torch.tensor(1.0))[1]
         assert reduce_loss(torch.tensor(1.0 + number), torch.tensor(1.0)) == (1.5, True)
@@ -97,10 +97,10 @@ def _check_second_group(number, rendezvous):
 
 def _check_gather(number):
     for rows in ((2, 3), (0, 2), (1, 1), (0, 0)):
-        of_all = torch.arange(2.0 * sum(rows), requires_grad=True).view(-1, 2)
-        mine = of_all.split(rows)[number]
+        rows_of_both = torch.arange(2.0 * sum(rows), requires_grad=True).view(-1, 2)
+        mine = rows_of_both.split(rows)[number]
         gathered = all_gather(mine)
-        assert torch.equal(gathered, of_all)
+        assert torch.equal(gathered, rows_of_both)
         assert not gathered.requires_grad
     assert all_gather(torch.full((1,), number)).tolist() == [0, 1]
 
@@ -163,13 +163,13 @@ def _check_center(number, logits):
 
 def _check_statistics(number, logits):
     center = torch.zeros(1, 5)
-    of_half = loss_statistics(
+    statistics = loss_statistics(
         torch.tensor([3.0, 5.0])[number], [logits.chunk(2)[number]], center, teacher_temperature=0.5
     )
     targets = (logits / 0.5).softmax(-1)
     entropy = -(targets * targets.log()).sum(-1).mean()
     mean = targets.mean(0)
-    torch.testing.assert_close(of_half["mean_output_entropy"], -(mean * mean.log()).sum())
-    torch.testing.assert_close(of_half["output_entropy"], entropy)
-    torch.testing.assert_close(of_half["student_divergence"], 4.0 - entropy)
-    assert of_half["prototypes_in_use"] == len(set(logits.argmax(-1).tolist()))
+    torch.testing.assert_close(statistics["mean_output_entropy"], -(mean * mean.log()).sum())
+    torch.testing.assert_close(statistics["output_entropy"], entropy)
+    torch.testing.assert_close(statistics["student_divergence"], 4.0 - entropy)
+    assert statistics["prototypes_in_use"] == len(set(logits.argmax(-1).tolist()))

@@ -57,7 +57,7 @@ def test_the_tasks_of_a_node_are_the_local_processes(environ, local):
 
 # On a node of 64 cores with tasks of srun, as documented: bound to their cores or not.
 @pytest.mark.parametrize(
-    ("cores", "environ", "of_each"),
+    ("cores", "environ", "expected"),
     [
         (64, {"SLURM_CPUS_ON_NODE": "64"}, 16),
         (16, {"SLURM_CPUS_ON_NODE": "64"}, 16),
@@ -67,7 +67,7 @@ def test_the_tasks_of_a_node_are_the_local_processes(environ, local):
         (12, {"SLURM_CPUS_PER_TASK": "12", "SLURM_CPUS_ON_NODE": "48"}, 12),
     ],
 )
-def test_a_task_of_srun_has_its_share_of_the_cores(monkeypatch, cores, environ, of_each):
+def test_a_task_of_srun_has_its_share_of_the_cores(monkeypatch, cores, environ, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
     taken = {**STEP, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}
     adopt_slurm(taken)
@@ -75,7 +75,7 @@ def test_a_task_of_srun_has_its_share_of_the_cores(monkeypatch, cores, environ, 
         monkeypatch.delenv(name, raising=False)
     for name, value in {**taken, **environ}.items():
         monkeypatch.setenv(name, value)
-    assert cores_of_a_process(8) == of_each
+    assert cores_of_a_process(8) == expected
 
 
 def test_a_host_that_is_called_127_0_1_1_is_reached_by_its_default_route(monkeypatch):

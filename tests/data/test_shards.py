@@ -151,8 +151,8 @@ def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(ser
     shutil.copy(copies.path(0), unused)
     os.utime(unused, (0, 0))
     uses = np.array([50, 10, 90, 30, 70, 0, 0, 0])
-    of_others = [copies.folder / name for name in ("family.shard", "download.partial")]
-    for path in of_others:
+    foreign = [copies.folder / name for name in ("family.shard", "download.partial")]
+    for path in foreign:
         path.write_bytes(b"of a user")
     for gone in (unused, *map(copies.path, (2, 4, 0)), used):
         assert gone.exists()
@@ -161,7 +161,7 @@ def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(ser
         assert not gone.exists()
     assert copies.path(1).exists()
     assert copies.path(3).exists()
-    assert all(path.read_bytes() == b"of a user" for path in of_others)
+    assert all(path.read_bytes() == b"of a user" for path in foreign)
 
 
 def test_names_of_classes_beside_shards_are_no_shard(server, folder, tmp_path):

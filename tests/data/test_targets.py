@@ -128,9 +128,9 @@ def test_lists_are_several_labels(read, tmp_path):
     assert targets.values.tolist() == [[1, 1], [0, 0], [0, 1]]
     table = pa.table({"image": [PNG] * 4, "tags": list(labels.values())})
     pq.write_table(table, tmp_path / "a.parquet")
-    of_parquet = read_targets(open_source(str(tmp_path / "a.parquet")))
-    assert of_parquet.names == targets.names == ("sea", "sky")
-    assert of_parquet.values.tolist() == targets.values.tolist()
+    stored = read_targets(open_source(str(tmp_path / "a.parquet")))
+    assert stored.names == targets.names == ("sea", "sky")
+    assert stored.values.tolist() == targets.values.tolist()
 
 
 def test_lists_of_a_hugging_face_dataset_are_named(tmp_path):

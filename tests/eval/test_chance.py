@@ -11,6 +11,7 @@ from dino_vit.eval.figures import accuracy
 from tests.support.images import write_synthetic
 
 DRAWS, LEARNED, JUDGED = 4, 80, 60
+pytestmark = pytest.mark.usefixtures("few_penalties")
 SETTINGS = {"precision": "no", "verbose": False}
 
 

@@ -50,16 +50,16 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
     with eval_mode(model):
         blocks = model.get_intermediate_layers(images, 3)
     cls = [tokens[:, 0] for tokens in blocks]
-    of_all = [tokens[:, 1 + registers :] for tokens in blocks]
-    patches = of_all[-1]
+    patch_tokens = [tokens[:, 1 + registers :] for tokens in blocks]
+    patches = patch_tokens[-1]
     for spec, expected in (
         (FeatureSpec(), cls[2]),
         (FeatureSpec(blocks=3), torch.cat(cls, 1)),
         (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
-        (FeatureSpec(tokens="mean", blocks=2), torch.cat([part.mean(1) for part in of_all[1:]], 1)),
+        (FeatureSpec(tokens="mean", blocks=2), torch.cat([part.mean(1) for part in patch_tokens[1:]], 1)),
         (FeatureSpec(tokens="patches"), patches),
-        (FeatureSpec(tokens="patches", blocks=3), torch.cat(of_all, 2)),
+        (FeatureSpec(tokens="patches", blocks=3), torch.cat(patch_tokens, 2)),
         (FeatureSpec(tokens="all"), blocks[-1]),
     ):
         features = extract(model, source, spec=spec)
@@ -83,7 +83,7 @@ def test_autocast_computes_in_its_dtype_and_returns_float32():
     torch.testing.assert_close(exact, rounded, rtol=0.1, atol=0.1)
 
 
-OF_VERSION_0_3 = (
+FIELDS_OF_0_3 = (
     *("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_ratio", "mlp", "num_classes"),
     *("positions", "rotary_rescale", "position_mode", "registers", "mask_token", "qkv_bias", "key_bias"),
     *("layer_scale", "norm_eps", "drop_path", "drop_path_schedule", "init_std"),
@@ -93,7 +93,7 @@ OF_VERSION_0_3 = (
 def test_weights_of_an_earlier_version_have_the_digest_that_they_had():
     """By which embeddings and kept features know them."""
     model = backbone()
-    earlier = {name: model.architecture[name] for name in OF_VERSION_0_3}
+    earlier = {name: model.architecture[name] for name in FIELDS_OF_0_3}
     expected = digest(model.state_dict(), {"architecture": json.dumps(earlier, sort_keys=True)})
     assert FrozenBackbone(model=model, **SETTINGS).weights_digest == expected
     other = backbone(qk_scale=0.5)

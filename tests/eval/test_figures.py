@@ -51,9 +51,9 @@ PREDICTED = NUMBERS + GENERATOR.normal(size=(N, 3)) * (1, 1e-3, 30)
 )
 def test_metrics_are_those_of_scikit_learn(metric, peer, outputs, targets):
     figures = metric(*map(torch.from_numpy, (WEIGHTS, outputs, targets)))
-    for weights, of_weights in zip(WEIGHTS, figures, strict=True):
-        expected = [peer(targets[:, c], outputs[:, c], sample_weight=weights) for c in range(len(of_weights))]
-        assert of_weights.numpy() == pytest.approx(expected, rel=1e-9)
+    for weights, values in zip(WEIGHTS, figures, strict=True):
+        expected = [peer(targets[:, c], outputs[:, c], sample_weight=weights) for c in range(len(values))]
+        assert values.numpy() == pytest.approx(expected, rel=1e-9)
 
 
 def test_correlation_is_pearson_s():
@@ -132,9 +132,9 @@ def test_figures_count_what_a_loop_counts():
         assert top.value == pytest.approx(100 * top.correct / 40)
         assert 0 <= top.low < top.value < top.high <= 100
     assert set(figures["per_class"]) == {"abcdef"[target] for target in targets}
-    for name, of_class in figures["per_class"].items():
+    for name, top1 in figures["per_class"].items():
         first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
-        assert (of_class.correct, of_class.images) == (sum(first), len(first))
+        assert (top1.correct, top1.images) == (sum(first), len(first))
 
 
 def test_resampled_figures_are_those_of_images_drawn_with_replacement():

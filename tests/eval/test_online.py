@@ -83,13 +83,13 @@ def test_a_probe_predicts_each_half_from_the_other():
 
 def test_features_that_are_colours_are_explained_by_them():
     halves, images = torch.arange(400) % 2 == 0, torch.rand(400, 3, 1, 1) * torch.rand(400, 3, 8, 8)
-    of_images = colours(images)
-    assert of_images[:, 3:] == pytest.approx(images.flatten(2).std(dim=2), abs=1e-5)
-    brightness = of_images[:, :3].mean(dim=1, keepdim=True)
-    features = of_images @ torch.randn(6, 16) + 1
-    assert explained(features, of_images, halves) > 0.95
+    image_colours = colours(images)
+    assert image_colours[:, 3:] == pytest.approx(images.flatten(2).std(dim=2), abs=1e-5)
+    brightness = image_colours[:, :3].mean(dim=1, keepdim=True)
+    features = image_colours @ torch.randn(6, 16) + 1
+    assert explained(features, image_colours, halves) > 0.95
     assert 0.1 < explained(features, brightness, halves) < 0.9
-    assert explained(torch.randn(400, 16), of_images, halves) < 0.05
+    assert explained(torch.randn(400, 16), image_colours, halves) < 0.05
 
 
 @pytest.mark.parametrize("depth", [1, 6])
@@ -118,9 +118,9 @@ def write_noise(path, low, high):
 def test_splits_are_not_classes(tmp_path):
     """Of noise: the split and the class are told by brightness, and only the class is asked for."""
     for number in range(120):
-        split, of_class = ("train", "val", "train")[number % 3], ("dark", "light")[number % 2]
-        low = 100 * (of_class == "light") + 50 * (split == "val")
-        write_noise(tmp_path / split / of_class / f"{number}.png", low, low + 60)
+        split, label = ("train", "val", "train")[number % 3], ("dark", "light")[number % 2]
+        low = 100 * (label == "light") + 50 * (split == "val")
+        write_noise(tmp_path / split / label / f"{number}.png", low, low + 60)
     source = open_folder(tmp_path)
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     guesses = evaluation.guesses()
@@ -139,8 +139,8 @@ def test_with_splits_a_probe_learns_from_the_images_that_vote(tmp_path):
     """In val the two labels are swapped, so that what holds in train is always wrong there."""
     for number in range(120):
         split, shade = ("train", "val", "train")[number % 3], number % 2
-        of_class = ("dark", "light")[shade ^ (split == "val")]
-        write_noise(tmp_path / split / of_class / f"{number}.png", 100 * shade, 100 * shade + 20)
+        label = ("dark", "light")[shade ^ (split == "val")]
+        write_noise(tmp_path / split / label / f"{number}.png", 100 * shade, 100 * shade + 20)
     evaluation = OnlineEvaluation(source=open_folder(tmp_path), **SETTINGS, seed=0)
     assert evaluation.guesses().colours == 0
     figures = evaluation(backbone())
@@ -214,8 +214,8 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
     mp.start_processes(_evaluate, arguments, nprocs=2, start_method=server.get_start_method())
     for number in range(2):
         figures = torch.load(tmp_path / f"rendezvous{number}")
-        for of_group, alone in zip(figures, expected, strict=True):
-            for value, expected_value in zip(of_group, alone, strict=True):
+        for group, alone in zip(figures, expected, strict=True):
+            for value, expected_value in zip(group, alone, strict=True):
                 number = isinstance(value, float)
                 assert value == (pytest.approx(expected_value, rel=1e-4) if number else expected_value)
 

@@ -45,7 +45,7 @@ SIZE = {"image_size": 16, "patch_size": 8, "width": 64, "depth": 1, "heads": 1}
 ROTARY = {"layer_scale": 1.0, "positions": "rotary"}
 EXPORTS = {"timm": {}, "reference": {}, "timm rotary": ROTARY}
 HUB = {"hub vit": {}, "hub dinov2": {"layer_scale": 1.0}, "hub dinov3": ROTARY}
-OF_TIMM = "test_vit", "test_resnet"
+TIMM = "test_vit", "test_resnet"
 
 
 @cache
@@ -88,7 +88,7 @@ def _of_the_hub(folder: Path) -> dict[str, Sample]:
 def _of_timm(folder: Path) -> dict[str, Sample]:
     """Return models of timm, in folders of the hub and in files of ours."""
     made = dict[str, Sample]()
-    for name in OF_TIMM:
+    for name in TIMM:
         tensors = timm.create_model(name, num_classes=0).state_dict()
         stated: Tree = {"input_size": [3, 160, 160], "crop_pct": 0.95, "interpolation": "bicubic"}
         stated |= {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_mode": "center", "first_conv": "conv1"}

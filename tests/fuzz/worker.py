@@ -18,7 +18,8 @@ from tests.fuzz.generators import GENERATORS, Generator
 
 SECONDS, BYTES = 20.0, 2**30
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["tests.fuzz.worker"])
+# There is one fork server: with what the runs of the other tests need, or they would each do it again.
+server.set_forkserver_preload(["tests.support.forked", "tests.fuzz.worker"])
 
 
 class Worker:

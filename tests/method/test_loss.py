@@ -50,18 +50,18 @@ def test_value_and_gradients_are_those_of_the_double_loop(global_views, views, i
     torch.testing.assert_close(torch.autograd.grad(3 * loss, batch[:2]), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("of_features", "of_weight"), [(True, False), (False, True), (False, False)])
-def test_only_the_gradients_that_are_needed(of_features, of_weight):
+@pytest.mark.parametrize(("features_grad", "weight_grad"), [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_that_are_needed(features_grad, weight_grad):
     features, weight, teacher_logits, center = make_batch(2, 4)
     expected = torch.autograd.grad(
         double_loop(features, weight, teacher_logits, center, views=4, global_views=2), (features, weight)
     )
     features, weight = (
         tensor.detach().requires_grad_(needed)
-        for tensor, needed in ((features, of_features), (weight, of_weight))
+        for tensor, needed in ((features, features_grad), (weight, weight_grad))
     )
     loss = dino_loss(features, weight, teacher_logits, center, views=4, global_views=2, **TEMPERATURES)
-    assert loss.requires_grad == (of_features or of_weight)
+    assert loss.requires_grad == (features_grad or weight_grad)
     if loss.requires_grad:
         loss.backward()
     for tensor, gradient in zip((features, weight), expected, strict=True):

@@ -65,19 +65,19 @@ def test_biases_and_vectors_are_not_decayed():
     backbone, head = Backbone(), Head()
     groups = parameter_groups(backbone, head)
     assert len(groups) == 2
-    of = described(groups, backbone, head)
-    decayed = {name for name, (decays, _) in of.items() if decays}
+    scales = described(groups, backbone, head)
+    decayed = {name for name, (decays, _) in scales.items() if decays}
     weights = {f"{module}.weight" for module in ("patch_embed", "blocks.0", "blocks.1", "mlp")}
     assert decayed == {"cls_token", "pos_embed", "gain"} | weights
     biases = {name.replace("weight", "bias") for name in weights}
-    assert set(of) - decayed == {"norm.weight", "norm.bias"} | biases
-    assert {scale for _, scale in of.values()} == {1.0}
+    assert set(scales) - decayed == {"norm.weight", "norm.bias"} | biases
+    assert {scale for _, scale in scales.values()} == {1.0}
 
 
 def test_layer_decay_goes_by_depth_and_rates_reach_their_groups():
     backbone, head = Backbone(), Head()
     groups = parameter_groups(backbone, head, layer_decay=0.5)
-    of = described(groups, backbone, head)
+    scales = described(groups, backbone, head)
     expected = {
         "cls_token": 1 / 8,
         "pos_embed": 1 / 8,
@@ -85,7 +85,7 @@ def test_layer_decay_goes_by_depth_and_rates_reach_their_groups():
         "blocks.0": 1 / 4,
         "blocks.1": 1 / 2,
     }
-    for name, (_, scale) in of.items():
+    for name, (_, scale) in scales.items():
         assert scale == next((s for start, s in expected.items() if name.startswith(start)), 1.0), name
     optimizer = build_optimizer("sgd", groups)
     set_rates(optimizer, lr=8.0, weight_decay=0.3)

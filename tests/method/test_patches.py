@@ -8,7 +8,7 @@ from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.loss import loss_statistics, patch_loss
 
 TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
-OF_VIEW = torch.tensor([0, 0, 0, 1, 2, 2])  # the view of each masked patch; a fourth view has none
+VIEW_INDICES = torch.tensor([0, 0, 0, 1, 2, 2])  # the view of each masked patch; a fourth view has none
 VIEWS = 4
 
 
@@ -22,7 +22,7 @@ def make_batch(prototypes=40, dtype=torch.float64):
     features, weight = units(generator, 6, dtype=dtype), units(generator, prototypes, dtype=dtype)
     teacher = LazyLogits(units(generator, 6, dtype=dtype), units(generator, prototypes, dtype=dtype))
     center = 0.1 * torch.randn(1, prototypes, generator=generator, dtype=dtype)
-    weights = (1 / OF_VIEW.bincount().to(dtype))[OF_VIEW]
+    weights = (1 / VIEW_INDICES.bincount().to(dtype))[VIEW_INDICES]
     return features.requires_grad_(), weight.requires_grad_(), teacher, center, weights
 
 
@@ -36,7 +36,7 @@ def patch_by_patch(features, weight, teacher, center):
                 * F.log_softmax(features[i] @ weight.T / 0.1, dim=0)
             ).sum()
             for i in range(len(features))
-            if OF_VIEW[i] == view
+            if VIEW_INDICES[i] == view
         ]
         total += sum(own) / len(own) if own else 0.0
     return total / VIEWS
@@ -79,9 +79,9 @@ def test_a_process_without_masked_patches_has_no_loss_and_zero_gradients():
     teacher = LazyLogits(teacher.features[:0], teacher.prototypes)
     loss = patch_loss(features[:0], weight, teacher, center, weights[:0], views=VIEWS, **TEMPERATURES)
     assert loss == 0
-    of_features, of_weight = torch.autograd.grad(loss, (features, weight))
-    assert not of_features.any()
-    assert not of_weight.any()
+    features_gradient, weight_gradient = torch.autograd.grad(loss, (features, weight))
+    assert not features_gradient.any()
+    assert not weight_gradient.any()
 
 
 def test_lazy_logits_are_the_logits():
@@ -91,19 +91,19 @@ def test_lazy_logits_are_the_logits():
     assert [rows.stop - rows.start for rows in lazy.chunks(chunk_bytes=4 * 5 * 3)] == [3, 3, 3]
     torch.testing.assert_close(torch.cat([lazy[rows] for rows in lazy.chunks(60)]), whole)
     torch.testing.assert_close(lazy.sum(), whole.sum(0, keepdim=True))
-    center, of_whole = Center(prototypes=5), Center(prototypes=5)
+    center, whole_center = Center(prototypes=5), Center(prototypes=5)
     lazy = LazyLogits(features.float(), prototypes.float())
     center(lazy, 0.04)
     computed = lazy.computed()
-    of_whole(computed, 0.04)
+    whole_center(computed, 0.04)
     assert computed.prototypes.numel() == 0, "65,536 prototypes take 67 MB"
     torch.testing.assert_close(torch.cat(list(computed)), torch.cat(list(lazy)))
     rows, temperature = slice(2, 5), 0.1
     scores = (other.scores(rows, torch.ones(1, 5), temperature) for other in (computed, lazy))
     torch.testing.assert_close(*scores)
     center.update()
-    of_whole.update()
-    torch.testing.assert_close(center.center, of_whole.center)
+    whole_center.update()
+    torch.testing.assert_close(center.center, whole_center.center)
 
 
 def test_products_of_unit_vectors_in_half_precision_are_those_of_float32(monkeypatch):
@@ -123,6 +123,6 @@ def test_chunks_of_logits_are_balanced_and_measured_as_one():
     logits = torch.randn(9, 5)
     torch.testing.assert_close(sinkhorn_center(logits.split(4), 0.1), sinkhorn_center([logits], 0.1))
     center, loss = torch.randn(1, 5), torch.tensor(2.0)
-    of_one = loss_statistics(loss, [logits], center, teacher_temperature=0.1)
-    of_chunks = loss_statistics(loss, logits.split(4), center, teacher_temperature=0.1)
-    torch.testing.assert_close(of_chunks, of_one)
+    whole_statistics = loss_statistics(loss, [logits], center, teacher_temperature=0.1)
+    statistics = loss_statistics(loss, logits.split(4), center, teacher_temperature=0.1)
+    torch.testing.assert_close(statistics, whole_statistics)

@@ -41,10 +41,10 @@ def test_patches_are_the_feature_map_row_by_row(name, stride):
         expected = features[:, 1:]
     else:
         places = [(y, x) for y in range(rows) for x in range(columns)]
-        of_place = {"test_convnext": lambda y, x: features[..., y, x]}.get(
+        at_place = {"test_convnext": lambda y, x: features[..., y, x]}.get(
             name, lambda y, x: features[:, y, x]
         )
-        expected = torch.stack([of_place(y, x) for y, x in places], dim=1)
+        expected = torch.stack([at_place(y, x) for y, x in places], dim=1)
     assert ours.patch_size == (stride, stride)
     assert_close_to_scale(ours.forward_features(images)[:, ours.first_patch :], expected)
 

@@ -31,15 +31,15 @@ def prose(text: str) -> str:
 def anchors(text: str) -> set[str]:
     """Return the anchors of headings that are the same on GitHub and on the site."""
     seen: Counter[str] = Counter()
-    of_site: set[str] = set()
+    site_anchors: set[str] = set()
     same = set()
     for heading in re.findall(r"(?m)^#+ (.+)$", prose(text)):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip()
         slug = re.sub(r"[^\w\s-]", "", plain.lower()).replace(" ", "-")
-        of_github = f"{slug}-{seen[slug]}" if seen[slug] else slug
+        github_anchor = f"{slug}-{seen[slug]}" if seen[slug] else slug
         seen[slug] += 1
-        if of_github == unique(slugify(plain, "-"), of_site):
-            same.add(of_github)
+        if github_anchor == unique(slugify(plain, "-"), site_anchors):
+            same.add(github_anchor)
     return same
 
 

@@ -41,6 +41,6 @@ def test_no_checkpoint_is_written_before_its_copies_are_there(tmp_path, monkeypa
         with BackgroundWriter(Checkpoints(tmp_path)) as writer:
             writer.begin(5, state, {})
             writer.finish(wait=True)
-    of_gpu = "g" in places
-    assert written == [(5, [name for name, _ in state], of_gpu)]
-    assert copies.recorded == of_gpu
+    has_gpu_tensors = "g" in places
+    assert written == [(5, [name for name, _ in state], has_gpu_tensors)]
+    assert copies.recorded == has_gpu_tensors

@@ -91,16 +91,16 @@ def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method
 
 
 SHARDED = {"run.sharded": "true", "head.batch_norm": "true"}
-OF_TWO = {
+TWO_PROCESSES = {
     "shards": {**SHARDED, **PATCHES, "model.grad_checkpointing": "true", "optim.clip_mode": "module"},
     "shards in float16": {**SHARDED, "run.precision": "fp16", "optim.accumulate": 2},
     "resnet": {**RESNET, "optim.name": "sgd", "optim.clip_mode": "global", "head.batch_norm": "true"},
 }
 
 
-@pytest.mark.parametrize("name", OF_TWO)
+@pytest.mark.parametrize("name", TWO_PROCESSES)
 def test_no_step_of_two_processes_waits_or_mixes_devices(tmp_path, name):
-    config = configured(tmp_path / "run", {**SMALL, **OF_TWO[name]})
+    config = configured(tmp_path / "run", {**SMALL, **TWO_PROCESSES[name]})
     with one_of_two(), rehearsed_run(config) as (rehearsal, state):
         assert state.sharded == ("shards" in name)
         if name == "resnet":

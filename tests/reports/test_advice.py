@@ -65,8 +65,8 @@ def test_what_is_below_raw_pixels_in_spite_of_convolutions_gets_a_command_for_pu
         assert config.output == "runs/a-published"
         assert config.init.weights.startswith("timm:")
         assert (config.recipe, config.budget.minutes) == ("auto", 10)
-    of_python = evaluated(**knn, settings=["data.source=object:Photos", *settings[1:]]).advice
-    assert of_python.startswith("Try init.weights=timm:")
+    advice = evaluated(**knn, settings=["data.source=object:Photos", *settings[1:]]).advice
+    assert advice.startswith("Try init.weights=timm:")
 
 
 def test_a_short_run_of_steps_that_are_not_finite_is_not_told_to_go_on():

@@ -39,8 +39,10 @@ def test_the_page_fits_its_width_in_both_colours(page, width, dark):
     page.execute_script("report.map.select(arguments[0])", hostile)
     assert text_of(page, ".selection .caption").startswith(HOSTILE)
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
-    of_body = "const of = getComputedStyle(document.body); return [of.color, of.backgroundColor]"
-    ink, paper = page.execute_script(of_body)
+    body_colours = (
+        "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
+    )
+    ink, paper = page.execute_script(body_colours)
     assert (brightness(ink) > brightness(paper)) == dark
     for selector in (".lead", ".pill", ".legend .c0", ".legend .c1"):
         colour = page.execute_script(f"return getComputedStyle(document.querySelector('{selector}')).color")

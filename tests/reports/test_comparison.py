@@ -31,9 +31,9 @@ def test_a_run_has_one_line_in_each_chart(compared, made):
     drawn = {chart["title"]: chart for chart in ParsedPage(compared.page.read_text()).data["charts"]}
     assert {"Loss", "k-NN accuracy", "Entropy gap", "Learning rate"} <= set(drawn)
     assert all(list(chart["series"]) == ["run"] for chart in drawn.values())
-    of_run = {chart["title"]: chart for chart in charts(read_run(made))}
+    run_charts = {chart["title"]: chart for chart in charts(read_run(made))}
     assert drawn["Effective rank"]["series"]["run"] == [
-        list(point) for point in of_run["Effective rank"]["series"]["effective rank"]
+        list(point) for point in run_charts["Effective rank"]["series"]["effective rank"]
     ]
     record = read_run(made)
     record = replace(record, baseline=replace(record.baseline, raw_pixels=12.5))

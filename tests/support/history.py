@@ -66,7 +66,7 @@ def evaluated(*, settings=(), colours=25.0, before=None, **figures):
         replace(HEALTHY, step=step, **steps, **{name: values[row] for name, values in columns.items()})
         for row, step in enumerate((400, 700, 1000))
     ]
-    of_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8, "brightness": 0.4}
+    at_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8, "brightness": 0.4}
     levels = {"largest_class": 24.0, "colours": colours, "queries": 341}
     config = load(PretrainConfig, None, ["recipe=auto", *settings])
-    return judge(history, config, Baseline(**{**of_start, **levels, **(before or {})}))
+    return judge(history, config, Baseline(**{**at_start, **levels, **(before or {})}))

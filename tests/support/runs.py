@@ -21,8 +21,7 @@ import torch
 from dino_vit.core.storage import read_tensors
 
 server = multiprocessing.get_context("forkserver")
-# PyTorch imports `torch._dynamo` and what that needs when a run makes its optimiser: 2 s of each process.
-server.set_forkserver_preload(["dino_vit.training.pretrain", "dino_vit.config.loading", "torch._dynamo"])
+server.set_forkserver_preload(["tests.support.forked"])
 
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "launch" / "accelerate_configs" / "cpu.yaml"  # two processes
@@ -55,9 +54,9 @@ TINY = {
 }
 
 # What is left to a model of timm, at a size that it takes.
-OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
-OF_TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
-RESNET = {**OF_TIMM, "model.arch": "timm:test_resnet"}  # with BatchNorm
+TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
+TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
+RESNET = {**TIMM, "model.arch": "timm:test_resnet"}  # with BatchNorm
 
 # The same as values, for the functions of the package.
 SETTINGS = {key: {"null": None, "[]": []}.get(str(value), value) for key, value in TINY.items()}
@@ -243,7 +242,7 @@ def assert_same_end(output: Path, other: Path, step: int) -> None:
 def assert_same_readings(output: Path, other: Path, *keys: str, atol: float = 1e-5, rtol: float = 1e-4):
     """Check that the records of two runs have the same readings, up to rounding."""
     lines = history(output), history(other)
-    ours, theirs = ({key: [line[key] for line in of_run] for key in keys} for of_run in lines)
+    ours, theirs = ({key: [line[key] for line in record] for key in keys} for record in lines)
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
 
 

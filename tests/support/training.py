@@ -46,13 +46,14 @@ def interrupted(output, settings, step):
             assert not train(ready.state, reporter, interruption)
 
 
-def assert_resumes_exactly(folder, settings, step=14):
-    """Check that a run of 20 steps that was interrupted ends as one that was not."""
+def assert_resumes_exactly(folder, settings, step=7):
+    """Check that a run, by default of 10 steps, that was interrupted ends as one that was not."""
+    settings = {"budget.steps": 10, **settings}
     trained(folder / "whole", settings)
     interrupted(folder / "run", settings, step)
     assert steps(folder / "run")[-1] in (step, step + 1)
     trained(folder / "run", settings)
-    assert_same_end(folder / "run", folder / "whole", 20)
+    assert_same_end(folder / "run", folder / "whole", settings["budget.steps"])
 
 
 def tensors_of(module):

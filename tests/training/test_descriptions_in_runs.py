@@ -19,7 +19,7 @@ from dino_vit.models.vit import ViTConfig
 from dino_vit.training.loop import take_step
 from dino_vit.weights.card import usage
 from tests.support.close import assert_close_to_scale
-from tests.support.descriptions import PARTS, RESNET, build, each_part, each_setting
+from tests.support.descriptions import OTHERS, PARTS, RESNET, build, each_part, each_setting
 from tests.support.documents import with_images
 from tests.support.runs import steps
 from tests.support.training import assert_resumes_exactly, configured, opened, trained
@@ -28,7 +28,8 @@ from tests.support.training import assert_resumes_exactly, configured, opened, t
 def as_settings(part):
     """Return keywords as settings of a run whose images suit all of them."""
     texts = {f"model.{name}": list(v) if isinstance(v, tuple) else v for name, v in part.items()}
-    return {"data.source": "synthetic:64:64", "views.global_size": 64, "views.local_size": 32, **texts}
+    sizes = {"data.source": "synthetic:32:64", "data.batch_size": 4}
+    return {**sizes, "views.global_size": 64, "views.local_size": 32, **texts}
 
 
 def test_every_part_is_a_keyword_and_a_setting_of_the_same_default():
@@ -44,7 +45,7 @@ def test_every_part_is_a_keyword_and_a_setting_of_the_same_default():
 @each_setting
 def test_a_run_resumes_bit_for_bit(part, tmp_path):
     """Whatever is drawn is a function of the seed, the step and the part of the batch."""
-    assert_resumes_exactly(tmp_path, {**as_settings(part), "budget.steps": 20})
+    assert_resumes_exactly(tmp_path, as_settings(part))
     model = load_backbone(tmp_path / "run", network="student", verbose=False)
     dropping = ("drop_path", "dropout", "attention_dropout")  # of which what is saved has none
     stated = {name: value for name, value in part.items() if name not in (*dropping, "patch_size")}
@@ -89,10 +90,11 @@ def test_another_file_gives_the_features_or_is_refused_by_name(part, tmp_path):
         assert_close_to_scale(names["output"], model(images))
 
 
-@each_part
-def test_a_graph_holds_it(part, tmp_path):
-    """ONNX has all parts, and ONNX Runtime computes them."""
-    model = build(**part, image_size=64).eval()
+@pytest.mark.parametrize("parts", [OTHERS.keys() - {"a ResNet"}, {"a ResNet", "another scale"}], ids=len)
+def test_a_graph_holds_them_together(parts, tmp_path):
+    """ONNX has all parts, and ONNX Runtime computes them; an export takes seconds, so few hold many."""
+    together = {name: value for part in parts for name, value in OTHERS[part].items()}
+    model = build(**together, image_size=64, depth=1).eval()
     export_backbone(model, tmp_path / "vit.onnx", "onnx")
     images = torch.randn(3, 3, 64, 64)
     cls, _ = onnxruntime.InferenceSession(tmp_path / "vit.onnx").run(None, {"images": images.numpy()})

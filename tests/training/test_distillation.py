@@ -93,7 +93,7 @@ def test_recipe_auto_keeps_what_the_teacher_fixes(tmp_path, wide):
 
 
 def test_a_run_resumes_exactly(tmp_path, wide):
-    assert_resumes_exactly(tmp_path, pupil(wide))
+    assert_resumes_exactly(tmp_path, pupil(wide, **{"budget.steps": 10}))
 
 
 def test_the_average_has_the_statistics_of_the_student(tmp_path, wide):

@@ -232,8 +232,8 @@ def test_in_the_last_part_of_a_run_the_student_sees_all_patches(tmp_path):
     views, patch = ready.state.config.views, ready.state.config.model.patch_size
     rows = ready.state.plan.global_batch
     patches = (views.global_size // patch) ** 2
-    of_locals = views.local_count * (1 + (views.local_size // patch) ** 2)
-    part, whole = (rows * (2 * (1 + count) + of_locals) for count in (patches // 4, patches))
+    local_tokens = views.local_count * (1 + (views.local_size // patch) ** 2)
+    part, whole = (rows * (2 * (1 + count) + local_tokens) for count in (patches // 4, patches))
     assert seen == [part] * 3 + [whole] * 3
 
 

@@ -59,14 +59,14 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
             parts = block(parts)
         tokens.append(net.backbone.norm(parts))
     temperatures = 0.1, rates.teacher_temp
-    of_student = [
+    student_logs = [
         *softmaxes(tokens[0][:, 0], heads[0][0], temperatures[0]).chunk(2),
         softmaxes(student.backbone(locals_), heads[0][0], temperatures[0]),
     ]
     center = state.objective.centers["loss"].center
-    of_teacher = softmaxes(tokens[1][:, 0], heads[1][0], temperatures[1], center).exp().chunk(2)
+    teacher_shares = softmaxes(tokens[1][:, 0], heads[1][0], temperatures[1], center).exp().chunk(2)
     pairs = [(t, s) for t in range(2) for s in range(3) if s != t]
-    cls = sum(-(of_teacher[t] * of_student[s]).sum(1).mean() for t, s in pairs) / len(pairs)
+    cls = sum(-(teacher_shares[t] * student_logs[s]).sum(1).mean() for t, s in pairs) / len(pairs)
     patch = 0.0
     for view in range(16):
         places = hidden[view].nonzero()[:, 0]

@@ -12,8 +12,13 @@ from tests.support.remote import s3_bucket, s3_environ, serving, write_shards
 from tests.support.runs import Run
 from tests.support.training import opened, trained
 
-COUNT, IMAGES, BATCH, WINDOW = 16, 16, 8, 2
-SETTINGS = {"data.batch_size": BATCH, "data.window": WINDOW, "data.workers": 1, "budget.steps": 50}
+COUNT, IMAGES, BATCH, WINDOW = 16, 16, 8, 2  # an epoch is 32 steps
+SETTINGS = {
+    "data.batch_size": BATCH,
+    "data.window": WINDOW,
+    "data.workers": 1,
+    "budget.steps": 34,
+}  # more than an epoch
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def test_a_server_that_stays_away_ends_a_run_that_goes_on_when_it_is_back(folder
     with serving(folder) as server:
         settings = settings_of(server.url, tmp_path)
         run = Run(tmp_path / "run", {**settings, "data.timeout": 4})
-        run.wait_until(lambda: "step 12/50" in run.said)
+        run.wait_until(lambda: "step 12/34" in run.said)
         server.down = True
         assert run.wait() == 75, run.said
         assert "could not be read for 4 seconds (" in run.said
@@ -74,7 +79,7 @@ def test_two_processes_share_the_copies_and_end_together(folder, tmp_path):
     with serving(folder) as server:
         settings = settings_of(server.url, tmp_path, **{"data.batch_size": BATCH // 2})
         started = pair(tmp_path / "run", {**settings, "data.timeout": 4}, torchrun_environs())
-        started[0].wait_until(lambda: "step 12/50" in started[0].said)
+        started[0].wait_until(lambda: "step 12/34" in started[0].said)
         server.down = True
         codes = [process.wait() for process in started]
         assert 75 in codes

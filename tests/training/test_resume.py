@@ -200,10 +200,10 @@ def test_a_run_resumes_exactly(tmp_path, settings):
 def test_a_run_resumes_exactly_between_two_records(tmp_path):
     """Its starts are recorded, and the figures from before the first step stay as they were."""
     settings = {"run.precision": "bf16", "data.batch_size": 4, "optim.accumulate": 2, "model.patch_drop": 0.5}
-    settings["model.patch_drop_until"] = 0.7  # of 20 steps: after the one where it stops
+    settings |= {"budget.steps": 20, "model.patch_drop_until": 0.7}  # after the step where it stops
     assert_resumes_exactly(tmp_path, {**settings, "run.log_every": 4, "run.eval_every": 1}, step=12)
-    baseline, of_whole = ((tmp_path / name / "baseline.json").read_bytes() for name in ("run", "whole"))
-    assert baseline == of_whole
+    baseline, uninterrupted = ((tmp_path / name / "baseline.json").read_bytes() for name in ("run", "whole"))
+    assert baseline == uninterrupted
     assert set(json.loads(baseline)) == {field.name for field in fields(Baseline)}
     first, second = read_records(tmp_path / "run" / "starts.jsonl", START_ADAPTER)
     assert (first.step, first.global_batch, first.images, first.total_steps) == (0, 8, 64, 20)

@@ -120,7 +120,7 @@ def test_grey_images_stay_grey_for_weights_of_grey_ones(tmp_path):
     settings = {**AUTO, "init.weights": tmp_path / "grey.safetensors", "data.source": tmp_path / "grey.npy"}
     for recipe in ("auto", "dino"):
         run = {**settings, "recipe": recipe, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
-        run |= {"head.prototypes": 256, "head.hidden_dim": 64, "head.bottleneck_dim": 32}
+        run |= {"head.prototypes": 256, "head.hidden_dim": 64, "head.bottleneck_dim": 32, "budget.steps": 2}
         for state in (trained(tmp_path / recipe, run, {}), opened(tmp_path / recipe, run, {}).state):
             data = state.config.data
             assert (data.channels, data.mean, state.config.augment.hue) == (1, (0.3,), 0)
@@ -243,7 +243,7 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
 
 
 AUTO = {"recipe": "auto", "data.source": "synthetic:64:96", "data.batch_size": 8, "data.workers": 0}
-AUTO |= {"run.trackers": "[]", "run.precision": "no", "budget.steps": 20}
+AUTO |= {"run.trackers": "[]", "run.precision": "no", "budget.steps": 6}
 SHORT = {**AUTO, "views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
 SHORT |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
 
@@ -271,11 +271,11 @@ def test_features_are_read_from_larger_images_than_views(tmp_path):
     trained(tmp_path / "run", SHORT, {})
     model = load_backbone(tmp_path / "run")
     assert (model.image_size, model.transform.size) == ((64, 64), (64, 64))
-    state = opened(tmp_path / "run", {**SHORT, "budget.steps": 30, "run.resume": "changed"}, {}).state
-    assert (state.step, state.evaluation.transform.size) == (20, (64, 64))
+    state = opened(tmp_path / "run", {**SHORT, "budget.steps": 8, "run.resume": "changed"}, {}).state
+    assert (state.step, state.evaluation.transform.size) == (6, (64, 64))
     further = {**AUTO, "init.weights": tmp_path / "run"}
     trained(tmp_path / "again", further, {})
-    for settings in (further, {**further, "budget.steps": 30, "run.resume": "changed"}):
+    for settings in (further, {**further, "budget.steps": 8, "run.resume": "changed"}):
         again = opened(tmp_path / "again", settings, {}).state
         assert (again.config.views.global_size, again.student.backbone.image_size) == (32, (64, 64))
     as_published = opened(tmp_path / "plain", {**SHORT, "recipe": "dino"}, {}).state
@@ -298,7 +298,7 @@ def test_a_run_resumes_with_the_images_that_it_started_with(tmp_path):
     """Those of a run that started before `auto` chose their size are as large as its views."""
     trained(tmp_path, {**SHORT, "model.image_size": "null"}, {})
     state = opened(tmp_path, SHORT, {}).state
-    assert (state.step, state.config.image_shape, state.config.model.image_size) == (20, (32, 32), None)
+    assert (state.step, state.config.image_shape, state.config.model.image_size) == (6, (32, 32), None)
 
 
 def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights):

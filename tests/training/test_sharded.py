@@ -28,7 +28,8 @@ from tests.support.runs import (
 )
 from tests.support.training import configured
 
-ONE = {"budget.steps": 8, "model.drop_path": 0, "data.batch_size": 16, "run.eval_every": 1}
+ONE = {"budget.steps": 4, "model.drop_path": 0, "data.batch_size": 16, "run.eval_every": 1}
+ONE |= {"optim.warmup_epochs": 0.5}  # of 4 steps
 TWO = {**ONE, "data.batch_size": 8, "run.sharded": "true"}
 PATCHES = {
     "loss.patch_weight": 1,
@@ -52,14 +53,14 @@ def test_two_processes_with_halves_follow_one(tmp_path, terms):
     ours, theirs = ([line.get("knn") for line in history(tmp_path / name)] for name in ("run", "alone"))
     assert ours == theirs
     assert any(ours)
-    found, expected = (tensors(tmp_path / name, 8) for name in ("run", "alone"))
+    found, expected = (tensors(tmp_path / name, 4) for name in ("run", "alone"))
     assert found.keys() == expected.keys()
     if terms is not SAVING:  # a bias before BatchNorm has no gradient but rounding: AdamW makes steps of it
         assert_close(found, expected, atol=1e-3, rtol=1e-2)
 
 
 def test_parts_that_are_gathered_in_bfloat16_follow_one_process(tmp_path):
-    half = {"run.precision": "bf16", "budget.steps": 4, "optim.warmup_epochs": 0}
+    half = {"run.precision": "bf16", "optim.warmup_epochs": 0}
     run(tmp_path / "alone", {**ONE, **half})
     run_in_two(tmp_path / "run", {**TWO, **half})
     for key in ("loss", "gradient_norm"):
@@ -77,7 +78,7 @@ def compile_without_a_break():
 
 @pytest.mark.slow
 def test_parts_are_compiled_block_by_block(tmp_path):
-    settings = {**PATCHES, "budget.steps": 4, "optim.warmup_epochs": 0}
+    settings = {**PATCHES, "optim.warmup_epochs": 0}
     run(tmp_path / "alone", {**ONE, **settings})
     compiled = {**TWO, **settings, "run.compile": "true"}
     finish(pair(tmp_path / "run", compiled, torchrun_environs(), before=(compile_without_a_break,) * 2))
@@ -133,7 +134,7 @@ def test_all_give_their_parts_again_of_a_checkpoint_that_rank_0_could_not_write(
 
 
 def test_rank_0_decides_what_is_the_best_as_all_must_give_their_parts_of_it(tmp_path):
-    settings = {**TWO, "run.checkpoint_every": 1000, "run.peer_timeout": 0.2}
+    settings = {**TWO, "run.checkpoint_every": 1000, "run.peer_timeout": 0.2, "budget.steps": 8}
     finish(pair(tmp_path / "run", settings, torchrun_environs(), before=(None, figures_of_its_own)))
 
 
@@ -141,13 +142,13 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
     """Its checkpoints are those of any other run."""
     settings = {**TWO, "optim.accumulate": 2, "data.batch_size": 4}
     run_in_two(tmp_path / "whole", settings)
-    killed = partial(signal_within_step, 3, signal.SIGTERM)
+    killed = partial(signal_within_step, 1, signal.SIGTERM)
     finish(pair(tmp_path / "run", settings, torchrun_environs(), before=(None, killed)), 75)
-    assert steps(tmp_path / "run") == [4]
-    run_in_two(tmp_path / "run", {**settings, "budget.steps": 8})
-    assert_same_end(tmp_path / "run", tmp_path / "whole", 8)
-    changes = {**ONE, "data.batch_size": 16, "budget.steps": 12, "run.resume": "changed"}
-    assert "resuming after step 8" in run(tmp_path / "run", changes)
+    assert steps(tmp_path / "run") == [2]
+    run_in_two(tmp_path / "run", settings)
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 4)
+    changes = {**ONE, "budget.steps": 6, "run.resume": "changed"}
+    assert "resuming after step 4" in run(tmp_path / "run", changes)
 
 
 @pytest.mark.parametrize("change", [{"optim.name": "sgd"}, RESNET])

@@ -9,20 +9,21 @@ from torch.testing import assert_close
 import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.processes import run_in_two
-from tests.support.runs import OF_TIMM, RESNET, assert_same_readings, run, tensors
-from tests.support.training import opened
+from tests.support.runs import RESNET, TIMM, assert_same_readings, tensors
+from tests.support.training import opened, trained
 
-CONVNEXT = {**OF_TIMM, "model.arch": "timm:test_convnext"}
+CONVNEXT = {**TIMM, "model.arch": "timm:test_convnext"}
 
 
 def test_two_processes_with_batch_norm_follow_one(tmp_path):
-    settings = {**RESNET, "budget.steps": 6, "model.drop_path": 0, "optim.name": "sgd"}
-    run(tmp_path / "alone", {**settings, "data.batch_size": 16})
-    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
+    settings = {**RESNET, "data.source": "synthetic:32:64", "budget.steps": 5, "model.drop_path": 0}
+    settings["optim.name"] = "sgd"
+    trained(tmp_path / "alone", {**settings, "data.batch_size": 8})
+    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 4})
     assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", atol=1e-4, rtol=1e-4)
     assert_same_readings(tmp_path / "run", tmp_path / "alone", "gradient_norm", atol=0, rtol=1e-2)
-    of_both = (tensors(tmp_path / name, 5).items() for name in ("run", "alone"))
-    ours, theirs = ({name: t for name, t in one if name.endswith("running_mean")} for one in of_both)
+    states = (tensors(tmp_path / name, 5).items() for name in ("run", "alone"))
+    ours, theirs = ({name: t for name, t in one if name.endswith("running_mean")} for one in states)
     assert len(ours) > 10
     assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
 

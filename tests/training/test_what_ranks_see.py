@@ -27,7 +27,8 @@ FEW = {"data.batch_size": 4, "optim.warmup_epochs": 0}
 def pair_of(tmp_path, *settings):
     environs = torchrun_environs()
     started = [
-        Run(tmp_path / "run", of_rank, environ=e) for of_rank, e in zip(settings, environs, strict=True)
+        Run(tmp_path / "run", rank_settings, environ=e)
+        for rank_settings, e in zip(settings, environs, strict=True)
     ]
     return finish(started, 2)
 

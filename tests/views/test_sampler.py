@@ -31,7 +31,7 @@ def test_processes_and_micro_batches_share_the_images_of_a_step(world_size, accu
     settings |= {"world_size": world_size, "accumulate": accumulate}
     ranks = [take(Sampler(**settings, rank=rank), 5, 20 * accumulate) for rank in range(world_size)]
     for step, (epoch, number, samples) in enumerate(whole):
-        parts = [of_rank[accumulate * step + micro] for micro in range(accumulate) for of_rank in ranks]
+        parts = [rank_parts[accumulate * step + micro] for micro in range(accumulate) for rank_parts in ranks]
         assert [sample for part in parts for sample in part[2]] == samples
         assert all(part[:2] == (epoch, number) for part in parts)
 

@@ -42,8 +42,8 @@ def both(data, sample=0):
     boxes = cut.boxes(reduced)
     factor = round(whole.shape[1] / reduced.shape[1])
     made = [
-        [crop_views(image, of_image[[index]], view.size) for index, view in enumerate(VIEWS)]
-        for image, of_image in ((whole, boxes * factor), (reduced, boxes))
+        [crop_views(image, image_boxes[[index]], view.size) for index, view in enumerate(VIEWS)]
+        for image, image_boxes in ((whole, boxes * factor), (reduced, boxes))
     ]
     return *made, whole.shape, reduced.shape
 

@@ -76,9 +76,9 @@ def test_timm_gives_the_maps_of_blocks_to_detectors(changes, tmp_path):
     images = torch.randn(2, 3, 480, 640)
     with torch.no_grad():
         ours, maps = load_backbone(path).get_intermediate_layers(images, [0, 2]), pyramid(images)
-        for tokens, of_block in zip(ours, maps, strict=True):
-            assert of_block.shape == (2, model.width, 30, 40)
-            theirs = model.norm(of_block.flatten(2).transpose(1, 2))
+        for tokens, feature_map in zip(ours, maps, strict=True):
+            assert feature_map.shape == (2, model.width, 30, 40)
+            theirs = model.norm(feature_map.flatten(2).transpose(1, 2))
             assert_close_to_scale(theirs, tokens[:, model.first_patch :])
 
 

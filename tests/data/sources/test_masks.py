@@ -65,8 +65,8 @@ def cityscapes(tmp_path):
 
 
 def names_and_classes(masks):
-    of_pixels = [IGNORED if value == IGNORED else masks.classes[value] for value in masks.mask(0)[0].tolist()]
-    return [masks.name(index) for index in range(len(masks))], of_pixels
+    pixels = [IGNORED if value == IGNORED else masks.classes[value] for value in masks.mask(0)[0].tolist()]
+    return [masks.name(index) for index in range(len(masks))], pixels
 
 
 def test_pascal_voc_has_its_splits_in_lists(voc, caplog):

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dino_vit.data.sources import files
-from dino_vit.data.sources import tables as of_tables
+from dino_vit.data.sources import tables as tables_module
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.tables import BATCH, find_columns
@@ -60,10 +60,10 @@ def test_remote_tables_of_all_layouts_are_as_local_ones(tables, name, monkeypatc
 
 @pytest.mark.parametrize(("together", "lengths"), [(2**24, [BATCH, 8]), (2 * 38, [2] * 20), (10, [1] * 40)])
 def test_small_rows_of_a_dictionary_are_taken_together(tmp_path, monkeypatch, together, lengths):
-    monkeypatch.setattr(of_tables, "JOINED_BYTES", together)
+    monkeypatch.setattr(tables_module, "JOINED_BYTES", together)
     images = [os.urandom(30) for _ in range(40)]
     pq.write_table(pa.table({"image": images}), path := tmp_path / "a.parquet")
-    batches = [batch for _, batch in of_tables._read_batches(str(path))]
+    batches = [batch for _, batch in tables_module._read_batches(str(path))]
     assert [len(batch) for batch in batches] == lengths
     assert [image for batch in batches for image in batch["image"].to_pylist()] == images
 

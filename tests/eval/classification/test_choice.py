@@ -6,10 +6,13 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
+from dino_vit.config.commands import STANDARD_CS
 from dino_vit.eval.classification.choice import (
+    NEIGHBOURS,
     Candidate,
     calibrate,
     calibration_error,
+    candidates,
     cross_validate,
     folds_of,
 )
@@ -25,6 +28,15 @@ def features(*, task="multiclass", images=60, classes=3, width=8):
     values[torch.arange(images), targets] += 1.5
     names = tuple("abcdefgh"[:classes])
     return LabelledFeatures(values, targets, np.arange(images), names, task)
+
+
+def test_all_penalties_and_numbers_of_neighbours_are_tried():
+    tried = candidates("multiclass", 300)
+    assert {(each.kind, each.value) for each in tried} == {
+        *(("logistic regression", c) for c in STANDARD_CS),
+        *(("k-NN", k) for k in NEIGHBOURS),
+    }
+    assert len(tried) == 13 + 6
 
 
 def test_cross_validation_is_that_of_scikit_learn():
@@ -51,9 +63,9 @@ def test_folds_have_stretches_of_every_class():
     train = features(images=63)
     folds = folds_of(train)
     for target in range(3):
-        of_class = folds[train.targets.numpy() == target]
-        assert set(np.bincount(of_class, minlength=5).tolist()) <= {4, 5}
-        assert (np.diff(of_class) != 0).sum() == 4, "neighbours are in one fold"
+        members = folds[train.targets.numpy() == target]
+        assert set(np.bincount(members, minlength=5).tolist()) <= {4, 5}
+        assert (np.diff(members) != 0).sum() == 4, "neighbours are in one fold"
 
 
 def test_a_temperature_makes_confidences_true():

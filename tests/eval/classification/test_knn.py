@@ -59,12 +59,12 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
             right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
             assert figures[f"top{top}"] == accuracy(sum(right), 12).as_json()
             if top == 1:
-                of_class = {
+                correct = {
                     name: sum(r for r, label in zip(right, labels, strict=True) if label == name)
                     for name in "bde"
                 }
-                assert {n: one["correct"] for n, one in figures["per_class"].items()} == of_class
-    relevant = [[of == label for of in bank_labels] for label in labels]
+                assert {n: one["correct"] for n, one in figures["per_class"].items()} == correct
+    relevant = [[bank_label == label for bank_label in bank_labels] for label in labels]
     precision, recall = ranking_of(zip((queries @ bank.T).tolist(), relevant, strict=True))
     assert found["ranking"]["map"]["percent"] == pytest.approx(precision)
     assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
@@ -198,11 +198,11 @@ def test_ranking_all_images_equals_the_loop(monkeypatch, self_offset):
     labels[50], query_labels[3] = 1000, -1
     if self_offset is not None:
         queries, query_labels = bank[self_offset:], labels[self_offset:]
-    of_bank = asked = LabelledFeatures(bank, labels, np.arange(60), ())
+    voters = asked = LabelledFeatures(bank, labels, np.arange(60), ())
     if self_offset is None:
         asked = LabelledFeatures(queries, query_labels, np.arange(25), ())
     rows = torch.arange(self_offset or 0, len(asked))
-    precision, first = rank_all(of_bank, asked, rows)
+    precision, first = rank_all(voters, asked, rows)
     for query in range(len(queries)):
         others = [row for row in range(60) if self_offset is None or row != self_offset + query]
         relevant = [bool(labels[row] == query_labels[query]) for row in others]
@@ -224,8 +224,8 @@ def test_few_shots_are_of_each_class_and_a_function_of_the_seed():
         for rows in (np.arange(73), np.arange(73)[::-1].copy())
     )
 
-    def drawn(of=images, shots=5, seed=1):
-        return few_shots(of, images, shots, seed)[0].indices.tolist()
+    def drawn(queries=images, shots=5, seed=1):
+        return few_shots(queries, images, shots, seed)[0].indices.tolist()
 
     counts = few_shots(backwards, images, 5, 1)[0].targets.unique(return_counts=True)
     assert [part.tolist() for part in counts] == [[-2, 7, 1000], [3, 5, 5]]

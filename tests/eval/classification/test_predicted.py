@@ -68,11 +68,11 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
         aps = {classes[c]: average_precision_score(true[:, c], scores[:, c]) for c in judged}
         assert result["score"]["percent"] == pytest.approx(100 * np.mean(list(aps.values())), abs=1e-3)
         if k == 5:
-            of_labels = {
+            measured = {
                 name: figures["AP"] and figures["AP"]["value"]
                 for name, figures in found["per_target"].items()
             }
-            assert of_labels == pytest.approx({**aps, "early": None}, abs=1e-5)
+            assert measured == pytest.approx({**aps, "early": None}, abs=1e-5)
             f1s = [f1_score(true[:, c], scores[:, c] > 0.5) for c in judged]
             assert found["mean"]["F1"]["percent"] == pytest.approx(100 * np.mean(f1s))
     assert found["figure"]["title"] == "k-NN mAP, k=5"
@@ -98,8 +98,8 @@ def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
     assert knn.details["per_target"]["green"]["correlation"]["value"] == pytest.approx(
         np.corrcoef(true[:, 1], predicted[:, 1])[0, 1], rel=1e-5
     )
-    of_mean = np.abs(true[:, 0] - targets[:, 0].mean()).mean()
-    assert knn.details["per_target"]["red"]["MAE of a guess"] == pytest.approx(of_mean, rel=1e-5)
+    mean_error = np.abs(true[:, 0] - targets[:, 0].mean()).mean()
+    assert knn.details["per_target"]["red"]["MAE of a guess"] == pytest.approx(mean_error, rel=1e-5)
     with Image.open(output.with_suffix(".png")) as plot:
         assert plot.width > plot.height > 100
     linear = dino_vit.linear(photos, weights, labels=labels, select="source", **SETTINGS)
@@ -177,6 +177,7 @@ def test_one_set_by_another_reads_labels_alike(photos, weights):
         dino_vit.knn(photos / "val", weights, **(sets | {"train_labels": photos / "two.csv"}), **SETTINGS)
 
 
+@pytest.mark.usefixtures("few_penalties")
 @pytest.mark.parametrize("command", ["knn", "linear"])
 def test_labels_that_no_image_to_judge_by_has_are_an_error(photos, weights, command):
     tags = (photos / "tags.csv").read_text().splitlines()

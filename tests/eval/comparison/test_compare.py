@@ -24,6 +24,7 @@ from tests.support.images import write_synthetic
 from tests.support.reports import ParsedPage, picture_of
 from tests.support.runs import arguments, command_here
 
+pytestmark = pytest.mark.usefixtures("few_penalties")
 SETTINGS = {"precision": "no", "verbose": False}
 
 
@@ -66,9 +67,9 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
     for name, path in zip(names, paths, strict=True):
         shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
-        of_knn = found.figures["k-NN top-1"][name]
+        compared = found.figures["k-NN top-1"][name]
         for part in ("value", "low", "high"):
-            assert getattr(of_knn, part) == pytest.approx(getattr(knn.figure, part))
+            assert getattr(compared, part) == pytest.approx(getattr(knn.figure, part))
         frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=path, precision="no"))
         (batch,) = frozen.features(open_source("synthetic:60:16"), [range(60)])
         assert found.ranks[name] == pytest.approx(rankme(batch.values), rel=1e-3)
@@ -120,7 +121,7 @@ def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, oth
         ).predictions
         for path in others
     ]
-    right = [of.right for of in predictions]
+    right = [prediction.right for prediction in predictions]
     best = int(right[1].sum() > right[0].sum())
     missed = right[1 - best] & ~right[best]
     assert f"is right: {(right[best] & ~right[1 - best]).sum()} of 60 images" in text
@@ -139,10 +140,10 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights, monk
         output=tmp_path / "out",
         **SETTINGS,
     )
-    of_masks = dino_vit.dense(
+    dense_result = dino_vit.dense(
         "synthetic:scenes:12:16", weights=weights, output=tmp_path / "one.json", **SETTINGS
     )
-    assert found.figures["mIoU, linear head"]["a.safetensors"] == of_masks.linear.mean_iou
+    assert found.figures["mIoU, linear head"]["a.safetensors"] == dense_result.linear.mean_iou
     assert list(found.ranks) == ["a.safetensors", "untrained"]
     assert found.ranks["untrained"] != found.ranks["a.safetensors"]
 

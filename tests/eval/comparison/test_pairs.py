@@ -71,7 +71,7 @@ def figures_of(**right):
     """One figure of several backbones: the images that each gets right, of a hundred."""
     images = np.arange(100)
     shares = {name: torch.from_numpy(np.isin(images, rows)) for name, rows in right.items()}
-    return {"k-NN": {name: measured_share("k-NN", images, of) for name, of in shares.items()}}
+    return {"k-NN": {name: measured_share("k-NN", images, share) for name, share in shares.items()}}
 
 
 def test_a_backbone_is_as_good_as_the_best_unless_pairs_of_images_say_otherwise():

@@ -212,8 +212,11 @@ def test_the_duplicates_of_a_folder_are_listed(tmp_path, embedded, capsys):
     assert listed["pair_count"] == 2
     (conflict,) = listed["label_conflicts"]["pairs"]
     assert conflict["labels"] == ["a", "b"]
-    with Image.open(tmp_path / "d.png") as of_all, Image.open(tmp_path / "d-label-conflicts.png") as of_one:
-        assert of_all.width > of_one.width > 300
+    with (
+        Image.open(tmp_path / "d.png") as all_pairs,
+        Image.open(tmp_path / "d-label-conflicts.png") as conflicts,
+    ):
+        assert all_pairs.width > conflicts.width > 300
     assert not (tmp_path / "d-split-leaks.png").exists()
 
 

@@ -92,7 +92,7 @@ def folders(tmp_path):
     return tmp_path
 
 
-def of_folders(folders, weights, *more, code=0):
+def evaluate_folders(folders, weights, *more, code=0):
     output = folders / "dense.json"
     settings = [f"weights={weights}", f"output={output}", "precision=no", "k=3", "steps=6", *more]
     said = command_here("dense", folders / "photos", *settings, code=code)
@@ -103,7 +103,7 @@ def test_folders_of_photos_and_masks_are_as_good_as_scenes(folders, weights):
     command_here(*arguments(weights, folders / "scenes.json"))
     names = [f"none {value}" for value in range(3)] + list(SCENES.classes)
     (folders / "names.txt").write_text("\n".join(names) + "\n")
-    said, found = of_folders(folders, weights, f"class_names={folders / 'names.txt'}")
+    said, found = evaluate_folders(folders, weights, f"class_names={folders / 'names.txt'}")
     expected = json.loads((folders / "scenes.json").read_text())
     assert "1 image of" in said
     assert "without a mask in" in said
@@ -119,7 +119,7 @@ def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights):
     (masks / "01.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
     Image.new("RGB", (16, 16)).save(masks / "02.png")
     Image.new("L", (20, 16)).save(masks / "03.png")
-    text, results = of_folders(folders, weights)
+    text, results = evaluate_folders(folders, weights)
     assert "sub/01.png: the mask cannot be read" in text
     assert "it must be a PNG with a palette, or grey with 8 bits, but is PNG RGB" in text
     assert "the mask has 20 × 16 pixels, its image 16 × 16" in text
@@ -131,10 +131,10 @@ def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights):
 
 def test_masks_that_do_not_fit_or_are_missing_are_refused(folders, weights):
     (folders / "names.txt").write_text("a\nb\n")
-    said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
+    said, _ = evaluate_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
     assert "but values of classes go from 0 to 1; set ignore_value" in said
     (folders / "names.txt").write_text("road\nsky\nroad\n")
-    said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
+    said, _ = evaluate_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
     assert "names.txt has the class 'road' on lines 1, 3; each needs its own name" in said
     said = command_here("dense", "synthetic:12:16", f"weights={weights}", code=2)
     assert "synthetic:12:16 has no masks" in said
@@ -142,7 +142,7 @@ def test_masks_that_do_not_fit_or_are_missing_are_refused(folders, weights):
     for index in range(12):
         mask = Image.new("L", (16, 16), index // 6)
         mask.save(folders / "masks" / "sub" / f"{index:02d}.png")
-    said, _ = of_folders(folders, weights, code=2)
+    said, _ = evaluate_folders(folders, weights, code=2)
     assert "the patches to learn from have only the class 1, and telling classes apart takes two" in said
     for setting, message in (
         ("masks=masks", "has masks of its own"),

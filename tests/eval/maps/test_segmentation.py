@@ -85,15 +85,15 @@ def test_windows_and_the_miou_of_all_images_are_those_of_a_loop(frozen, photos, 
         predicted = [naive_prediction(frozen, head, photos, index) for index in range(5)]
     masks = [photos.mask(index).numpy() for index in range(5)]
     classes, true = (np.concatenate([part.flatten() for part in parts]) for parts in (predicted, masks))
-    of_all = jaccard_score(true[true < IGNORED], classes[true < IGNORED], average="macro")
-    assert measured.mean == pytest.approx(of_all, abs=1e-3)
+    pooled = jaccard_score(true[true < IGNORED], classes[true < IGNORED], average="macro")
+    assert measured.mean == pytest.approx(pooled, abs=1e-3)
     mean_of_images = np.mean(
         [
             jaccard_score(mask[mask < IGNORED], image[mask < IGNORED], average="macro", zero_division=0)
             for mask, image in zip(masks, predicted, strict=True)
         ]
     )
-    assert abs(of_all - mean_of_images) > 0.003
+    assert abs(pooled - mean_of_images) > 0.003
 
 
 @pytest.mark.parametrize(("length", "window"), [(512, 512), (513, 512), (1365, 512), (2048, 1024), (35, 16)])
