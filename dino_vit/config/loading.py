@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dino_vit.config.settings import C, ConfigError, Settings, flat, sections, settings_of, values
+from dino_vit.config.settings import C, ConfigError, Settings, flat, sections, settings_of, supported, values
 from dino_vit.core.text import brief
 
 COLUMN = 34  # where the meaning of a setting begins
@@ -37,7 +37,7 @@ def load(
     """
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
     if skip_removed:
-        below = {key: value for key, value in below.items() if not {key, f"{key}={value}"} & {*cls.removed}}
+        below = supported(cls, below)
     if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
         below["output"] = str(file.parent)  # the settings of a run, which may have been moved
     if isinstance(overrides, Mapping):

@@ -191,6 +191,18 @@ def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return layer
 
 
+def removed_settings(cls: type[Settings], layer: Mapping[str, object]) -> dict[str, str]:
+    """Return what to do instead of the settings, and values, that only earlier versions had, by key."""
+    advice = {key: cls.removed.get(f"{key}={value}", cls.removed.get(key)) for key, value in layer.items()}
+    return {key: text for key, text in advice.items() if text and layer[key] is not None}
+
+
+def supported(cls: type[Settings], layer: Mapping[str, object]) -> dict[str, object]:
+    """Return a layer without what only earlier versions had."""
+    removed = removed_settings(cls, layer)
+    return {key: value for key, value in layer.items() if key not in removed}
+
+
 def get(config: Settings, key: str) -> object:
     """Return the value of a dotted key; in an optional section that is null it is None."""
     return values(config).get(key)

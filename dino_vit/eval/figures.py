@@ -6,10 +6,11 @@ a number.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +38,11 @@ class Figure:
     unit: str = "%"  # empty for numbers in a unit of their own, and for columns, which are from 0 to 1
     correct: int | None = None  # images that are right, of a share of images
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return renamed_attribute(self, name, {"percent": "value"})
+
     def __str__(self) -> str:
         numbers = self.value, self.low, self.high
         value, low, high = (f"{x:.2f}" if self.unit == "%" else number_text(x) for x in numbers)
@@ -47,6 +53,16 @@ class Figure:
         name = "percent" if self.unit == "%" else "value"
         numbers = {name: self.value, "low": self.low, "high": self.high}
         return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
+
+
+def renamed_attribute(owner: object, name: str, names: Mapping[str, str]) -> Any:
+    """Return an attribute by its name of 0.3, with a warning that says the new one; 0.5 will not have it."""
+    title = type(owner).__name__
+    if name not in names:
+        raise AttributeError(f"{title!r} object has no attribute {name!r}", name=name, obj=owner)
+    text = f"{title}.{name} is called {title}.{names[name]} now; version 0.5 will not have the old name"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+    return getattr(owner, names[name])
 
 
 def number_text(value: float) -> str:

@@ -43,7 +43,7 @@ from dino_vit.reports.states import (
 # Without labels, outputs that say at least this share of what they could say about an image.
 INFORMATIVE = 0.1
 WAITING = 0.2  # the share of its time that a run may wait for images before it gets advice
-WAITING_HELP = "docs/data.md (What is fast) says what helps"
+WAITING_HELP = "more data.workers, smaller images or shards help (dino-vit pack --help)"
 
 
 class Verdict(NamedTuple):

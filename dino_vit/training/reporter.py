@@ -40,7 +40,10 @@ from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.setup import ReadyRun
 
-COLUMNS_HELP = "docs/start/watch.md (The lines of the log) says what ln K, gap, wait and the others are"
+COLUMNS_HELP = (
+    "columns of the log: ln K: the loss minus ln(prototypes), below 0 once the student tells images apart; "
+    "gap: what an output says of its image, 0 for nothing; wait: share of the time spent waiting for images"
+)
 FEW_CHOICES = 3  # each gets a line at the start
 TITLES = FIGURES | {name: text for name, text in COMPARED.items() if name != "knn"}
 TITLES |= {"constant_miou": "mIoU of one class"}
@@ -161,7 +164,7 @@ class Reporter:
         times = (f"{1000 * seconds / images:.3g} ms to {part}" for part, seconds in loading.items())
         return (
             f"step {state.step:,}: the run waits for images {self.history[-1].data_wait:.0%} of its time; "
-            f"an image takes {', '.join(times)}, with data.workers={state.loader.workers}. "
+            f"an image takes {', '.join(times)}, with data.workers={state.loader.workers}; "
             f"{WAITING_HELP}"
         )
 

@@ -21,7 +21,7 @@ from dino_vit.config.auto import (
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
 from dino_vit.config.sections import Model
-from dino_vit.config.settings import flat, get, given_keys, result_changes, settings_of
+from dino_vit.config.settings import flat, get, given_keys, result_changes, settings_of, supported
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import from_rank_0, in_all_processes
@@ -291,8 +291,8 @@ def _check_agreement(config: PretrainConfig, values: Mapping[str, object], weigh
 
 
 def started_config(resumed: Checkpoint) -> PretrainConfig:
-    """Return the config of a run when it wrote a checkpoint."""
-    return load(PretrainConfig, None, resumed.metadata["config"])
+    """Return the config of a run when it wrote a checkpoint, without what only earlier versions had."""
+    return load(PretrainConfig, None, supported(PretrainConfig, flat(resumed.metadata["config"])))
 
 
 def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:

@@ -9,7 +9,7 @@ from shutil import copyfile
 from typing import Any
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import result_changes
+from dino_vit.config.settings import flat, removed_settings, result_changes
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.runtime import choose_precision
@@ -120,6 +120,9 @@ def _more_images(config: PretrainConfig, source: ImageSet, step: int) -> str:
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:
     """Yield what has changed: settings, what they stand for, and the batches of a forward pass."""
     metadata, before = resumed.metadata, started_config(resumed)
+    settings = flat(metadata["config"])
+    for key, advice in removed_settings(PretrainConfig, settings).items():
+        yield f"{key} was {settings[key]}, which left in 0.4 ({advice})"
     for key, (old, new) in result_changes(config, before).items():
         yield f"{key} was {old} and is {new}"
     wanted = config.run.precision
