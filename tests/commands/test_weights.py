@@ -52,9 +52,7 @@ def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):
     assert "a.npz must end in .pth" in capsys.readouterr().err
     export = ["export", str(weights), str(tmp_path / "out"), "--format"]
     assert main([*export, "onnx", "--license", "mit"]) == 2
-    assert (
-        "license is for the card of a folder (huggingface, timm), not for onnx" in capsys.readouterr().err
-    )
+    assert "license is for the card of a folder (huggingface, timm), not for onnx" in capsys.readouterr().err
     assert (
         main(["export", str(weights), str(tmp_path / "a.pth"), "--format", "timm", "--license", "mit"]) == 2
     )
