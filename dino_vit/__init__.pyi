@@ -441,7 +441,7 @@ def pretrain(
       gram.weight=1                       weight of the term; 2 in DINOv3's last phase
       gram.scale=1                        2: the earlier teacher sees the global views at twice their size [1|2]
       init=null                           set init.weights to start from trained weights
-      init.weights=...                    run folder or weights file to start from
+      init.weights=...                    run folder, weights file, hf:OWNER/NAME or timm:NAME
       init.network=teacher                network of a training checkpoint [teacher|student]
       init.format=null                    format of files that look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
       init.trained_size=null              image size of weights whose positions form no square
@@ -508,7 +508,7 @@ def knn(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder or weights file
+      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -516,16 +516,16 @@ def knn(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
-      cache_gb=50                         most GB of features and indexes, the latest used
+      cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
-      seed=0                              of all random numbers
+      seed=0                              seed of every random number
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
       blocks=1                            last blocks whose tokens are joined
-      shots=null                          by so few images of each class, drawn by the seed; null: by all
+      shots=null                          images of each class to classify by, drawn by the seed; null: all
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
@@ -565,7 +565,7 @@ def linear(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder or weights file
+      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -573,12 +573,12 @@ def linear(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
-      cache_gb=50                         most GB of features and indexes, the latest used
+      cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
-      seed=0                              of all random numbers
+      seed=0                              seed of every random number
       method=null                         regressions, or SGD as published; null: logistic up to 100,000 images [logistic|grid]
       standardise=null                    features to mean 0, variance 1; null: if logistic
       select=train                        best head on a tenth of train; or on source, as published [train|source]
@@ -627,7 +627,7 @@ def predict(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
-      cache_gb=50                         most GB of features and indexes, the latest used
+      cache_gb=50                         largest size of cached features and indexes
       train=null                          images that have labels; null: those of source
       labels=null                         CSV or JSON file with the labels; null: the images' own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
@@ -669,7 +669,7 @@ def dense(
     The settings and their defaults:
 
       source=...                          images with masks, or a published set as it is unpacked
-      weights=...                         run folder or weights file
+      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side of crops and windows, or [height, width]; null: of the weights
       fit=null                            crop: sliding windows; whole: one window; null: by the weights [crop|whole]
@@ -677,13 +677,13 @@ def dense(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
-      train_masks=null                    the same of train
+      train_masks=null                    masks of train, as masks
       class_names=null                    text file with the name of each class, a line each
       ignore_value=255                    value of pixels that belong to no class
       train=null                          images to learn from; null: split train, or half of source in blocks
       blocks=1                            last blocks whose patches are joined; published: 1 or 4
       k=20                                neighbours of a patch
-      patches=50000                       patches that neighbours are among, about; as many of each image
+      patches=50000                       number of patches to search neighbours among, about
       steps=null                          of the linear head; null: 32 epochs, but from 500 to 40,000
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
@@ -730,12 +730,12 @@ def compare(
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
-      cache_gb=50                         most GB of features and indexes, the latest used
+      cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
-      seed=0                              of all random numbers
+      seed=0                              seed of every random number
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first
       masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
@@ -764,9 +764,9 @@ def attention(
     The settings and their defaults:
 
       source=...                          image, video, folder, glob or any other source of images
-      weights=...                         run folder or weights file
+      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
       output=null                         folder for pictures and maps; null: attention, in Python none
-      network=teacher                     of a checkpoint [teacher|student]
+      network=teacher                     network of a checkpoint [teacher|student]
       count=12                            number of images, from all over the source; null: all
       size=null                           pixels of the shorter side; null: at most twice the weights'
       longest=1024                        shrink images whose longer side has more pixels; null: never
@@ -801,7 +801,7 @@ def embed(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder or weights file
+      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -809,9 +809,9 @@ def embed(
       num_workers=null                    threads that read images; null: by the cores
       precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
-      cache_gb=50                         most GB of features and indexes, the latest used
+      cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
-      output=null                         null: embeddings.parquet, in Python none [FILE.parquet]
+      output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
       blocks=1                            last blocks whose tokens are joined
     """
@@ -837,10 +837,10 @@ def search(
 
       embeddings=...                      file that `dino-vit embed` wrote
       images=...                          image files to find similar images to
-      weights=null                        run folder or weights file; null: those of the embeddings
+      weights=null                        run folder, weights file or name; null: those of the embeddings
       k=8                                 nearest images to show
       trust=false                         import the python:MODULE:NAME that the file names, which runs its code
-      output=null                         with a JSON file beside it; null: search.png, in Python none [FILE.png]
+      output=null                         picture, with JSON beside it; null: search.png, in Python none [FILE.png]
     """
 
 def duplicates(
@@ -865,7 +865,7 @@ def duplicates(
       threshold=null                      minimum cosine of a pair; null: chosen by the features
       pairs=10000                         closest pairs to list; groups are formed by all pairs
       trust=false                         import the python:MODULE:NAME that the file names, which runs its code
-      output=null                         with sheets beside it; null: duplicates.json, in Python none [FILE.json]
+      output=null                         JSON, with sheets beside it; null: duplicates.json, in Python none [FILE.json]
     """
 
 def inspect_weights(

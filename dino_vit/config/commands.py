@@ -52,7 +52,7 @@ class BackboneConfig(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("source", "weights")
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
-    weights: str = Field(description="run folder or weights file")
+    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME or timm:NAME")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     fit: ResizeMode | None = setting(
@@ -67,7 +67,7 @@ class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
     cache: str | None = setting(None, "folder of features; null: features/ in DINO_VIT_CACHE", resumable=True)
-    cache_gb: NonNegative = setting(50.0, "most GB of features and indexes, the latest used", resumable=True)
+    cache_gb: NonNegative = setting(50.0, "largest size of cached features and indexes", resumable=True)
 
 
 class SupervisedConfig(Settings):
@@ -78,7 +78,7 @@ class SupervisedConfig(Settings):
     train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     task: Task | None = setting(None, "one class an image, several labels, or numbers; null: by the labels")
-    seed: Seed = setting(0, "of all random numbers")
+    seed: Seed = setting(0, "seed of every random number")
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
@@ -95,7 +95,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is reported in detail")
     tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
-    shots: Count | None = setting(None, "by so few images of each class, drawn by the seed; null: by all")
+    shots: Count | None = setting(None, "images of each class to classify by, drawn by the seed; null: all")
     output: JsonFile | None = RESULTS
 
 
@@ -168,13 +168,13 @@ class DenseConfig(BackboneConfig):
     masks: str | None = setting(
         None, "folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes"
     )
-    train_masks: str | None = setting(None, "the same of train")
+    train_masks: str | None = setting(None, "masks of train, as masks")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
     ignore_value: Byte = setting(IGNORED, "value of pixels that belong to no class")
     train: str | None = setting(None, "images to learn from; null: split train, or half of source in blocks")
     blocks: Few = setting(1, "last blocks whose patches are joined; published: 1 or 4")
     k: Few = setting(20, "neighbours of a patch")
-    patches: Count = setting(50_000, "patches that neighbours are among, about; as many of each image")
+    patches: Count = setting(50_000, "number of patches to search neighbours among, about")
     steps: Count | None = setting(None, "of the linear head; null: 32 epochs, but from 500 to 40,000")
     output: JsonFile | None = RESULTS
 
@@ -213,10 +213,10 @@ class AttentionConfig(Settings):
     examples: ClassVar = ("attention photos runs/pretrain output=maps",)
     positional: ClassVar = ("source", "weights")
     source: str = Field(description="image, video, folder, glob or any other source of images")
-    weights: str = Field(description="run folder or weights file")
+    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME or timm:NAME")
     output: str | None = setting(None, f"folder for pictures and maps; null: attention, {IN_PYTHON}")
     writes: ClassVar = "attention"
-    network: Network = setting("teacher", "of a checkpoint")
+    network: Network = setting("teacher", "network of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Dimension | None = setting(None, "pixels of the shorter side; null: at most twice the weights'")
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")

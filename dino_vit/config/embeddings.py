@@ -18,7 +18,7 @@ class EmbedConfig(CachedConfig):
     writes: ClassVar = "embeddings.parquet"
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: ParquetFile | None = setting(None, f"null: embeddings.parquet, {IN_PYTHON}")
+    output: ParquetFile | None = setting(None, f"file to write; null: embeddings.parquet, {IN_PYTHON}")
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
@@ -32,10 +32,10 @@ class SearchConfig(Settings):
     examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     images: tuple[str, ...] = Field(description="image files to find similar images to")
-    weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
+    weights: str | None = setting(None, "run folder, weights file or name; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
     trust: bool = TRUST
-    output: PngFile | None = setting(None, f"with a JSON file beside it; null: search.png, {IN_PYTHON}")
+    output: PngFile | None = setting(None, f"picture, with JSON beside it; null: search.png, {IN_PYTHON}")
 
 
 class DuplicatesConfig(Settings):
@@ -47,5 +47,7 @@ class DuplicatesConfig(Settings):
     threshold: Cosine | None = setting(None, "minimum cosine of a pair; null: chosen by the features")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
     trust: bool = TRUST
-    output: JsonFile | None = setting(None, f"with sheets beside it; null: duplicates.json, {IN_PYTHON}")
+    output: JsonFile | None = setting(
+        None, f"JSON, with sheets beside it; null: duplicates.json, {IN_PYTHON}"
+    )
     writes: ClassVar = "duplicates.json"

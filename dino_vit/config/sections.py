@@ -343,7 +343,7 @@ class Run(Settings):
 class Init(Settings):
     """Start from trained weights, with lower learning rates unless they are given."""
 
-    weights: str = Field(description="run folder or weights file to start from")
+    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME or timm:NAME")
     network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
     format: WeightsFormat | None = setting(None, "format of files that look alike; null: detected")
     trained_size: Side | None = setting(None, "image size of weights whose positions form no square")

@@ -14,6 +14,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import timm
 import torch
@@ -204,9 +205,12 @@ def test_the_launch_works(place):
 
 
 def test_the_python_of_labels_works(place):
-    (block,) = blocks((DOCS / "start/predict.md").read_text(), "python")
-    exec(block.replace("runs/photos", "runs/pretrain"), names := {})
+    sure, kept = blocks((DOCS / "start/predict.md").read_text(), "python")
+    exec(kept.replace("runs/photos", "runs/pretrain"), names := {})
     assert len(names["found"].labels) == 12
+    pandas.DataFrame(names["found"].columns).to_csv("rest.csv")
+    exec(sure.replace("0.8", "0"), names)
+    assert len(Path("sure.csv").read_text().splitlines()) == 13
     assert names["labels"][0] in ("sky", "grass")
 
 
