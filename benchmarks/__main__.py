@@ -25,8 +25,8 @@ from benchmarks import gpu, measure
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
-NO_PROGRAMS = ("__main__", "gradients", "kernels", "machines", "measure", "peer", "reference", "rehearsal")
-NO_PROGRAMS += ("gpu", "gpu_facts", "gpu_profile", "gpu_record", "gpu_runs", "gpu_steps", "gpu_summary")
+NO_PROGRAMS = ["__main__", "gradients", "kernels", "machines", "measure", "peer", "reference", "rehearsal"]
+NO_PROGRAMS += ["gpu", "gpu_facts", "gpu_profile", "gpu_record", "gpu_runs", "gpu_steps", "gpu_summary"]
 LONG = ("cifar10", "distillation", "hours", "small", "small_peer", "soak", "terms")
 HEAD = """# Results
 

@@ -81,7 +81,8 @@ def machine() -> dict[str, object]:
     found: dict[str, object] = {"python": platform.python_version(), "cores": cores(), **versions}
     found |= {"cpu": device_name(torch.device("cpu")), "compiler": shutil.which("gcc") or shutil.which("cc")}
     if ON_GPU:
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        found |= {"cuda": torch.version.cuda, "cudnn": cudnn}
     return found
 
 

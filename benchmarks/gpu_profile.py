@@ -73,10 +73,8 @@ def own_time(row: FunctionEventAvg) -> float:
 
 
 def described(row: FunctionEventAvg, total: float) -> str:
-    time = own_time(row)
-    return (
-        f"{time / PROFILED / 1e3:8.3f} ms {time / total:6.1%} {row.count / PROFILED:7.1f}x  {row.key[:NAMED]}"
-    )
+    ms, calls, name = own_time(row) / PROFILED / 1e3, row.count / PROFILED, str(row.key)
+    return f"{ms:8.3f} ms {own_time(row) / total:6.1%} {calls:7.1f}x  {name[:NAMED]}"
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
@@ -125,12 +123,12 @@ def parts(step: WholeStep) -> dict[str, float]:
         wait_for_device(DEVICE)
     found = Counter[str]()
     for part, before, after in marks:
-        found[part] += before.elapsed_time(after) / steps  # type: ignore[assignment]
+        found[part] += before.elapsed_time(after) / steps
     whole = start.elapsed_time(end) / steps
-    found[ELSEWHERE] = whole - sum(found.values())  # type: ignore[assignment]
+    found[ELSEWHERE] = whole - sum(found.values())
     return {part: round(ms, 2) for part, ms in [*found.most_common(), ("the whole step", whole)]}
 
 
 def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     return start, end

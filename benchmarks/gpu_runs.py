@@ -130,7 +130,12 @@ def cifar10(record: Record, limit: float) -> None:
 def trained(record: Record, images: Sequence[str], arch: str, minutes: float, output: str) -> None:
     """Train and judge one network."""
     train, test = images
-    settings = {"data.source": train, "output": output, "budget.epochs": None, "budget.minutes": minutes}
+    settings: dict[str, Any] = {
+        "data.source": train,
+        "output": output,
+        "budget.epochs": None,
+        "budget.minutes": minutes,
+    }
     settings |= {"run.log_every": 20} if ON_GPU else SHORT
     settings |= {"model.arch": arch, "run.trackers": ()}
     config = load(PretrainConfig, ROOT / "configs/pretrain/cifar10.yaml", settings)
