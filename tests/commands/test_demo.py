@@ -20,7 +20,7 @@ def small(monkeypatch):
     """Have the demo run the tests' own settings, which take a second."""
 
     def recipe(config, name):
-        settings = {"data.source": "synthetic:240:32", "run.eval_every": 1, "optim.warmup_epochs": 0.1}
+        settings = {"data.source": "synthetic:120:32", "run.eval_every": 1, "optim.warmup_epochs": 0.1}
         settings |= {"optim.freeze_last_layer_epochs": 0, "seed": config.seed}
         if name == "scenes":
             settings |= {

@@ -188,7 +188,7 @@ def test_the_cache_keeps_the_features_that_were_used_last(tmp_path, computed, ca
         store_in(tmp_path, make_textures(length=50, seed=seed))
         names |= {path.name: seed for path in tmp_path.iterdir() if path.name not in names}
         for path in tmp_path.iterdir():
-            os.utime(path, (seed + names[path.name], 0))
+            os.utime(path, (0, seed + names[path.name]))
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     store_in(tmp_path, make_textures(length=50, seed=0))  # used last
     kept = store_in(tmp_path, make_textures(length=50, seed=3), cache_gb=size / 1e9)

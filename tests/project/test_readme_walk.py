@@ -27,6 +27,7 @@ from dino_vit.cli import build_parser, main
 from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
+from tests.support.backbones import use_few_penalties
 from tests.support.documents import README, ROOT, blocks, commands
 from tests.support.hub import offline, snapshot
 from tests.support.image_sets import image_file, write_parquet, write_tar
@@ -131,6 +132,7 @@ def write_published(cache):
 @pytest.fixture
 def place(inputs, tmp_path, monkeypatch):
     offline(inputs / "hub", monkeypatch)
+    use_few_penalties(monkeypatch.setattr)
     shutil.copytree(inputs, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from dino_vit.data.sources.synthetic import _Textures
 
-LARGEST = 64  # pixels; larger ones would fill the memory
+LARGEST = 64  # pixels: larger ones would fill the memory, and are what shows that a row has one texture
 
 
 def draw_once() -> None:

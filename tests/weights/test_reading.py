@@ -278,11 +278,15 @@ def test_a_processor_of_hugging_face_prepares_photos_as_evaluations_then_do(tmp_
     save_backbone(model, tmp_path / "ours.safetensors")
     export_backbone(model, tmp_path / "again", "huggingface")
     again = AutoImageProcessor.from_pretrained(tmp_path / "again")
+    tolerance = {}
+    if model.transform.interpolation == "bilinear" and "AVX" not in torch.backends.cpu.get_cpu_capability():
+        # There torchvision resizes in float32 and rounds: a value of 255 beside PyTorch's integers.
+        tolerance = {"atol": 1.01 / 255 / min(model.provenance.std), "rtol": 0}
     for size in ((60, 41), (35, 78), (40, 40), (20, 23)):
         photo = smooth("RGB", size)
         expected = processor(photo, return_tensors="pt").pixel_values[0]
         for transform in (model.transform, load_backbone(tmp_path / "ours.safetensors").transform):
-            torch.testing.assert_close(transform(photo), expected)
+            torch.testing.assert_close(transform(photo), expected, **tolerance)
         torch.testing.assert_close(again(photo, return_tensors="pt").pixel_values[0], expected)
 
 

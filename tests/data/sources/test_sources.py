@@ -64,11 +64,11 @@ def test_a_file_that_is_gone_is_an_unreadable_image(folder):
 
 
 def test_synthetic_is_a_function_of_seed_and_index():
-    source = open_source("synthetic:100:48")
-    assert (len(source), source.read(7).shape, source.read(7).dtype) == (100, (3, 48, 48), torch.uint8)
-    assert torch.equal(source.read(7), make_textures(length=50, size=48).read(7))
+    source = open_source("synthetic:100:72")
+    assert (len(source), source.read(7).shape, source.read(7).dtype) == (100, (3, 72, 72), torch.uint8)
+    assert torch.equal(source.read(7), make_textures(length=50, size=72).read(7))
     assert not torch.equal(source.read(7), source.read(17))
-    assert not torch.equal(source.read(7), make_textures(length=100, size=48, seed=1).read(7))
+    assert not torch.equal(source.read(7), make_textures(length=100, size=72, seed=1).read(7))
     assert torch.equal(source.read(-1), source.read(99))
     with pytest.raises(IndexError):
         source.read(100)
