@@ -155,7 +155,9 @@ def traffic_table(found: Mapping[str, Kernels]) -> Table:
     note = (
         "Bytes that kernels read and write at least, by part and then by kind. At "
         f"{BANDWIDTH / 1e12:g} TB/s, or {PEAK / 1e12:g} TFLOP/s where a kernel's multiplications take longer "
-        f"(an H100's data sheet), a step takes at least: {least}. Compiled code would move less."
+        f"(an H100's data sheet), a step takes at least: {least}. A compiled function (`core/fused.py`) "
+        "is one kernel that reads its arguments once and writes its results once; its three or four passes "
+        "over a row of 65,536 prototypes count as one. `run.compile` would move less."
     )
     title = f"A GPU rehearsed: traffic of a step, bf16, {IMAGES} images"
     return Table(title, "GB", rows, note, ratio="share of the first")

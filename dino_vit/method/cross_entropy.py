@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Of a chunk's logits in float32; about three times that memory is needed. On CUDA the kernels of small chunks
-# would take the host longer to start than the GPU to compute.
-CHUNK_BYTES, CUDA_CHUNK_BYTES = 2**25, 2**27
+# Of a chunk's logits in float32; a CPU needs about three times that memory, CUDA half of that. There the
+# kernels of small chunks would take the host longer to start than the GPU to compute.
+CHUNK_BYTES, CUDA_CHUNK_BYTES = 2**25, 2**28
 Index = Any  # of a tensor
 
-# Given the index of a chunk, the student's logits (rows, k) and a factor, return the loss summed over the
-# chunk. Unless the factor is None, overwrite the logits by their gradient times the factor.
-ChunkLoss = Callable[[Index, Tensor, float | None], Tensor]
+# Given the index of a chunk, the student's logits (rows, k), a factor and a dtype, return the loss summed
+# over the chunk and, if there is a factor, the gradient of the logits times the factor, in the dtype. It may
+# overwrite the logits.
+ChunkLoss = Callable[[Index, Tensor, float | None, torch.dtype], tuple[Tensor, Tensor]]
 
 
 def teacher_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
@@ -125,7 +126,7 @@ def chunked_cross_entropy(
 
     total = features.new_zeros((), dtype=accurate)
     grad_features = torch.empty_like(features, dtype=accurate) if needs_features else None
-    grad_weight = torch.zeros_like(prototype_weight, dtype=accurate) if needs_weight else None
+    grad_weight: Tensor | None = None
     with torch.no_grad(), torch.autocast(device, enabled=False):
         weight = prototype_weight.to(dtype)
         for index in chunks:
@@ -134,15 +135,17 @@ def chunked_cross_entropy(
             scaled = (chunk / temperature).to(dtype)
             logits = _matmul(scaled, weight.T, accurate)
             if not (needs_features or needs_weight):
-                total += chunk_loss(index, logits, None)
+                total += chunk_loss(index, logits, None, dtype)[0]
                 continue
-            total += chunk_loss(index, logits, grad_scale)
-            gradient = logits.to(dtype)  # the backward products use the autocast dtype too
+            # The backward products use the autocast dtype too.
+            loss, gradient = chunk_loss(index, logits, grad_scale, dtype)
             del logits
+            total += loss
             if grad_features is not None:
                 grad_features[index] = _matmul(gradient, weight, accurate).view(shape)
-            if grad_weight is not None:
-                grad_weight += _matmul(gradient.T, chunk.to(dtype), accurate)
+            if needs_weight:
+                product = _matmul(gradient.T, chunk.to(dtype), accurate)
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
     factor = 1 / (grad_scale * terms * temperature)
     return _Loss.apply(features, prototype_weight, total / terms, grad_features, grad_weight, factor)
 

@@ -5,12 +5,15 @@ k prototypes, d bottleneck features
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from dino_vit.core.distributed import all_reduce_mean, world_size
+from dino_vit.core.fused import fused, fuses
 from dino_vit.method.cross_entropy import (
     Index,
     LazyLogits,
@@ -47,13 +50,21 @@ def dino_loss(
     starts = range(0, images, images_at_once)
     logits_by_view = rearrange(teacher_logits[:], "(g b) k -> g b k", g=global_views)
 
-    def chunk_loss(index: Index, logits: Tensor, grad_scale: float | None) -> Tensor:
+    def chunk_loss(
+        index: Index, logits: Tensor, grad_scale: float | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        if grad_scale is not None and fuses(logits):
+            sharpness = torch.full((), 1 / teacher_temperature, device=logits.device)
+            targets = fused_targets(logits_by_view[index], center, sharpness)
+            return fused_pairs_loss(
+                rearrange(logits, "(v b) k -> v b k", v=views), targets, grad_scale, dtype
+            )
         log_probs = log_softmax(logits)
         targets = teacher_targets(logits_by_view[index], center, teacher_temperature).to(log_probs.dtype)
         loss = _pairs_loss(rearrange(log_probs, "(v b) k -> v b k", v=views), targets, grad_scale)
         if grad_scale is not None:
             logits.copy_(log_probs)
-        return loss
+        return loss, logits.to(dtype)
 
     return chunked_cross_entropy(
         rearrange(student_features, "(v b) d -> v b d", v=views),
@@ -102,17 +113,23 @@ def patch_loss(
     """
     assert len(student_features) == len(teacher_logits) == len(weights)
 
-    def chunk_loss(rows: Index, logits: Tensor, grad_scale: float | None) -> Tensor:
+    def chunk_loss(
+        rows: Index, logits: Tensor, grad_scale: float | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        if grad_scale is not None and fuses(logits):
+            sharpness = torch.full((), 1 / teacher_temperature, device=logits.device)
+            weight = weights[rows, None]
+            return fused_rows_loss(logits, teacher_logits[rows], center, weight, sharpness, grad_scale, dtype)
         scores = teacher_logits.scores(rows, center, teacher_temperature)
         block = max(1, len(logits) if logits.is_cuda else BLOCK_BYTES // (4 * logits.shape[1]))
         starts = range(0, max(1, len(logits)), block)
         blocks = [slice(start, start + block) for start in starts]
         weight = weights[rows, None]
         losses = [_block_loss(logits[part], scores[part], weight[part], grad_scale) for part in blocks]
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum(), logits.to(dtype)
 
-    # Twice as much as of views, since a CPU needs half the memory, a block at a time.
-    chunks = list(teacher_logits.chunks(chunk_bytes or 2 * chunk_bytes_on(student_features.device)))
+    device = student_features.device  # a CPU needs half the memory of views, a block at a time
+    chunks = list(teacher_logits.chunks(chunk_bytes or (1 + (device.type == "cpu")) * chunk_bytes_on(device)))
     return chunked_cross_entropy(
         student_features,
         prototype_weight,
@@ -133,6 +150,50 @@ def _block_loss(logits: Tensor, scores: Tensor, weight: Tensor, grad_scale: floa
     if grad_scale is not None:
         logits.copy_(log_probs.exp_().sub_(targets).mul_(grad_scale * weight))
     return loss
+
+
+# Rows are long, but many enough for a block of threads each: in parts, each sum would be a kernel by itself.
+fused_over_rows = partial(fused, split_reductions=False)
+
+
+@fused_over_rows
+def fused_targets(teacher_logits: Tensor, center: Tensor, sharpness: Tensor) -> Tensor:
+    """Return what `teacher_targets` returns, with the inverse of the temperature as a tensor: it changes."""
+    return ((teacher_logits - center) * sharpness).softmax(dim=-1)
+
+
+@fused_over_rows
+def fused_pairs_loss(
+    logits: Tensor, targets: Tensor, grad_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of `_pairs_loss` for logits (v, b, k), and their gradient as rows (v*b, k)."""
+    count, views = len(targets), len(logits)
+    log_probs = log_softmax(logits)
+    # Of a global view, the targets of the others; of a local view, all.
+    others = targets.sum(0) - F.pad(targets, (0, 0, 0, 0, 0, views - count))
+    terms = count - (torch.arange(views, device=logits.device) < count).to(log_probs.dtype)
+    loss = -(others * log_probs).sum(-1).sum()
+    gradient = (terms.view(-1, 1, 1) * log_probs.exp() - others) * grad_scale
+    return loss, gradient.to(dtype).flatten(0, 1)
+
+
+@fused_over_rows
+def fused_rows_loss(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    center: Tensor,
+    weight: Tensor,
+    sharpness: Tensor,
+    grad_scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of `_block_loss` for rows of the student and the teacher, and the gradient."""
+    scores, factor = (teacher_logits - center) * sharpness, weight * grad_scale
+    total, teacher_total = (each.logsumexp(dim=-1, keepdim=True) for each in (logits, scores))
+    # Inductor would store probabilities that are used twice.
+    loss = -(weight * ((scores - teacher_total).exp() * (logits - total)).sum(dim=1, keepdim=True)).sum()
+    targets = ((teacher_logits - center) * sharpness - teacher_total).exp()
+    return loss, (((logits - total).exp() - targets) * factor).to(dtype)
 
 
 @torch.no_grad()

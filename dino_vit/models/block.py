@@ -1,20 +1,74 @@
 """The transformer block: attention, with the fastest kernel of the device, and an MLP.
 
-b batch, h heads, n tokens, d channels of a head
+How the tokens of images lie in one tensor: of one size as (B, T, D), of several as rows (ΣB·T, D).
+
+b batch, h heads, n tokens, d channels of a head; B images, T tokens of an image, D width
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from dino_vit.models.layers import MLP, LayerNorm, LayerScale, dropout
+from dino_vit.core.distributed import to_device
+from dino_vit.core.fused import fuses
+from dino_vit.models.layers import MLP, LayerNorm, LayerScale, add_norm, add_residual, dropout
 from dino_vit.models.positions import Rotation, rotate
-from dino_vit.models.sequences import Sequences
 
 EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, which never stores them
+
+
+class Sequences:
+    """The token sequences that a block gets, size by size; attention alone takes them apart.
+
+    For sizes whose `only_cls` is true, the block gives the CLS token alone.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],  # (B, T) of each size
+        rotations: Sequence[Rotation | None] = (),  # of the queries and keys of each size
+        only_cls: Sequence[bool] = (),
+    ) -> None:
+        self.shapes = shapes
+        self.rotations = rotations or [None] * len(shapes)
+        self.only_cls = only_cls or [False] * len(shapes)
+
+    def split(self, x: Tensor, *shape: int) -> list[Tensor]:
+        """Return the tokens of each size, (B, T, *shape)."""
+        if len(self.shapes) == 1:
+            return [x.view(*x.shape[:2], *shape)]
+        parts = torch.split(x, [images * tokens for images, tokens in self.shapes])
+        return [part.view(*size, *shape) for part, size in zip(parts, self.shapes, strict=True)]
+
+    @staticmethod
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        """Put the tokens of each size, (B, T, D), into one tensor."""
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
+
+    def output_tokens(self, x: Tensor) -> Tensor:
+        """Return those of its input tokens that the block gives an output for."""
+        if not any(self.only_cls):
+            return x
+        parts = zip(self.split(x, -1), self.only_cls, strict=True)
+        return self.join([part[:, :1] if only else part for part, only in parts])
+
+    def output(self) -> "Sequences":
+        """Return the sequences that the block gives."""
+        sizes = zip(self.shapes, self.only_cls, strict=True)
+        return Sequences([(images, 1 if only else tokens) for (images, tokens), only in sizes])
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """Repeat numbers of each image (..., ΣB, 1, 1) for each of its tokens that the block gives."""
+        if len(self.shapes) == 1:
+            return scales
+        output = self.output().shapes
+        parts = zip(torch.split(scales, [images for images, _ in output], dim=-3), output, strict=True)
+        return torch.cat([part.expand(*part.shape[:-2], n, 1).flatten(-3, -2) for part, (_, n) in parts], -2)
 
 
 class Attention(nn.Module):
@@ -39,14 +93,22 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        parts = sequences.split(self._project(x), 3, self.heads, -1)
+        parts = self._split(self._project(x), sequences)
         sizes = zip(parts, sequences.rotations, sequences.only_cls, strict=True)
-        attended = [self._attend(qkv, rotation, only_cls) for qkv, rotation, only_cls in sizes]
+        attended = [self._attend(*qkv, rotation, only_cls) for qkv, rotation, only_cls in sizes]
         x = self.proj(sequences.join(attended))
         return dropout(x, self.dropout, self.training)
 
-    def _attend(self, qkv: Tensor, rotation: Rotation | None, only_cls: bool) -> Tensor:
-        q, k, v = self._heads(qkv, rotation)
+    def _split(self, projected: Tensor, sequences: Sequences) -> list[tuple[Tensor, ...]]:
+        """Return queries, keys and values of each size, (B, h, T, d) each."""
+        if fuses(projected) and torch.is_grad_enabled():
+            qkv = _SplitHeads.apply(projected, sequences, self.heads)
+            return [qkv[i : i + 3] for i in range(0, len(qkv), 3)]
+        return [_heads(part) for part in sequences.split(projected, 3, self.heads, -1)]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, only_cls: bool) -> Tensor:
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         if only_cls:
             q = q[:, :, :1]
         x = attend(q, k, v, scale=self.scale, dropout=self.attention_dropout if self.training else 0.0)
@@ -60,12 +122,7 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens (b, n, D) to queries, keys and values, (b, h, n, d) each."""
-        return self._heads(self._project(x).view(*x.shape[:2], 3, self.heads, -1), rotation)
-
-    def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        # Without einops, whose calls cost the host more than these. Unbinding (b, n, 3, h, d) before the
-        # transposition makes the backward pass one copy instead of two.
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        q, k, v = _heads(self._project(x).view(*x.shape[:2], 3, self.heads, -1))
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -75,6 +132,30 @@ class Attention(nn.Module):
         query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)  # that of the keys is stored, but not used
         bias = torch.cat([query_bias, torch.zeros_like(key_bias), value_bias])
         return F.linear(x, self.qkv.weight, bias)
+
+
+def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
+    # Without einops, whose calls cost the host more than these. Unbinding (b, n, 3, h, d) before the
+    # transposition makes the backward pass one copy instead of two.
+    return tuple(part.transpose(1, 2) for part in qkv.unbind(2))
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Split all sizes at once, so that one copy puts their gradients together instead of two."""
+
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, sequences: Sequences, heads: int) -> tuple[Tensor, ...]:
+        ctx.sequences, ctx.shape = sequences, projected.shape
+        parts = sequences.split(projected, 3, heads, -1)
+        return tuple(part for qkv in parts for part in _heads(qkv))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out = grads[0].new_empty(ctx.shape)
+        for i, part in enumerate(ctx.sequences.split(out, 3, grads[0].shape[1], -1)):
+            torch.stack([grad.transpose(1, 2) for grad in grads[3 * i : 3 * i + 3]], dim=2, out=part)
+        return out, None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -123,12 +204,37 @@ class Block(nn.Module):
         """
         sequences = sequences or Sequences([(x.shape[0], x.shape[1])])
         attention_drop, mlp_drop = (None, None) if drop is None else drop.unbind()
-        attended = self.attn(self.norm1(x), sequences)
-        x = _residual(sequences.output_tokens(x), attended, self.ls1, attention_drop)
-        return _residual(x, self.mlp(self.norm2(x)), self.ls2, mlp_drop)
+        x, normed = add_norm(x, None, None, None, self.norm1)
+        attended = self.attn(normed, sequences)
+        x, normed = add_norm(sequences.output_tokens(x), attended, self.ls1, attention_drop, self.norm2)
+        return add_residual(x, self.mlp(normed), self.ls2, mlp_drop)
 
 
-def _residual(x: Tensor, branch: Tensor, layer_scale: LayerScale | None, drop: Tensor | None) -> Tensor:
-    if layer_scale is not None:
-        branch = layer_scale(branch)
-    return x + branch if drop is None else torch.addcmul(x, branch, drop)
+def sequences_by_block(
+    shapes: Sequence[tuple[int, int]],
+    rotations: Sequence[Sequence[Rotation | None]],  # of each size, for each block
+    only_cls: Sequence[bool],
+) -> list[Sequences]:
+    """Return the sequences that each block gets; only the last one computes less than all tokens."""
+    by_block = [Sequences(shapes, turned) for turned in zip(*rotations, strict=True)]
+    return [*by_block[:-1], Sequences(shapes, by_block[-1].rotations, only_cls)]
+
+
+def spread_drops(by_block: Sequence[Sequences], drops: Tensor | None) -> list[Tensor | None]:
+    """Return what multiplies the branches of each block, from (depth, 2, ΣB, 1, 1)."""
+    if drops is None:
+        return [None] * len(by_block)
+    return [*by_block[0].spread(drops[:-1]), *by_block[-1].spread(drops[-1:])]
+
+
+def sample_drop_path(
+    rates: Sequence[float], images: int, device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
+    """Sample the factors of stochastic depth for both residual branches of blocks: (depth, 2, images, 1, 1).
+
+    They are 0 or 1 / (1 - rate). They are sampled on the CPU, so that every device gets the same numbers, and
+    in one call, so that a GPU gets one copy instead of a kernel for each branch.
+    """
+    rate = torch.tensor(rates)[:, None, None]
+    kept = torch.rand(len(rates), 2, images, generator=generator) >= rate
+    return to_device(kept / (1 - rate), device)[..., None, None]  # the expectation stays

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_vit.core.distributed import to_device
+from dino_vit.core.fused import fuses
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.images.pixels import unit_scale
 
 Operation = Callable[[Tensor, Tensor], object]
+Jitter = tuple[bool, NDArray[np.bool_], list[NDArray[np.float32]]]  # of one step of `JITTERS`
 Step = tuple[Operation, NDArray[np.int64], NDArray[np.float32]]  # indices (m,) of images, parameters (k, m)
 
 # Brightness, contrast and saturation blend an image with a grey, so images of any order of the four jitter
@@ -123,7 +125,8 @@ class Augment(nn.Module):
     ) -> None:
         super().__init__()
         self.sigma_max, self.colour = sigma_max, len(mean) == 3
-        self.hue = partial(_hue_, turns=max(1, math.ceil(6 * hue_max)))
+        self.turns = max(1, math.ceil(6 * hue_max))
+        self.hue = partial(_hue_, turns=self.turns)
         levels = 255 * rearrange(torch.tensor([mean, std]), "two c -> two c 1 1")
         self.register_buffer("mean", levels[0], persistent=False)
         self.register_buffer("std", levels[1], persistent=False)
@@ -132,6 +135,8 @@ class Augment(nn.Module):
     def forward(self, images: Tensor, rows: Tensor) -> Tensor:
         assert images.dtype in (torch.uint8, torch.float32), images.dtype
         assert images.shape[1] == len(self.mean), images.shape
+        if self.colour and fuses(images):
+            return self._fused(images, rows.numpy())
         x = images * 255 if images.is_floating_point() else images.float()
         if steps := [step for step in self._steps(rows.numpy(), min(x.shape[-2:])) if len(step[1])]:
             # The indices of all steps move to the device in one copy, their parameters in another.
@@ -156,23 +161,46 @@ class Augment(nn.Module):
             return operation, images.nonzero()[0], np.array([values[images] for values in own], np.float32)
 
         yield step(_flip_, on[Column.FLIP])
-        in_steps = _IN_STEPS[rows[:, Column.ORDER].astype(int)]
-        in_steps[~on[Column.JITTER]] = _NOTHING
-        if not self.colour:
-            in_steps[in_steps >= _SATURATION] = _NOTHING
-        for number, is_hue in zip(in_steps.T, JITTERS, strict=True):
+        for is_hue, chosen, own in self._jitters(rows):
             if is_hue:
-                yield step(self.hue, number == _HUE, rows[:, Column.HUE])
-            elif (number < _NOTHING).any():  # those of other images change nothing
-                factors = rows[:, Column.BRIGHTNESS : Column.HUE].T
-                factor = np.select([number == kind for kind in range(_HUE)], list(factors), 1.0)
-                greys = [(1 - factor) * (number == kind) for kind in (_SATURATION, _CONTRAST)]
-                yield step(_blend_, np.ones(len(rows), bool), factor, *greys)
+                yield step(self.hue, chosen, *own)
+            elif chosen.any():  # those of other images change nothing
+                yield step(_blend_, np.ones(len(rows), bool), *own)
         if self.colour:
             yield step(_grey_, on[Column.GREY])
         blurred = on[Column.SIGMA]
         yield _blur_, blurred.nonzero()[0], _gaussian(rows[blurred, Column.SIGMA], self.sigma_max, side - 1)
         yield step(_solarise_, on[Column.SOLARISE])
+
+    def _jitters(self, rows: NDArray[np.float32]) -> Iterator[Jitter]:
+        """Yield of each step of `JITTERS` whether it shifts the hue, the images, and the numbers of all."""
+        in_steps = _IN_STEPS[rows[:, Column.ORDER].astype(int)]
+        in_steps[rows[:, Column.JITTER] <= 0] = _NOTHING
+        if not self.colour:
+            in_steps[in_steps >= _SATURATION] = _NOTHING
+        factors = rows[:, Column.BRIGHTNESS : Column.HUE].T
+        for number, is_hue in zip(in_steps.T, JITTERS, strict=True):
+            if is_hue:
+                yield True, number == _HUE, [rows[:, Column.HUE]]
+            else:
+                factor = np.select([number == kind for kind in range(_HUE)], list(factors), 1.0)
+                greys = [(1 - factor) * (number == kind) for kind in (_SATURATION, _CONTRAST)]
+                yield False, number < _NOTHING, [factor, *greys]
+
+    def _fused(self, images: Tensor, rows: NDArray[np.float32]) -> Tensor:
+        """Compute all operations for all images, in the few kernels of `fused_augment.py`."""
+        from dino_vit.views.fused_augment import augment  # on a GPU alone
+
+        # Without a blur, the centre alone counts.
+        sigma, most = np.maximum(rows[:, Column.SIGMA], _NEGLIGIBLE), min(images.shape[-2:]) - 1
+        switches = (rows[:, [Column.FLIP, Column.GREY, Column.SOLARISE]] > 0).T
+        steps = self._jitters(rows)
+        jitters = [own * chosen if is_hue else own for is_hue, chosen, each in steps for own in each]
+        numbers = [_gaussian(sigma, self.sigma_max, most), switches, jitters]
+        on_device = _on_device([np.ravel(part).astype(np.float32) for part in numbers], images.device)
+        taps, (flip, grey, solarise), jitter = (part.view(-1, len(images)) for part in on_device)
+        on_gpu = jitter, flip, grey, taps, solarise, self.mean, self.std
+        return augment(images, *on_gpu, JITTERS, self.turns, _LUMA)
 
 
 def _on_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Sequence[Tensor]:
