@@ -97,6 +97,7 @@ def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
         (["pretrain", "a", "b", "c"], "'c' on the command line is not key=value; write settings as"),
         (["knn", "photos", "weihgts=a"], "weihgts is not a setting; did you mean weights?"),
         (["knn", "photos"], "dino-vit knn: weights is needed: run folder, weights file, "),
+        (["search", "e.parquet", "images=[]"], "images = []: must have at least 1 item"),
         (["pretrain", "model=vit_small"], "model is not a setting; did you mean model.arch?"),
     ],
 )

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dino_vit.config.commands import IN_PYTHON, TRUST, CachedConfig, JsonFile, PngFile, Precision
 from dino_vit.config.sections import Tokens
-from dino_vit.config.settings import Count, Dimension, Few, Settings, setting
+from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
 
 Cosine = Annotated[float, Field(gt=-1, le=1)]
 ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parquet"])]
@@ -31,7 +31,7 @@ class SearchConfig(Settings):
     positional: ClassVar = ("embeddings", "images")
     examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    images: tuple[str, ...] = Field(description="image files to find similar images to")
+    images: NonEmpty[str] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder, weights file or name; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
     trust: bool = TRUST

@@ -212,7 +212,7 @@ def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Ite
         title = header[1 - name] if header else "label"
         is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
         label = None if is_name or not title else 1 - name
-    numbers, problem = [], ""
+    numbers, problem = list[int](), ""
     if label is None:
         numbers, problem = _number_columns(rows, header, name, _DELIMITERS[suffix_of(path)])
     if problem and labels_needed:

@@ -70,6 +70,7 @@ def parts(index: Path) -> list[Path]:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise StorageError(f"{index} does not name the files of the weights") from error
-    if strange := [str(name) for name in names if Path(str(name)).name != name]:
+    listed = {path.name for path in index.parent.iterdir() if path.is_file()}
+    if strange := [str(name) for name in names if name not in listed]:
         raise StorageError(f"{index} names {brief(strange[0])}, which is no file beside it")
     return [index.with_name(name) for name in sorted(names)]

@@ -225,6 +225,8 @@ def describe(
         trivial = trivial_baselines(learned.targets.cpu().numpy(), learned.classes)["largest_class"]
         beside.append(f"always guessing {brief(trivial['name'])} {trivial['percent']:.1f}")
     lines.append(f"cross-validated {title} {best.figure} % by {best.candidate}; {', '.join(beside)}")
+    if task == "multiclass" and best.figure.low <= trivial["percent"]:
+        lines.append("That may be chance, as the interval holds what guessing scores: label more images")
     if pixels and best.figure.value <= pixels.figure.value:
         lines.append(
             "These features are no better than raw pixels: train longer, or use published weights, "

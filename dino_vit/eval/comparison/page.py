@@ -65,7 +65,8 @@ def conclusion(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> s
         name = best[title][0]
         points = 100 * (comparison.measured[title][name].mean - baseline.mean)
         if points <= 0:
-            texts.append(f"By {title} none is better than raw pixels: {name} is {-points:.1f} points below.")
+            beside = f"is {-points:.1f} points below" if points < -0.05 else "does as well"
+            texts.append(f"By {title} none is better than raw pixels: {name} {beside}.")
     return " ".join(texts)
 
 

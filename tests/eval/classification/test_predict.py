@@ -305,6 +305,15 @@ def test_a_class_of_one_image_is_named(photos, weights):
     )
 
 
+def test_labels_at_random_are_said_to_be_chance(photos, weights):
+    assert "may be chance" not in predict(photos, weights)
+    rows = (photos / "labels.csv").read_text().splitlines()[1:]
+    labels = np.random.default_rng(1).permutation([row.partition(",")[2] for row in rows])
+    shuffled = (f"{row.partition(',')[0]},{label}" for row, label in zip(rows, labels, strict=True))
+    (photos / "random.csv").write_text("\n".join(["name,label", *shuffled]))
+    assert "That may be chance, as the interval" in predict(photos, weights, labels="random.csv")
+
+
 def test_two_labels_are_enough(photos, weights):
     (photos / "two.csv").write_text("000.png,blue\n002.png,green")
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "two.csv", verbose=False)

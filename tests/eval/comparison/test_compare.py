@@ -15,7 +15,9 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.comparison.baselines import untrained_like
 from dino_vit.eval.comparison.compare import choose_evaluators, names_of, open_compared
+from dino_vit.eval.comparison.page import Comparison, conclusion
 from dino_vit.eval.features import frozen_backbone
+from dino_vit.eval.figures import measured_share
 from dino_vit.eval.maps import dense
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import rankme
@@ -54,6 +56,20 @@ def test_raw_pixels_have_a_row_and_are_named_where_nothing_is_better(tmp_path, o
     row = next(line for line in str(found).splitlines() if line.startswith("raw pixels"))
     assert f"{percent:.2f} (" in row
     assert "raw pixels" in ParsedPage(found.page.read_text()).text
+
+
+@pytest.mark.parametrize(
+    ("right", "by_pixels", "said"),
+    [(2, 1, ""), (2, 2, " a does as well."), (1, 3, " a is 50.0 points below.")],
+)
+def test_what_is_said_beside_raw_pixels(right, by_pixels, said):
+    def measured(count):
+        return measured_share("top-1", np.arange(4), torch.arange(4) < count)
+
+    comparison = Comparison(source=make_textures(length=4), measured={"top-1": {"a": measured(right)}})
+    comparison.raw_pixels["top-1"] = measured(by_pixels)
+    found = conclusion(comparison, {"top-1": ("a",)})
+    assert found.endswith(f"By top-1 none is better than raw pixels:{said}" if said else "top-1.")
 
 
 def test_figures_are_those_of_the_evaluators(tmp_path, others):
