@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from dino_vit.core import log
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _DISABLED = any(os.environ.get(f"{name}_DISABLE", "0") == "1" for name in ("TORCH_COMPILE", "TORCHDYNAMO"))
 
 
@@ -38,7 +39,7 @@ def fused_step() -> Iterator[None]:
 
 def fuses(x: Tensor) -> bool:
     """Tell whether functions of x are to be fused."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not (_State.steps and _State.works):
+    if torch.compiler.is_compiling() or not (_State.steps and _State.works):
         return False
     return x.dtype != torch.float64 and _is_on_gpu(x)
 

@@ -95,7 +95,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         parts = self._split(self._project(x), sequences)
         sizes = zip(parts, sequences.rotations, sequences.only_cls, strict=True)
-        attended = [self._attend(*qkv, rotation, only_cls) for qkv, rotation, only_cls in sizes]
+        attended = [self._attend(qkv, rotation, only_cls) for qkv, rotation, only_cls in sizes]
         x = self.proj(sequences.join(attended))
         return dropout(x, self.dropout, self.training)
 
@@ -106,7 +106,8 @@ class Attention(nn.Module):
             return [qkv[i : i + 3] for i in range(0, len(qkv), 3)]
         return [_heads(part) for part in sequences.split(projected, 3, self.heads, -1)]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, only_cls: bool) -> Tensor:
+    def _attend(self, qkv: tuple[Tensor, ...], rotation: Rotation | None, only_cls: bool) -> Tensor:
+        q, k, v = qkv
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if only_cls:

@@ -66,14 +66,14 @@ def add_norm(
     device, gamma = x.device.type, None if layer_scale is None else layer_scale.gamma
     dtype = torch.promote_types(x.dtype, norm.weight.dtype)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-    return _AddNorm.apply(x, branch, gamma, drop, norm.weight, norm.bias, norm.eps, dtype)  # type: ignore[no-any-return]
+    return _AddNorm.apply(x, branch, gamma, drop, norm.weight, norm.bias, norm.eps, dtype)
 
 
 def add_residual(x: Tensor, branch: Tensor, layer_scale: LayerScale | None, drop: Tensor | None) -> Tensor:
     """Add a branch, scaled by channel and by image, to the tokens."""
     if fuses(x):
         gamma = None if layer_scale is None else layer_scale.gamma
-        return _Add.apply(x, branch, gamma, drop)  # type: ignore[no-any-return]
+        return _Add.apply(x, branch, gamma, drop)
     if layer_scale is not None:
         branch = layer_scale(branch)
     return x + branch if drop is None else torch.addcmul(x, branch, drop)

@@ -196,8 +196,8 @@ class Augment(nn.Module):
         switches = (rows[:, [Column.FLIP, Column.GREY, Column.SOLARISE]] > 0).T
         steps = self._jitters(rows)
         jitters = [own * chosen if is_hue else own for is_hue, chosen, each in steps for own in each]
-        numbers = [_gaussian(sigma, self.sigma_max, most), switches, jitters]
-        on_device = _on_device([np.ravel(part).astype(np.float32) for part in numbers], images.device)
+        numbers = [_gaussian(sigma, self.sigma_max, most), switches, np.array(jitters)]
+        on_device = _on_device([part.astype(np.float32).ravel() for part in numbers], images.device)
         taps, (flip, grey, solarise), jitter = (part.view(-1, len(images)) for part in on_device)
         on_gpu = jitter, flip, grey, taps, solarise, self.mean, self.std
         return augment(images, *on_gpu, JITTERS, self.turns, _LUMA)

@@ -107,12 +107,12 @@ def _luma(planes: Planes, luma: Luma) -> Tensor:
 
 
 def _blend(planes: Planes, factor: Tensor, grey: Tensor) -> Planes:
-    red, green, blue = planes
-    return _clamped((red * factor + grey, green * factor + grey, blue * factor + grey), 0.0, 255.0)
+    red, green, blue = (plane.mul(factor).add(grey).clamp(0, 255) for plane in planes)
+    return red, green, blue
 
 
-def _clamped(planes: Planes, low: Tensor | float, high: Tensor | float) -> Planes:
-    red, green, blue = (torch.clamp(plane, low, high) for plane in planes)  # type: ignore[call-overload]
+def _clamped(planes: Planes, low: Tensor, high: Tensor) -> Planes:
+    red, green, blue = (plane.maximum(low).minimum(high) for plane in planes)
     return red, green, blue
 
 
