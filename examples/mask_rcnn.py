@@ -47,7 +47,7 @@ def batch(indices):
     return [torch.as_tensor(scenes.read(index)) / 255 for index in indices], targets
 
 
-settings: dict = dict.fromkeys(["min_size", "max_size", "size_divisible"], side)
+settings: dict[str, object] = dict.fromkeys(["min_size", "max_size", "size_divisible"], side)
 settings |= {"image_mean": backbone.provenance.mean, "image_std": backbone.provenance.std}
 settings |= {"box_batch_size_per_image": 32, "rpn_post_nms_top_n_test": 100, "box_detections_per_img": 10}
 sizes = [[side // n] for n in (8, 4, 2, 1)]
