@@ -145,7 +145,7 @@ def chunked_cross_entropy(
                 grad_features[index] = _matmul(gradient, weight, accurate).view(shape)
             if needs_weight:
                 product = _matmul(gradient.T, chunk.to(dtype), accurate)
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+                grad_weight = product.to(accurate) if grad_weight is None else grad_weight.add_(product)
     factor = 1 / (grad_scale * terms * temperature)
     return _Loss.apply(features, prototype_weight, total / terms, grad_features, grad_weight, factor)
 

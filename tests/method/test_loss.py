@@ -148,3 +148,26 @@ def test_logits_are_float32_under_autocast(dtype):
         logits = logits_of(features.float(), prototypes.float())
     torch.testing.assert_close(logits.double() / 0.04, features @ prototypes.T / 0.04, rtol=0, atol=1e-4)
     assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradients_of_many_chunks_are_summed_in_float32(dtype):
+    """A sum of equal numbers in bfloat16 stays at 256 of them, and the mean of 600 would be less than half."""
+    features, weight, teacher_logits, center = make_batch(2, 4, images=1)
+    gradients = []
+    for images in (1, 600):
+        repeated = [rows.repeat_interleave(images, dim=0) for rows in (features, teacher_logits)]
+        with torch.autocast("cpu", dtype):
+            loss = dino_loss(
+                repeated[0],
+                weight,
+                repeated[1],
+                center,
+                views=4,
+                global_views=2,
+                chunk_bytes=1,
+                **TEMPERATURES,
+            )
+        gradients += torch.autograd.grad(loss, weight)
+    # Each chunk gives the same product; 600 roundings in float32 are below 600 · 2⁻²⁴.
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=0.0)
