@@ -152,7 +152,7 @@ def test_logits_are_float32_under_autocast(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradients_of_many_chunks_are_summed_in_float32(dtype):
-    """A sum of equal numbers in bfloat16 stays at 256 of them, and the mean of 600 would be less than half."""
+    """Equal numbers summed in bfloat16 stay at 256 of them: the mean of 600 would be less than half."""
     features, weight, teacher_logits, center = make_batch(2, 4, images=1)
     gradients = []
     for images in (1, 600):
