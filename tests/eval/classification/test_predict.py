@@ -240,7 +240,7 @@ def test_neighbours_are_kept_too(photos, weights, monkeypatch):
 
 
 def test_a_full_disk_leaves_what_fits_on_it(photos, weights):
-    """A limit on the size of files stands in for the full disk; the classifier holds the backbone and more."""
+    """A limit on the size of files stands in for the full disk; a classifier holds its backbone too."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     given = ["output=rest.csv", "unsure=4", "sheet=next.png", "head=c.safetensors"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (weights.stat().st_size, limits[1]))
