@@ -198,10 +198,10 @@ class Reporter:
         if len(sources) > 1:
             return text
         images = shlex.quote(public(sources[0]))
-        name, what = "embed", "writes features"
         if self.state.evaluation.has_labels:
-            name, what = "knn", "classifies each image by the others"
-        return f"{text}; `dino-vit {name} {images} {folder}` {what}"
+            return f"{text}; `dino-vit knn {images} {folder}` classifies each image by the others"
+        text += f"; `dino-vit embed {images} {folder}` writes features"
+        return f"{text}; `dino-vit predict {images} {folder} labels=few.csv` labels all by those of a few"
 
 
 def start_record(run: ReadyRun) -> Start:

@@ -1,13 +1,16 @@
 """What is in the folder of a run before it starts is not lost."""
 
 import json
+import re
+import shlex
 
 import pytest
 
 from dino_vit.cli import main
 from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
 from dino_vit.training.resume import set_earlier_run_aside
-from tests.support.runs import arguments, steps
+from tests.support.images import write_synthetic
+from tests.support.runs import arguments, command_here, steps
 from tests.support.training import trained
 
 FEW = {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
@@ -76,3 +79,17 @@ def test_what_an_earlier_version_kept_stays_too(tmp_path):
         write_tensors(path, tensors, json.dumps(stated))
     trained(tmp_path, {**FEW, "run.resume": "changed", "budget.steps": 8})
     assert steps(tmp_path) == [2, 4, 7, 8]
+
+
+def test_without_labels_a_run_ends_with_commands_that_work(tmp_path, monkeypatch):
+    """The one for labels too, once a few are written down."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        write_synthetic(tmp_path / "photos" / f"{number}.png", number)
+    said = command_here(*arguments(tmp_path / "run", {**FEW, "data.source": tmp_path / "photos"}))
+    commands = [shlex.split(command) for command in re.findall("`dino-vit ([^`]*)`", said.splitlines()[-1])]
+    assert [command[0] for command in commands] == ["report", "embed", "predict"]
+    rows = [f"{number}.png,{number % 2}" for number in range(8)]
+    (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
+    assert "12 images labelled" in command_here(*commands[2])
+    assert "20" in command_here(*commands[1])
