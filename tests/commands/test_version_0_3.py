@@ -22,7 +22,7 @@ RECORDED = Path(__file__).parent / "recorded/version-0.3.zip"
 
 
 @pytest.fixture
-def of_0_3(tmp_path, monkeypatch):
+def files_of_0_3(tmp_path, monkeypatch):
     with zipfile.ZipFile(RECORDED) as archive:
         archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def command(*parts):
     assert main([*parts]) == 0
 
 
-def test_a_run_resumes_and_is_drawn_with_its_evaluations(of_0_3):
+def test_a_run_resumes_and_is_drawn_with_its_evaluations(files_of_0_3):
     before = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()[:2]]
     command("pretrain", "--config", "run/config.yaml")
     records = dino_vit.Run("run").metrics()
@@ -51,7 +51,7 @@ def test_a_run_resumes_and_is_drawn_with_its_evaluations(of_0_3):
 
 
 @pytest.mark.parametrize("weights", ["run", "weighted", "backbone.safetensors", "vit.safetensors"])
-def test_weights_are_evaluated_and_exported(weights, of_0_3):
+def test_weights_are_evaluated_and_exported(weights, files_of_0_3):
     assert dino_vit.knn("synthetic:16:16", weights, verbose=False).figure.images == 16
     if weights == "run":
         labels = [f"{name},{name[0]}" for name in dino_vit.embed("synthetic:16:16", weights).names]
@@ -62,7 +62,7 @@ def test_weights_are_evaluated_and_exported(weights, of_0_3):
         command("export", weights, "new.safetensors", "--format", "timm")
 
 
-def test_embeddings_and_shards_are_read(of_0_3, capsys):
+def test_embeddings_and_shards_are_read(files_of_0_3, capsys):
     with tarfile.open("packed/000000.tar") as shard:
         Path("image.png").write_bytes(shard.extractfile("bricks/00000005.png").read())
     command("search", "embeddings.parquet", "image.png", "weights=backbone.safetensors", "k=2")
@@ -75,7 +75,7 @@ def test_embeddings_and_shards_are_read(of_0_3, capsys):
     assert_close_to_scale(*({name: torch.from_numpy(row) for name, row in rows.items()} for rows in values))
 
 
-def test_a_run_by_weights_says_what_left_and_resumes_without_them_if_asked(of_0_3, capsys):
+def test_a_run_by_weights_says_what_left_and_resumes_without_them_if_asked(files_of_0_3, capsys):
     settings = ["pretrain", "--config", "weighted/config.yaml"]
     assert main(settings) == 2
     said = capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_a_run_by_weights_says_what_left_and_resumes_without_them_if_asked(of_0_
     assert "weights" not in config["data"]
 
 
-def test_old_names_of_results_warn_and_name_the_new_ones(of_0_3):
+def test_old_names_of_results_warn_and_name_the_new_ones(files_of_0_3):
     result = dino_vit.knn("synthetic:16:16", "run", verbose=False)
     with pytest.warns(FutureWarning, match=r"EvaluationResult\.top1 is called EvaluationResult\.figure now"):
         figure = result.top1
