@@ -55,8 +55,6 @@ Share = tuple[Area, Area]
 Minutes = Annotated[float, Field(ge=0.01, le=1e6)]  # PyTorch counts them in nanoseconds
 Sigma = Annotated[float, Field(ge=1e-12, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
-
-
 Sources = Annotated[str | tuple[str, ...], BeforeValidator(several)]
 
 

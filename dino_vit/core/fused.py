@@ -1,6 +1,6 @@
 """Small functions that a GPU runs as one kernel: compiled on CUDA during training, plain code elsewhere.
 
-`fuses(x)` tells whether to take such functions for x; where it is false, today's operators do the work. They
+`fuses(x)` tells whether to take such functions for x; where it is false, PyTorch's operators do it. They
 are not taken on other devices, under torch.compile (which fuses the operators itself) or an export, for fake
 tensors and float64, or with TORCH_COMPILE_DISABLE=1. They change none of their arguments.
 """
@@ -75,9 +75,7 @@ def _run(plain: Callable[..., R], compiled: Callable[[], Callable[..., R]], argu
             return compiled()(*arguments)
     except torch.OutOfMemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # there are many kinds: Triton, a C compiler or memory for the cache is missing
+    except Exception as error:  # of many kinds: without Triton, a C compiler, or room for the cache
         _State.works = False
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning(f"training goes on without compiled functions, which are faster: {reason}")

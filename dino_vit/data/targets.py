@@ -42,9 +42,8 @@ class Targets(NamedTuple):
 
     def _doubts(self) -> str:
         numbers = self.values.sum(0) if self.values.ndim == 2 else np.bincount(self.values)
-        counts = dict(
-            zip(self.names, numbers.astype(int).tolist(), strict=False)
-        )  # the last may have no image
+        # The last names may have no image.
+        counts = dict(zip(self.names, numbers.astype(int).tolist(), strict=False))
         return "".join(f"; {doubt}" for doubt in doubts_about(counts))
 
 

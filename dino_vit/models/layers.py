@@ -123,10 +123,8 @@ class _AddNorm(torch.autograd.Function):
             grad, grad_branch, *of_norm = _add_and_norm_backward(*given, drop, dtype)
             return grad.to(x_dtype), grad_branch, None, None, *of_norm, None, None
         grad, *of_norm = _norm_backward(*given)  # Inductor does not fuse all of it either
-        grad_branch, grad_gamma = (
-            _add_backward(grad, gamma, drop, dtype),
-            _gamma_backward(grad, branch, drop, gamma),
-        )
+        grad_branch = _add_backward(grad, gamma, drop, dtype)
+        grad_gamma = _gamma_backward(grad, branch, drop, gamma)
         return grad.to(x_dtype), grad_branch, grad_gamma, None, *of_norm, None, None
 
 

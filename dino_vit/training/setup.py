@@ -37,13 +37,7 @@ from dino_vit.training.plan import BudgetEstimate, make_plan, note_on_unseen
 from dino_vit.training.resolve import RunContext, resolve
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
-from dino_vit.views.build import (
-    build_augment,
-    build_eval_transform,
-    build_loader,
-    keep_decoded,
-    open_images,
-)
+from dino_vit.views.build import build_augment, build_eval_transform, build_loader, keep_decoded, open_images
 from dino_vit.views.loader import UnreadableImages
 
 
