@@ -16,6 +16,7 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.eval.figures import accuracy
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline
 from dino_vit.reports.readings import PATIENCE, collapse
 from dino_vit.reports.verdict import WAITING, judge, waits_for_images
@@ -104,6 +105,17 @@ def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
     said = str(judge(*recorded("unlabelled-good", labels=False)))
     assert said.startswith("learning: effective rank 38.0 (before training 14.1), entropy gap 2.54.")
     assert "k-NN" not in said
+
+
+def test_the_interval_of_a_run_is_that_of_evaluations():
+    """Not of width 0 where all are right."""
+    *run, baseline = recorded("flowers-small")
+    history, config = run
+    history = [*history[:-1], replace(history[-1], knn=100.0)]
+    figure = accuracy(500, 500)
+    said = judge(history, config, replace(baseline, queries=500)).figures
+    assert f"k-NN 100.0 ± {(figure.high - figure.low) / 2:.1f} %" in said
+    assert "100.0 ± 0.4 %" in said
 
 
 def test_without_figures_from_before_nothing_is_worse_than_them():
