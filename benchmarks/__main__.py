@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from pkgutil import iter_modules
 
-from benchmarks import gpu, measure
+from benchmarks import gpu, gpu_record, gpu_summary, measure
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -53,11 +53,20 @@ def main() -> int:
     missing = [name for name in programs if on_cuda(name) and not record(name, "cuda").exists()]
     said = f" Not measured there yet: {', '.join(missing)}." if missing else ""
     page = HEAD.format(missing=said) + (measure.__doc__ or "").strip() + "\n"
-    page += "".join(section(name) for name in programs)
+    page += gpus() + "".join(section(name) for name in programs)
     (FOLDER / "RESULTS.md").write_text(page, encoding="utf-8")
     if failed:
         print(f"failed, and left as before: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)
+
+
+def gpus() -> str:
+    """Write the part of the page that has what `benchmarks gpu` measured, GPU by GPU."""
+    text = "\n## gpu\n\n`python -m benchmarks gpu`\n"
+    for file in sorted(RESULTS.glob("*/results.jsonl")):
+        heading, *parts = gpu_summary.parts(gpu_record.Record(file).lines())
+        text += "\n" + "\n\n".join([f"##{heading}", *parts]) + "\n"
+    return text
 
 
 def section(name: str) -> str:

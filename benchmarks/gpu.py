@@ -41,8 +41,8 @@ class Part(NamedTuple):
 
 PARTS = {
     "facts": Part("benchmarks.gpu_facts:run", 60),
-    "tests": Part("benchmarks.gpu_runs:tests", 150),
-    "steps": Part("benchmarks.gpu_steps:steps", 110),
+    "steps": Part("benchmarks.gpu_steps:steps", 160),
+    "tests": Part("benchmarks.gpu_runs:tests", 120),
     "profile": Part("benchmarks.gpu_profile:run", 50),
     "compiled": Part("benchmarks.gpu_steps:compiled", 110),
     "input": Part("benchmarks.gpu_runs:feeding", 45),

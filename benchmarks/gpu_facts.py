@@ -6,6 +6,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -78,7 +79,12 @@ def machine() -> dict[str, object]:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "not installed"
-    found: dict[str, object] = {"python": platform.python_version(), "cores": cores(), **versions}
+    found: dict[str, object] = {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "cores": cores(),
+        **versions,
+    }
     found |= {"cpu": device_name(torch.device("cpu")), "compiler": shutil.which("gcc") or shutil.which("cc")}
     if ON_GPU:
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ from dino_vit.views.workers import choose_workers
 ROOT = Path(__file__).parents[1]
 PHOTOS = 64  # that are made; more files hold the same
 TESTS = ("--durations=10", "--tb=short", "-rfEs", "-v")  # -v: what was tested by the time that it is killed
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the second warns, which is an error
 JUDGED = 0.35  # of the time of a run on CIFAR-10, for setting it up and for judging it
 SHORTEST = 30.0  # seconds of a run that says something
 NETWORKS = ("vit_tiny", "timm:resnet18")
@@ -47,8 +48,8 @@ KEPT = ("step", "epoch", "loss", "images_per_second", "data_wait", "knn")
 
 def tests(record: Record, _: float) -> None:
     """Run the tests of `make test-gpu`, several at a time where pytest-xdist is installed."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", *TESTS]
-    command += ["-n", str(size(6, 2))] if find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *PLUGINS, *TESTS]
+    command += ["-n", str(size(8, 2))] if find_spec("xdist") else []
     environ = dict(os.environ)
     if not ON_GPU:
         environ |= {"TEST_GPU_ON": "cpu"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import einops
 import torch
@@ -24,7 +25,9 @@ from benchmarks.measure import Work
 from benchmarks.step import FIXED, Case, Reference
 from dino_vit.config.loading import replace as with_settings
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.fused import _State
 from dino_vit.core.runtime import start_processes, wait_for_device
+from dino_vit.models.faster import WARM_UP
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
@@ -32,6 +35,8 @@ from dino_vit.views.loader import Batch
 
 READ = size(64, 2)  # images that are cut into views; a larger batch has them several times
 TITLES = {"vit_small": "ViT-S/16", "vit_base": "ViT-B/16"}
+GRAPHS = "CUDA graphs"
+RECORDED = WARM_UP + 2  # steps until the passes are recorded and replayed once
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -42,12 +47,13 @@ class StepCase:
     arch: str
     batch: int
     method: str = "DINO"
-    how: str = "eager"
+    how: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"{TITLES[self.arch]}, {self.method}, {self.batch} images, {self.how}"
+        how = f", {self.how}" if self.how else ""
+        return f"{TITLES[self.arch]}, {self.method}, {self.batch} images{how}"
 
     @property
     def images(self) -> int:
@@ -55,7 +61,8 @@ class StepCase:
 
     @property
     def settings(self) -> dict[str, Any]:
-        own = {"model.arch": self.arch, "method": self.method.lower(), "run.compile": False, **self.changes}
+        own = {"model.arch": self.arch, "method": self.method.lower(), "run.compile": False}
+        own |= {"run.cuda_graphs": GRAPHS in self.how, **self.changes}
         return own if ON_GPU else {**own, **SMALL}
 
 
@@ -107,7 +114,8 @@ def tiled(batch: Batch, times: int) -> Batch:
 
 def measured(step: Work, images: int, *, queued: int = 10, rounds: int = 3) -> dict[str, float]:
     """Time steps in a queue, as the loop takes them, then one by itself and the host in it."""
-    first = seconds(step)
+    for _ in range(size(RECORDED, 1)):
+        step()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     ms = milliseconds(step, calls=queued, rounds=rounds, warm_up=2)
@@ -119,17 +127,21 @@ def measured(step: Work, images: int, *, queued: int = 10, rounds: int = 3) -> d
         wait_for_device(DEVICE)
         alone.append(1e3 * (time.perf_counter() - start))
     found = {"images_s": round(1e3 * images / ms, 1), "ms": round(ms, 2), "ms_alone": round(median(alone), 2)}
-    found |= {"ms_host": round(median(hosts), 2), "first_s": round(first, 1)}
+    found |= {"ms_host": round(median(hosts), 2)}
     if ON_GPU:
         found["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
     return found
 
 
-def shares(step: Work, ms: float) -> dict[str, float]:
-    """Set the multiplications of a step beside the peak of an H100's data sheet."""
+def multiplications(step: Work) -> int:
+    """Count the FLOPs of a step, before it is recorded."""
     with FlopCounterMode(display=False) as counter:
         step()
-    flops = counter.get_total_flops()
+    return counter.get_total_flops()
+
+
+def shares(flops: int, ms: float) -> dict[str, float]:
+    """Set the multiplications of a step beside the peak of an H100's data sheet."""
     reached = 1e3 * flops / ms
     return {
         "tflop": round(flops / 1e12, 2),
@@ -139,13 +151,13 @@ def shares(step: Work, ms: float) -> dict[str, float]:
 
 
 def ours(record: Record, case: StepCase, build: Callable[[StepCase], Work] = WholeStep) -> None:
-    """Measure one of our steps."""
+    """Measure one of our steps, whose functions are compiled for its own shapes."""
+    torch._dynamo.reset()
     with record.attempt("step", case.name):
         step = build(case)
+        first, flops = seconds(step), multiplications(step)
         found = measured(step, case.images)
-        with record.attempt("multiplications", case.name):
-            found |= shares(step, found["ms"])
-        record.add("step", case.name, **found)
+        record.add("step", case.name, first_s=round(first, 1), **found, **shares(flops, found["ms"]))
 
 
 def published(record: Record, case: StepCase) -> None:
@@ -159,57 +171,52 @@ def published(record: Record, case: StepCase) -> None:
 def steps(record: Record, _: float) -> None:
     """Measure steps as they are, the most telling first."""
     ours(record, SMALL_STEP)
+    ours(record, replace(SMALL_STEP, how=GRAPHS))
+    with nothing_compiled():
+        ours(record, replace(SMALL_STEP, how="nothing compiled"))
+        ours(record, replace(SMALL_STEP, how=f"nothing compiled, {GRAPHS}"))
     published(record, SMALL_STEP)
     ours(record, BASE_STEP)
-    with sdpa_kernel(list(WITHOUT_CUDNN)) if ON_GPU else nullcontext():
-        ours(record, replace(SMALL_STEP, how="without cuDNN's attention"))
     ours(record, replace(SMALL_STEP, batch=256))
     ours(record, DINOV2_STEP)
+    with nothing_compiled():
+        ours(record, replace(BASE_STEP, how="nothing compiled"))
+        ours(record, replace(SMALL_STEP, batch=256, how="nothing compiled"))
     published(record, BASE_STEP)
     ours(record, replace(BASE_STEP, method="DINOv2"))
     ours(record, replace(BASE_STEP, batch=256))
     published(record, replace(SMALL_STEP, batch=256))
+    with sdpa_kernel(list(WITHOUT_CUDNN)) if ON_GPU else nullcontext():
+        ours(record, replace(SMALL_STEP, how="without cuDNN's attention"))
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Leave the small functions of a step to PyTorch's operators, as TORCH_COMPILE_DISABLE=1 does."""
+    with patch.object(_State, "works", False):
+        yield
 
 
 def compiled(record: Record, _: float) -> None:
-    """Measure what compiling costs and brings: block by block, the whole networks, as CUDA graphs."""
+    """Measure what compiling costs and brings: block by block, or the whole networks."""
     for case, how in (
         (SMALL_STEP, "blocks compiled"),
         (BASE_STEP, "blocks compiled"),
         (DINOV2_STEP, "blocks compiled"),
+        (replace(SMALL_STEP, batch=256), "blocks compiled"),
         (SMALL_STEP, "networks compiled"),
-        (SMALL_STEP, "CUDA graphs"),
     ):
-        if how == "CUDA graphs" and not ON_GPU:
-            continue
         case = replace(case, how=how, changes={"run.compile": COMPILED[how]})
         torch._dynamo.reset()  # what it keeps of the case before counts to its limit
         counters.clear()
         with record.attempt("compiled", case.name):
-            step, start = (Graphs if how == "CUDA graphs" else WholeStep)(case), time.perf_counter()
-            for _ in range(3):  # compiled, recorded, replayed
+            step, start = WholeStep(case), time.perf_counter()
+            for _ in range(RECORDED):
                 step()
             wait_for_device(DEVICE)
             took = round(time.perf_counter() - start, 1)
-            graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
-            found = measured(step, case.images)
-            record.add("compiled", case.name, compile_s=took, graphs=graphs, graph_skips=skips, **found)
+            graphs = counters["stats"]["unique_graphs"]
+            record.add("compiled", case.name, compile_s=took, graphs=graphs, **measured(step, case.images))
 
 
-COMPILED: dict[str, Any] = {"blocks compiled": "auto", "networks compiled": True, "CUDA graphs": False}
-
-
-class Graphs(WholeStep):
-    """A step whose networks are compiled to be recorded and replayed."""
-
-    def __init__(self, case: StepCase) -> None:
-        super().__init__(case)
-        for network in (self.state.student, self.state.teacher):
-            network.run_backbone = torch.compile(  # type: ignore[method-assign]
-                network.run_backbone, dynamic=False, mode="reduce-overhead"
-            )
-
-    def __call__(self) -> None:
-        # What the step before returned may be written over.
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        super().__call__()
+COMPILED: dict[str, Any] = {"blocks compiled": "auto", "networks compiled": True}

@@ -119,7 +119,8 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             stack.enter_context(patch("torch.Tensor.pin_memory", _pinned))
             stack.enter_context(patch("torch.Tensor.is_pinned", _is_pinned))
             stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
-            stack.enter_context(patch("dino_vit.core.fused._is_on_gpu", lambda x: x.is_cuda))
+            stack.enter_context(patch("dino_vit.core.fused.is_on_gpu", lambda x: x.is_cuda))
+            stack.enter_context(patch("dino_vit.core.fused._State.small", True))
             stack.enter_context(patch("dino_vit.core.fused._run", self._fused))
             for name, stand_in in OF_CUDA.items():
                 stack.enter_context(patch(f"torch.cuda.{name}", stand_in))

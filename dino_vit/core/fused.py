@@ -24,7 +24,7 @@ _DISABLED = any(os.environ.get(f"{name}_DISABLE", "0") == "1" for name in ("TORC
 class _State:
     """What all threads of the process see; backward passes run in a thread of their own."""
 
-    steps, works = False, not _DISABLED
+    steps, works, small = False, not _DISABLED, False
 
 
 @contextmanager
@@ -37,14 +37,25 @@ def fused_step() -> Iterator[None]:
         _State.steps = before
 
 
-def fuses(x: Tensor) -> bool:
-    """Tell whether functions of x are to be fused."""
+@contextmanager
+def fused_if_small() -> Iterator[None]:
+    """Fuse functions of few numbers too, whose calls cost the host nothing once they are recorded."""
+    before, _State.small = _State.small, True
+    try:
+        yield
+    finally:
+        _State.small = before
+
+
+def fuses(x: Tensor, at_least: int = 0) -> bool:
+    """Tell whether functions of x are to be fused, `at_least` so many numbers if each call has its cost."""
     if torch.compiler.is_compiling() or not (_State.steps and _State.works):
         return False
-    return x.dtype != torch.float64 and _is_on_gpu(x)
+    return x.dtype != torch.float64 and is_on_gpu(x) and (x.numel() >= at_least or _State.small)
 
 
-def _is_on_gpu(x: Tensor) -> bool:
+def is_on_gpu(x: Tensor) -> bool:
+    """Tell whether x is a plain tensor of a GPU."""
     return x.is_cuda and type(x) in (Tensor, nn.Parameter)  # no fake tensor, no part of one
 
 

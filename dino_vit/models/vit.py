@@ -91,7 +91,7 @@ class VisionTransformer(Backbone):
         self.channels, self.width, self.depth = config.channels, config.width, config.depth
         self.heads, self.registers, self.position_mode = config.heads, config.registers, config.position_mode
         self.rotary, self.trained_grid = config.positions == "rotary", self.grid_of(*self.image_size)
-        self._matrices: dict[Any, Tensor] = {}  # that resample positions
+        self.matrices: dict[Any, Tensor] = {}  # that resample positions
 
         width, count = self.width, 1 + math.prod(self.trained_grid)
         widths = config.stem_width or width, config.resnet_layers, config.resnet_width
@@ -112,7 +112,7 @@ class VisionTransformer(Backbone):
         self.init_weights()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_matrices": {}}  # they are of one device
+        return {**self.__dict__, "matrices": {}}  # they are of one device
 
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
@@ -206,7 +206,7 @@ class VisionTransformer(Backbone):
         """Return the position embeddings, CLS first, for a grid of (h, w) patches: (1, 1 + h·w, D)."""
         assert self.pos_embed is not None, "rotary positions have no embeddings"
         trained, mode = self.trained_grid, self.position_mode
-        return positions.interpolate_pos_embs(self.pos_embed, grid, trained, mode, self._matrices)
+        return positions.interpolate_pos_embs(self.pos_embed, grid, trained, mode, self.matrices)
 
     def rotations(self, images: Tensor) -> Sequence[Rotation | None]:
         """Return the rotation of each patch of images of this size for each block, if there are any.

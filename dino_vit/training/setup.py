@@ -18,13 +18,7 @@ from dino_vit.config.settings import given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import (
-    DTYPES,
-    choose_compile,
-    choose_precision,
-    launched_for_shards,
-    missing_for_compile,
-)
+from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
@@ -61,7 +55,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, context: RunContext
     if context.resumed:
         check_same_run(config, context, context.resumed)
     state = _build_state(config, context, accelerator)
-    notes += _compile(state)
+    notes += _make_faster(state)
     if config.data.keep_decoded and (kept := keep_decoded(state.loader, resolution.summary)):
         notes.append(kept)
     state.seconds_before = context.estimate.seconds
@@ -235,25 +229,20 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     )
 
 
-def _compile(state: TrainingState) -> Iterator[str]:
-    """Compile the networks as `run.compile` says; yield a note where auto decides."""
-    wanted, networks = state.config.run.compile, (state.student, state.teacher)
-    if not choose_compile(wanted, state.device, state.plan.total_steps):
-        return
-    # Blocks are alike, so they have few graphs, which a minute compiles. FSDP gathers the weights of a block
-    # outside its graph.
-    if wanted == "auto" or state.sharded:
-        blocks: Any = [block for network in networks for block in getattr(network.backbone, "blocks", ())]
-        parts = [(block, "forward") for block in blocks]
-    else:
-        parts = [(network, "run_backbone") for network in networks]
-    if wanted == "auto" and parts:
-        if missing := missing_for_compile():
-            yield f"blocks are not compiled (run.compile=auto), which would make steps faster: {missing}"
-            return
-        yield "the first step compiles the blocks, so that others are faster; run.compile=false turns it off"
-    for module, method in parts:
-        setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
+def _make_faster(state: TrainingState) -> Iterator[str]:
+    """Compile and record the networks as `run.compile` and `run.cuda_graphs` say; yield notes on it."""
+    run, networks = state.config.run, (state.student, state.teacher)
+    if choose_compile(run.compile, state.device, state.plan.total_steps, state.student.backbone.width):
+        from dino_vit.models.faster import compile_networks
+
+        # FSDP gathers the weights of a block outside its graph.
+        whole = run.compile is True and not state.sharded
+        yield from compile_networks(networks, whole=whole, if_possible=run.compile == "auto")
+    alone = state.accelerator.num_processes == 1 and not state.config.model.grad_checkpointing
+    if run.cuda_graphs and state.device.type == "cuda" and alone and not state.statistics:
+        from dino_vit.models.faster import record_networks
+
+        record_networks(networks)
 
 
 def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[Network, Network]:

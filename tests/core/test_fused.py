@@ -9,7 +9,7 @@ from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dino_vit.core import fused as mechanism
-from dino_vit.core.fused import fused, fused_step, fuses
+from dino_vit.core.fused import fused, fused_if_small, fused_step, fuses
 from dino_vit.method import loss
 from dino_vit.models import layers
 from dino_vit.models.block import Sequences, _heads, _SplitHeads
@@ -40,8 +40,9 @@ def like_a_gpu(monkeypatch):
         called.append(plain.__name__)
         return plain(*arguments)
 
-    monkeypatch.setattr(mechanism, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(mechanism, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(mechanism, "_run", run)
+    monkeypatch.setattr(mechanism._State, "small", True)
     return called
 
 
@@ -126,8 +127,12 @@ def test_only_steps_on_a_gpu_are_fused(monkeypatch):
         assert not fuses(x)
         with FakeTensorMode():
             assert not fuses(torch.empty(2, device="cuda"))
-        monkeypatch.setattr(mechanism, "_is_on_gpu", lambda _: True)
+        monkeypatch.setattr(mechanism, "is_on_gpu", lambda _: True)
         assert fuses(x)
+        assert fuses(x, x.numel())
+        assert not fuses(x, x.numel() + 1)
+        with fused_if_small():
+            assert fuses(x, x.numel() + 1)
         assert not fuses(x.double())
         assert torch.compile(fuses, backend="eager", fullgraph=True)(x) is False
     assert not fuses(x)
@@ -135,7 +140,7 @@ def test_only_steps_on_a_gpu_are_fused(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own modules
 def test_a_run_goes_on_where_nothing_can_be_compiled(monkeypatch, caplog):
-    monkeypatch.setattr(mechanism, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(mechanism, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(mechanism._State, "works", True)
 
     @fused
@@ -190,7 +195,7 @@ def test_compiled_functions_are_one_kernel_each(monkeypatch):
     for function, arguments in functions().items():
         expected = function(*arguments)
         with monkeypatch.context() as patched, fused_step():
-            patched.setattr(mechanism, "_is_on_gpu", lambda _: True)
+            patched.setattr(mechanism, "is_on_gpu", lambda _: True)
             with fresh_inductor_cache():
                 out, code = run_and_get_code(function, *arguments)
         assert_close_to_scale(

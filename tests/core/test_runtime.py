@@ -175,12 +175,13 @@ def test_trackers_must_be_installed(monkeypatch):
 
 def test_auto_compiles_long_runs_on_cuda():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose_compile("auto", cuda, COMPILED_STEPS)
-    assert not choose_compile("auto", cuda, COMPILED_STEPS - 1)
-    assert not choose_compile("auto", cpu, 100_000)
-    assert not choose_compile("auto", torch.device("mps"), 100_000)
-    assert choose_compile(True, cpu, 100)
-    assert not choose_compile(False, cuda, 100_000)
+    assert choose_compile("auto", cuda, COMPILED_STEPS, 384)
+    assert not choose_compile("auto", cuda, COMPILED_STEPS, 768)
+    assert not choose_compile("auto", cuda, COMPILED_STEPS - 1, 384)
+    assert not choose_compile("auto", cpu, 100_000, 384)
+    assert not choose_compile("auto", torch.device("mps"), 100_000, 384)
+    assert choose_compile(True, cpu, 100, 768)
+    assert not choose_compile(False, cuda, 100_000, 384)
 
 
 def test_what_compiling_for_a_gpu_needs_is_found(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dino_vit import VisionTransformer
 from dino_vit.core.distributed import apply_fsdp, full_tensor
@@ -21,7 +22,8 @@ from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.images import write_synthetic
 from tests.support.processes import free_port, run_in_two
-from tests.support.runs import RESNET, history, run
+from tests.support.runs import RESNET, history, run, tensors
+from tests.support.training import assert_resumes_exactly, trained
 
 DEVICE = torch.device(os.environ.get("TEST_GPU_ON", "cuda"))
 pytestmark = [
@@ -208,3 +210,36 @@ def test_neighbours_are_as_near_as_those_of_the_cpu(self_offset):
     found = torch.nn.functional.normalize(bank, dim=1)[rows.cpu()]
     products = (found * torch.nn.functional.normalize(queries, dim=1)[:, None]).sum(dim=2)
     assert torch.allclose(products, expected, atol=1e-5)
+
+
+RECORDED = {  # settings of steps whose passes are recorded as CUDA graphs
+    "DINO": {"model.drop_path": 0.3},
+    "DINOv2": {**PATCHES, "model.drop_path": 0.3, "run.precision": "bf16"},
+    "fp16": {"run.precision": "fp16", "optim.clip_mode": "module"},
+    "micro-batches": {"optim.accumulate": 2, "data.batch_size": 4, "run.precision": "bf16"},
+    "draws on the GPU": {"model.dropout": 0.2, "model.positions": "rotary", "run.precision": "bf16"},
+    "patches left out": {"model.patch_drop": 0.5, "model.patch_drop_until": 0.5},
+    "convolutions": {"model.stem": "conv", "model.layer_scale": 0.1, "model.registers": 2},
+    "compiled": {"run.compile": "true"},
+}
+
+
+@on_cuda
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_passes_have_the_losses_of_plain_ones(tmp_path, monkeypatch, name):
+    settings = {"budget.steps": 16, "optim.warmup_epochs": 0, **RECORDED[name]}
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph))
+    with sdpa_kernel(SDPBackend.MATH):  # others sum gradients in any order
+        for folder, recorded in (("plain", "false"), ("recorded", "true")):
+            trained(tmp_path / folder, {**settings, "run.cuda_graphs": recorded})
+            assert bool(replays) == (recorded == "true")
+    np.testing.assert_array_equal(*(np.array(losses(tmp_path / n), float) for n in ("recorded", "plain")))
+    recorded, plain = (tensors(tmp_path / folder, 16) for folder in ("recorded", "plain"))
+    assert all(torch.equal(recorded[name], plain[name]) for name in plain)
+
+
+@on_cuda
+def test_a_run_with_recorded_passes_resumes_exactly(tmp_path):
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_resumes_exactly(tmp_path, {"model.drop_path": 0.3, "model.dropout": 0.1})

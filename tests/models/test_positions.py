@@ -73,8 +73,8 @@ def test_a_matrix_that_inference_mode_made_serves_training_and_few_are_kept():
     model(torch.randn(1, 3, 48, 32)).sum().backward()
     for cells in range(1, 2 * KEPT_MATRICES):
         model.interpolate_pos_embs((cells, 3))
-    assert 1 < len(model._matrices) <= KEPT_MATRICES
-    assert not copy.deepcopy(model)._matrices, "files and copies hold none"
+    assert 1 < len(model.matrices) <= KEPT_MATRICES
+    assert not copy.deepcopy(model).matrices, "files and copies hold none"
 
 
 def test_a_large_matrix_is_not_made_and_a_fake_one_not_kept():

@@ -14,7 +14,7 @@ from tests.support.training import interrupted, opened, trained
 def auto_compiles(monkeypatch):
     """As on a GPU with all that compiling needs."""
     monkeypatch.setattr("dino_vit.training.setup.choose_compile", lambda wanted, *_: wanted == "auto")
-    monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: None)
+    monkeypatch.setattr("dino_vit.models.faster.missing_for_compile", lambda: None)
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_auto_says_that_it_compiles_or_why_not(tmp_path, monkeypatch, auto_compi
     assert len(compiled) == 2 * TINY["model.depth"]
     compiled.clear()
     assert not [note for note in opened(tmp_path / "b", {"run.compile": "false"}).notes if "compile" in note]
-    monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: "there is no Triton")
+    monkeypatch.setattr("dino_vit.models.faster.missing_for_compile", lambda: "there is no Triton")
     (said,) = [note for note in opened(tmp_path / "c", {}).notes if "compile" in note]
     assert "there is no Triton" in said
     assert not compiled
