@@ -73,7 +73,8 @@ def section(name: str) -> str:
     """Write the part of the page that a program has, on each kind of device that it is for."""
     how = f"python -m benchmarks.{name} --help" if name in LONG else f"python -m benchmarks {name}"
     text = f"\n## {name}\n\n`{how}`\n"
-    for kind, rows in (("cpu", "all"), ("cuda", on_cuda(name))):
+    others = sorted(path.parent.name for path in RESULTS.glob(f"cpu-*/{name}.json"))  # another processor
+    for kind, rows in (("cpu", "all"), *((other, "") for other in others), ("cuda", on_cuda(name))):
         if record(name, kind).exists():
             text += f"\n{measure.Result.read(record(name, kind)).markdown()}"
         elif rows:
