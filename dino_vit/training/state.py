@@ -312,7 +312,10 @@ class TrainingState:
         if self.config.budget.minutes is not None and "schedule" in checkpoint.metadata:
             self.plan = replace(self.plan, **checkpoint.metadata["schedule"])
         if self.config.budget.minutes not in (None, was) and self.step:
+            is_done = self.step >= self.plan.total_steps
             self._fit(self.seconds / self.step, least=0)
+            if is_done:  # at the end of its schedules the teacher would stay as it is
+                self.plan = replace(self.plan, length=self.plan.total_steps, since=0, position=0.0)
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, **self.objective.centers}

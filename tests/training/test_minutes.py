@@ -217,6 +217,24 @@ def test_a_run_that_resumes_keeps_its_length_unless_its_minutes_change(tmp_path,
     assert (in_steps.total_steps, in_steps.length) == (400, 400)
 
 
+def test_a_run_that_is_done_learns_again_with_more_minutes(tmp_path, monkeypatch):
+    run = Played(tmp_path, monkeypatch)
+    run.play_to_the_end(lambda step, time: 2.0)
+    done = run.state.step
+    run.state.begin_save()
+    run.state.writer.finish(wait=True)
+    monkeypatch.undo()
+    settings = {"budget.steps": "null", "optim.freeze_last_layer_epochs": 0, "optim.warmup_epochs": 0}
+    plan = opened(tmp_path / "run", {**settings, "budget.minutes": 20, "run.resume": "changed"}).state.plan
+    assert plan.total_steps == pytest.approx(2 * done, rel=0.05)
+    in_steps = {**settings, "budget.steps": plan.total_steps, "run.resume": "changed"}
+    in_steps = opened(tmp_path / "run", in_steps).state.plan
+    assert [plan.rates(step) for step in range(done, plan.total_steps)] == [
+        in_steps.rates(step) for step in range(done, plan.total_steps)
+    ], "the schedules of a longer run, as with a budget in another unit"
+    assert plan.rates(done).momentum < 0.999, "with that of the end, 1, the teacher would stay as it is"
+
+
 def test_the_network_is_the_largest_that_sees_enough_images():
     config = load(PretrainConfig, None, ["recipe=auto", "budget.minutes=10"])
     ladder = network_ladder(config, 500)
