@@ -183,8 +183,9 @@ def test_config_prints_settings_that_load_back(tmp_path, capsys):
     assert "# peak learning rate" in printed
     (tmp_path / "a.yaml").write_text(printed)
     assert load(PretrainConfig, tmp_path / "a.yaml") == load(PretrainConfig, None, settings)
-    assert main(["config", "pretrain", "--config", str(tmp_path / "a.yaml")]) == 0
-    assert capsys.readouterr().out == printed
+    for options in (["--config", str(tmp_path / "a.yaml")], ["--optim.lr", "1e-3", *settings]):
+        assert main(["config", "pretrain", *options]) == 0
+        assert capsys.readouterr().out == printed
     assert main(["config", "pretrain", "recipe=auto", "data.source=photos"]) == 0
     (tmp_path / "a.yaml").write_text(capsys.readouterr().out)
     config = load(PretrainConfig, tmp_path / "a.yaml")

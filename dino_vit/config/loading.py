@@ -20,6 +20,7 @@ from dino_vit.config.settings import C, ConfigError, Settings, flat, sections, s
 from dino_vit.core.text import brief
 
 COLUMN = 34  # where the meaning of a setting begins
+SMALLEST = "greater than or equal to 0.000000000001"  # the bound of `Positive`, as pydantic writes it
 
 _Layer = dict[str, object]  # values by dotted key
 
@@ -160,6 +161,8 @@ def _explained(
             similar = get_close_matches(str(layer[key]), info.choices, n=1)
             text = f"must be {'one of ' * (len(info.choices) > 1)}{', '.join(info.choices)}"
             text = f"did you mean {similar[0]}? It {text}" if similar else text
+        elif "null:" in info.meaning:
+            text = f"{text} ({info.meaning})"
         if advice := cls.removed.get(f"{key}={layer[key]}"):
             text = f"{text}; {advice}"
         yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
@@ -170,7 +173,7 @@ def requirement(detail: ErrorDetails) -> str:
     items = [part for part in detail["loc"] if isinstance(part, int)]
     message = "must be given" if detail["type"] == "missing" else detail["msg"]
     message = re.sub(r"^\w+ should ", "must ", message).replace("valid tuple", "list")
-    message = message.partition(" after validation")[0]
+    message = message.partition(" after validation")[0].replace(SMALLEST, "above 0")
     return f"item {items[-1] + 1} {message}" if items else message
 
 

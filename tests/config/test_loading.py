@@ -55,7 +55,7 @@ def test_defaults_then_file_then_command_line(tmp_path: Path) -> None:
         ("name=", "must be non-empty text"),
         ("oven.fan=maybe", "must be one of on, off"),
         ("oven.degrees=hot", "must be a valid number"),
-        ("icing=3", "must be a valid dictionary or instance of Icing"),
+        ("icing=3", "must be a valid dictionary or instance of Icing (null: none)"),
     ],
 )
 def test_what_is_wrong_and_what_is_allowed_is_said(given: str, allowed: str) -> None:

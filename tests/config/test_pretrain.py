@@ -90,6 +90,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["views.global_scale=[1, 0.4]"], "try [0.4, 1.0]"),
         (["views.local_scale=[1e-6, 0.4]"], "must be greater than or equal to 0.001"),
         (["teacher.momentum=1"], "must be less than 1"),
+        (["run.eval_every=0"], "must be above 0 (epochs between evaluations; null: never)"),
         (["optim.clip=1e-9"], "must be greater than or equal to 0.001"),
         (["augment.blur_sigma=[0.1, 1e6]"], "must be less than or equal to 1000"),
         (["run.peer_timeout=1e-9"], "must be greater than or equal to 0.01"),
