@@ -4,7 +4,7 @@
 
 Parts run in the order of their value, each in a process of its own that is killed at its limit; what it had
 measured by then is kept. `--out` gets results.jsonl, a line for each measurement, summary.md, which sets them
-beside what was expected, profile.txt, tests.txt and log.txt. `--data` has train.parquet and test.parquet of
+beside those of an H200, profile.txt, tests.txt and log.txt. `--data` has train.parquet and test.parquet of
 CIFAR-10, for the time that is left. `--device cpu` rehearses all of it with a small network.
 """
 

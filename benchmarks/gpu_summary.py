@@ -10,7 +10,7 @@ Line = Mapping[str, Any]
 STEPS = ("step", "compiled")
 
 
-class Known(NamedTuple):
+class H200Figure(NamedTuple):
     """What an H200 did with PyTorch 2.11, 2026-11-27: of which kind and name, which of its values."""
 
     kind: str
@@ -20,24 +20,24 @@ class Known(NamedTuple):
     unit: str
 
 
-KNOWN = (
-    Known("copy", "on the device", "gb_s", 4249, "GB/s"),
-    Known("host", "a kernel", "us", 7.2, "us"),
-    Known("product", "8192 squared", "tflop_s", 772, "TFLOP/s"),
-    Known("step", "ViT-S/16, DINO, 64 images", "images_s", 903, "images/s"),
-    Known("step", "ViT-S/16, DINO, 256 images", "images_s", 2132, "images/s"),
-    Known("step", "ViT-B/16, DINO, 64 images", "images_s", 832, "images/s"),
-    Known("step", "ViT-S/16, DINOv2, 64 images", "images_s", 660, "images/s"),
-    Known("profile", "ViT-S/16, DINO, 64 images", "kernels", 1175, "kernels"),
-    Known("profile", "ViT-S/16, DINO, 64 images", "busy_ms", 34.3, "ms"),
-    Known("profile", "ViT-S/16, DINO, 64 images", "idle_share", 0.465, "of the time"),
+H200_FIGURES = (
+    H200Figure("copy", "on the device", "gb_s", 4249, "GB/s"),
+    H200Figure("host", "a kernel", "us", 7.2, "us"),
+    H200Figure("product", "8192 squared", "tflop_s", 772, "TFLOP/s"),
+    H200Figure("step", "ViT-S/16, DINO, 64 images", "images_s", 903, "images/s"),
+    H200Figure("step", "ViT-S/16, DINO, 256 images", "images_s", 2132, "images/s"),
+    H200Figure("step", "ViT-B/16, DINO, 64 images", "images_s", 832, "images/s"),
+    H200Figure("step", "ViT-S/16, DINOv2, 64 images", "images_s", 660, "images/s"),
+    H200Figure("profile", "ViT-S/16, DINO, 64 images", "kernels", 1175, "kernels"),
+    H200Figure("profile", "ViT-S/16, DINO, 64 images", "busy_ms", 34.3, "ms"),
+    H200Figure("profile", "ViT-S/16, DINO, 64 images", "idle_share", 0.465, "of the time"),
 )
 
 
 def page(lines: Sequence[Line]) -> str:
     """Write the summary: what was run, what an H200 does, what is fastest, and all that was measured."""
     first, *others = parts(lines)
-    return "\n\n".join([first, known(lines), *others]) + "\n"
+    return "\n\n".join([first, beside_h200(lines), *others]) + "\n"
 
 
 def parts(lines: Sequence[Line]) -> list[str]:
@@ -69,11 +69,11 @@ def ran(lines: Iterable[Line]) -> str:
     )
 
 
-def known(lines: Sequence[Line]) -> str:
+def beside_h200(lines: Sequence[Line]) -> str:
     """Set what was measured beside an H200."""
     by_name = {(line["kind"], line["name"]): line for line in lines}
     rows = []
-    for what in KNOWN:
+    for what in H200_FIGURES:
         value = by_name.get((what.kind, what.name), {}).get(what.value)
         against = "" if value is None else f"{float(value) / what.measured:.2f}"
         shown = "not measured" if value is None else f"{value:g}"

@@ -1,12 +1,11 @@
 """What makes steps on a GPU faster: networks that are compiled, and recorded as CUDA graphs.
 
 A step of a small network on a fast GPU takes as long as the host needs to start its kernels, more than a
-thousand. A CUDA graph starts all that were recorded with one call. They are the same kernels on the same
-numbers, so the results are the same with and without.
+thousand. A CUDA graph starts all that were recorded with one call. A replay computes what the calls before
+the recording did, bit for bit. A run without graphs rounds otherwise where it does not fuse small functions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from dino_vit.core import log
 from dino_vit.core.fused import fused_if_small, is_on_gpu
 from dino_vit.core.runtime import missing_for_compile
 from dino_vit.models.student_teacher import Network
 from dino_vit.models.vit import VisionTransformer
 
 WARM_UP = 3  # calls before a recording: kernels are compiled and chosen in them
+DEVICE = "cuda"  # of the passes that are recorded
 
 
 def compile_networks(networks: Sequence[Network], *, whole: bool, if_possible: bool) -> Iterator[str]:
@@ -41,11 +40,14 @@ def compile_networks(networks: Sequence[Network], *, whole: bool, if_possible: b
 
 
 def record_networks(networks: Sequence[Network]) -> None:
-    """Record the backbones' passes in the first steps, and replay them from then on."""
+    """Record the passes of the backbones, vision transformers, in the first steps, and replay them later.
+
+    Heads, losses and the optimiser are started kernel by kernel, as before.
+    """
     for network in networks:
-        if isinstance(network.backbone, VisionTransformer):  # others may draw in other ways
-            recorded: Any = RecordedPass(network.backbone, network.run_backbone)
-            network.run_backbone = recorded  # type: ignore[method-assign]
+        assert isinstance(network.backbone, VisionTransformer)
+        recorded: Any = RecordedPass(network.backbone, network.run_backbone)
+        network.run_backbone = recorded  # type: ignore[method-assign]
 
 
 class RecordedPass:
@@ -53,48 +55,53 @@ class RecordedPass:
 
     It is recorded anew if shapes or modes change. It may draw from the GPU's generator, but must not wait
     for the GPU, nor depend on anything but its arguments and tensors that the backbone keeps.
+    `torch.cuda.make_graphed_callables` does the same for one shape, but the gradients that it returns are
+    overwritten by the next replay, which micro-batches would add to themselves.
     """
 
     def __init__(self, module: VisionTransformer, function: Callable[..., Any]) -> None:
         self.module, self.function = module, function
         self.mode: Any = None
-        self.calls, self.works = 0, True  # calls in a row in the same mode
+        self.calls = 0  # in a row in the same mode
         self.recording: _Recording | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         leaves, structure = pytree.tree_flatten(arguments)
-        mode = (
-            structure,
-            *map(_kind, leaves),
-            self.module.training,
-            torch.is_grad_enabled(),
-            _autocast_dtype(),
-        )
+        tensors = _tensors(leaves)
+        if not all(map(is_on_gpu, tensors)):
+            return self.function(*arguments)
+        state = self.module.training, torch.is_grad_enabled(), _autocast_dtype()
+        mode = structure, *map(_kind, leaves), *state
         if mode != self.mode:
             self.mode, self.calls, self.recording = mode, 0, None
         self.calls += 1
-        if self.calls == WARM_UP + 1 and self.works and all(map(is_on_gpu, filter(_is_tensor, leaves))):
-            self._record(leaves, structure)
+        if self.calls > WARM_UP and self.recording is None:
+            self.recording = self._record(leaves, structure)
         if self.recording is not None:
-            return self.recording(leaves)
-        with fused_if_small():
+            return self.recording(tensors)
+        with fused_if_small():  # as in the recording, where nothing can be compiled
             return self.function(*arguments)
 
-    def _record(self, leaves: Sequence[Any], structure: Any) -> None:
+    def _record(self, leaves: Sequence[Any], structure: Any) -> "_Recording":
         try:
-            self.recording = _Recording(self.module, self.function, leaves, structure)
+            return _Recording(self.module, self.function, leaves, structure)
         except Exception as error:  # of many kinds, memory among them
-            self.works = False
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            log.warning(f"training goes on without CUDA graphs, which are faster: {reason}")
+            # PyTorch may leave its stream, allocator and generator as in a recording, so no step may follow.
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            advice = "Run the same command again with run.cuda_graphs=false"
+            raise ValueError(f"a CUDA graph could not be recorded: {reason}. {advice}") from error
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _kind(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype, leaf.device) if _is_tensor(leaf) else leaf
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    return torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else None
 
 
 class _Recording:
@@ -103,35 +110,41 @@ class _Recording:
     def __init__(
         self, module: VisionTransformer, function: Callable[..., Any], leaves: Sequence[Any], structure: Any
     ) -> None:
-        self.inputs = [leaf.clone() for leaf in filter(_is_tensor, leaves)]
+        self.inputs = [leaf.clone() for leaf in _tensors(leaves)]
         inputs = iter(self.inputs)
-        arguments = [next(inputs) if _is_tensor(leaf) else leaf for leaf in leaves]
-        self.ahead, self.back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Threads that load images may use the GPU's driver in the meantime.
-        with torch.cuda.graph(self.ahead, capture_error_mode="thread_local"), _capturing():
-            outputs = function(*pytree.tree_unflatten(arguments, structure))
-        self.kept = list(module.matrices.values())  # which the graph reads; the module may drop them
-        found, self.structure = pytree.tree_flatten(outputs)
-        self.has_output = list(map(_is_tensor, found))
-        outputs = list(filter(_is_tensor, found))
+        arguments = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        torch.clear_autocast_cache()  # a graph must cast the weights in each replay
+        # Threads that load images or write a checkpoint may use the GPU's driver in the meantime.
+        with torch.cuda.graph(self.forward_graph, capture_error_mode="thread_local"), fused_if_small():
+            returned = function(*pytree.tree_unflatten(arguments, structure))
+        torch.clear_autocast_cache()  # and nothing else may use its casts
+        self.matrices = list(module.matrices.values())  # which the graph reads; the module may drop them
+        found, self.structure = pytree.tree_flatten(returned)
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in found]
+        outputs = _tensors(found)
+        self.requires_grad = [output.requires_grad for output in outputs]
         self.parameters: list[nn.Parameter] = []
-        if any(output.requires_grad for output in outputs):
+        if any(self.requires_grad):
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._record_backward([output for output in outputs if output.requires_grad], parameters)
-        self.requires_grad = [output.requires_grad for output in outputs]
         self.outputs = [output.detach() for output in outputs]
 
     def _record_backward(self, outputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
-        self.upstream = [torch.zeros_like(output) for output in outputs]
-        with torch.cuda.graph(self.back, pool=self.ahead.pool(), capture_error_mode="thread_local"):
-            found = torch.autograd.grad(outputs, parameters, self.upstream, allow_unused=True)
+        self.output_gradients = [torch.zeros_like(output) for output in outputs]
+        graph = torch.cuda.graph(
+            self.backward_graph, pool=self.forward_graph.pool(), capture_error_mode="thread_local"
+        )
+        # As a step's backward pass, which is outside of its autocast.
+        with graph, torch.autocast(DEVICE, enabled=False):
+            found = torch.autograd.grad(outputs, parameters, self.output_gradients, allow_unused=True)
         used = [(p, grad) for p, grad in zip(parameters, found, strict=True) if grad is not None]
         self.parameters, self.gradients = [p for p, _ in used], [grad for _, grad in used]
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        outputs = iter(_Replay.apply(self, *filter(_is_tensor, leaves), *self.parameters))
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        outputs = iter(_Replay.apply(self, *tensors, *self.parameters))
         return pytree.tree_unflatten(
-            [next(outputs) if has else None for has in self.has_output], self.structure
+            [next(outputs) if is_t else None for is_t in self.is_tensor], self.structure
         )
 
 
@@ -143,7 +156,7 @@ class _Replay(torch.autograd.Function):
         ctx.recording = recording
         if recording.inputs:
             torch._foreach_copy_(recording.inputs, tensors[: len(recording.inputs)])
-        recording.ahead.replay()
+        recording.forward_graph.replay()
         outputs = _copies(recording.outputs)
         ctx.mark_non_differentiable(
             *(o for o, grad in zip(outputs, recording.requires_grad, strict=True) if not grad)
@@ -155,21 +168,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         recording: _Recording = ctx.recording
         wanted = [grad for grad, needed in zip(grads, recording.requires_grad, strict=True) if needed]
-        torch._foreach_copy_(recording.upstream, wanted)
-        recording.back.replay()
+        torch._foreach_copy_(recording.output_gradients, wanted)
+        recording.backward_graph.replay()
         return None, *[None] * len(recording.inputs), *_copies(recording.gradients)
-
-
-def _autocast_dtype() -> torch.dtype | None:
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-
-
-@contextmanager
-def _capturing() -> Iterator[None]:
-    dtype = _autocast_dtype()
-    without_cache = torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False)
-    with without_cache, fused_if_small():
-        yield
 
 
 def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -238,8 +238,15 @@ def _make_faster(state: TrainingState) -> Iterator[str]:
         # FSDP gathers the weights of a block outside its graph.
         whole = run.compile is True and not state.sharded
         yield from compile_networks(networks, whole=whole, if_possible=run.compile == "auto")
-    alone = state.accelerator.num_processes == 1 and not state.config.model.grad_checkpointing
-    if run.cuda_graphs and state.device.type == "cuda" and alone and not state.statistics:
+    obstacles = {
+        f"on {state.device.type}": state.device.type != "cuda",
+        "in several processes": state.accelerator.num_processes > 1,
+        "with model.grad_checkpointing=true": state.config.model.grad_checkpointing,
+        "with a model of timm": not isinstance(state.student.backbone, VisionTransformer),
+    }
+    if run.cuda_graphs and (obstacle := next((name for name, holds in obstacles.items() if holds), None)):
+        yield f"run.cuda_graphs=true has no effect {obstacle}"
+    elif run.cuda_graphs:
         from dino_vit.models.faster import record_networks
 
         record_networks(networks)

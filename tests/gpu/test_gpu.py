@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dino_vit import VisionTransformer
+from dino_vit.core import fused
 from dino_vit.core.distributed import apply_fsdp, full_tensor
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
@@ -220,13 +221,17 @@ RECORDED = {  # settings of steps whose passes are recorded as CUDA graphs
     "draws on the GPU": {"model.dropout": 0.2, "model.positions": "rotary", "run.precision": "bf16"},
     "patches left out": {"model.patch_drop": 0.5, "model.patch_drop_until": 0.5},
     "convolutions": {"model.stem": "conv", "model.layer_scale": 0.1, "model.registers": 2},
+    "BatchNorm in the heads": {"head.batch_norm": "true", "run.precision": "bf16"},
     "compiled": {"run.compile": "true"},
 }
 
 
 @on_cuda
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_passes_have_the_losses_of_plain_ones(tmp_path, monkeypatch, name):
+def test_recorded_passes_are_plain_ones_bit_by_bit(tmp_path, monkeypatch, name):
+    """But for the compiled ones, whose bicubic positions sum gradients in any order."""
+    monkeypatch.setattr(fused._State, "small", True)  # the plain ones too
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     settings = {"budget.steps": 16, "optim.warmup_epochs": 0, **RECORDED[name]}
     replays, replay = [], torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph))
@@ -234,12 +239,17 @@ def test_recorded_passes_have_the_losses_of_plain_ones(tmp_path, monkeypatch, na
         for folder, recorded in (("plain", "false"), ("recorded", "true")):
             trained(tmp_path / folder, {**settings, "run.cuda_graphs": recorded})
             assert bool(replays) == (recorded == "true")
-    np.testing.assert_array_equal(*(np.array(losses(tmp_path / n), float) for n in ("recorded", "plain")))
+    ours, theirs = (np.array(losses(tmp_path / n), dtype=float) for n in ("recorded", "plain"))
+    if name == "compiled":
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3)
+        return
+    np.testing.assert_array_equal(ours, theirs)
     recorded, plain = (tensors(tmp_path / folder, 16) for folder in ("recorded", "plain"))
-    assert all(torch.equal(recorded[name], plain[name]) for name in plain)
+    assert [key for key in plain if not torch.equal(recorded[key], plain[key])] == []
 
 
 @on_cuda
 def test_a_run_with_recorded_passes_resumes_exactly(tmp_path):
     with sdpa_kernel(SDPBackend.MATH):
-        assert_resumes_exactly(tmp_path, {"model.drop_path": 0.3, "model.dropout": 0.1})
+        settings = {"model.drop_path": 0.3, "model.dropout": 0.1, "run.cuda_graphs": "true"}
+        assert_resumes_exactly(tmp_path, settings, step=4)  # both starts record, and replay

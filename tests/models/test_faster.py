@@ -5,13 +5,17 @@ passes bit by bit.
 """
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
+from dino_vit.core import fused
 from dino_vit.models import faster
+from dino_vit.training.setup import _make_faster
 from tests.support.runs import RESNET, assert_same_end
 from tests.support.training import assert_resumes_exactly, opened, trained
 
@@ -33,19 +37,20 @@ class Again(faster._Recording):
         super().__init__(module, function, leaves, structure)
         Again.made.append(self)
 
-        def ahead():
+        def forward():
             inputs = iter(self.inputs)
             again = [next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             with torch.set_grad_enabled(bool(self.parameters)):
-                found = pytree.tree_leaves(function(*pytree.tree_unflatten(again, structure)))
-            self.live = [output for output in found if isinstance(output, torch.Tensor)]
+                outputs = pytree.tree_leaves(function(*pytree.tree_unflatten(again, structure)))
+            self.live = [output for output in outputs if isinstance(output, torch.Tensor)]
             torch._foreach_copy_(self.outputs, [output.detach() for output in self.live])
 
-        def back():
+        def backward():
             outputs = [output for output in self.live if output.requires_grad]
-            torch._foreach_copy_(self.gradients, torch.autograd.grad(outputs, self.parameters, self.upstream))
+            gradients = torch.autograd.grad(outputs, self.parameters, self.output_gradients)
+            torch._foreach_copy_(self.gradients, gradients)
 
-        self.ahead.replay, self.back.replay = ahead, back
+        self.forward_graph.replay, self.backward_graph.replay = forward, backward
 
     made: ClassVar = []
 
@@ -65,9 +70,9 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", nothing)
+    monkeypatch.setattr(faster, "DEVICE", "cpu")
     monkeypatch.setattr(faster, "_Recording", Again)
     monkeypatch.setattr(faster, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(faster, "_capturing", nothing)
     monkeypatch.setattr(Again, "made", [])
     make = "dino_vit.training.setup._make_faster"
     monkeypatch.setattr(
@@ -111,7 +116,45 @@ def test_what_a_replay_returned_stays_when_the_next_one_overwrites_it(recorded):
     assert len(recorded) == 1
 
 
-def test_a_recording_that_fails_costs_a_warning(recorded, monkeypatch, caplog):
+class Spy(torch.autograd.Function):
+    """Notes whether autocast is on, ahead and back."""
+
+    seen: ClassVar = []
+
+    @staticmethod
+    def forward(_, x):
+        Spy.seen.append(("forward", torch.is_autocast_enabled("cpu")))
+        return x.clone()
+
+    @staticmethod
+    def backward(_, grad):
+        Spy.seen.append(("backward", torch.is_autocast_enabled("cpu")))
+        return grad
+
+
+def test_what_is_recorded_is_what_the_calls_before_did(recorded, monkeypatch):
+    """Autocast would cast in the backward pass, and any change of its state compiles functions again."""
+    monkeypatch.setattr(Spy, "seen", [])
+    layer, counter = torch.nn.Linear(2, 2), CompileCounter()
+    layer.matrices = {}
+    compiled = torch.compile(torch.sin, backend=counter)
+
+    def function(x):
+        out = Spy.apply(layer(x))
+        compiled(out.detach())
+        return out
+
+    call = faster.RecordedPass(layer, function)
+    for _ in range(faster.WARM_UP + 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(torch.ones(3, 2))
+        out.float().sum().backward()
+    assert len(recorded) == 1
+    assert set(Spy.seen) == {("forward", True), ("backward", False)}
+    assert counter.frame_count == 1
+
+
+def test_a_recording_that_fails_ends_the_run(recorded, monkeypatch):
     def fail(*_):
         raise RuntimeError("operation not permitted\nand more")
 
@@ -120,14 +163,36 @@ def test_a_recording_that_fails_costs_a_warning(recorded, monkeypatch, caplog):
     call = faster.RecordedPass(layer, layer)
     for _ in range(faster.WARM_UP):
         call(torch.ones(1, 2))
+    with pytest.raises(
+        ValueError, match=r"operation not permitted\. Run .* again with run\.cuda_graphs=false"
+    ):
+        call(torch.ones(1, 2))
+
+
+def test_small_functions_are_fused_where_they_are_recorded_alone(recorded, monkeypatch):
+    small = []
+    layer = torch.nn.Linear(2, 2)
+    call = faster.RecordedPass(layer, lambda x: small.append(fused._State.small) or layer(x))
     call(torch.ones(1, 2))
-    (said,) = caplog.messages
-    assert said.endswith("without CUDA graphs, which are faster: operation not permitted")
-    assert torch.equal(call(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+    monkeypatch.setattr(faster, "is_on_gpu", lambda _: False)
+    call(torch.ones(1, 2))
+    assert small == [True, False]
 
 
-def test_graphs_are_of_vision_transformers_on_one_gpu(tmp_path, recorded):
-    state = opened(tmp_path / "vit", {}).state
-    assert isinstance(state.student.run_backbone, faster.RecordedPass)
-    faster.record_networks([opened(tmp_path / "cnn", RESNET).state.student])
-    assert not recorded
+def test_graphs_are_of_vision_transformers_on_one_gpu(tmp_path):
+    """Also with BatchNorm in the heads, which are not recorded."""
+
+    def notes(device="cuda", processes=1, **settings):
+        settings = {"run.cuda_graphs": "true", "head.batch_norm": "true", **settings}
+        state = opened(tmp_path / str(len(list(tmp_path.iterdir()))), settings).state
+        state.accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
+        said = [note for note in _make_faster(state) if "cuda_graphs" in note]
+        assert isinstance(state.student.run_backbone, faster.RecordedPass) == (not said)
+        return said
+
+    assert notes() == []
+    assert notes(device="cpu") == ["run.cuda_graphs=true has no effect on cpu"]
+    assert notes(processes=2) == ["run.cuda_graphs=true has no effect in several processes"]
+    (said,) = notes(**{"model.grad_checkpointing": "true"})
+    assert said.endswith("no effect with model.grad_checkpointing=true")
+    assert notes(**RESNET) == ["run.cuda_graphs=true has no effect with a model of timm"]

@@ -85,3 +85,38 @@ def test_a_table_has_the_figures_that_were_measured(page, heading):
 def test_the_readme_has_figures_in_its_table_only():
     table = README.split("\n| k-NN accuracy")[1].split("\n\n")[0]
     assert re.findall(r"\d ?[%×]", README.replace(table, "")) == []
+
+
+STEPS_OF_AN_H200 = [  # in the order of the table
+    "ViT-S/16, DINO, 64 images",
+    "ViT-S/16, DINO, 64 images, nothing compiled",
+    "ViT-S/16, DINO, 64 images, blocks compiled",
+    "ViT-S/16, DINO, 64 images, code of 2021, fp16",
+    "ViT-S/16, DINO, 256 images",
+    "ViT-B/16, DINO, 64 images",
+    "ViT-B/16, DINO, 64 images, blocks compiled",
+    "ViT-S/16, DINOv2, 64 images",
+    "ViT-S/16, DINOv2, 64 images, blocks compiled",
+]
+
+
+def test_the_figures_of_a_gpu_are_those_that_were_measured():
+    lines = map(json.loads, (ROOT / "benchmarks/results/h200/results.jsonl").read_text().splitlines())
+    steps = {line["name"]: line for line in lines if line["kind"] in ("step", "compiled")}
+    page = (ROOT / "docs/gpu.md").read_text()
+    rows = page.split("\n| a step |")[1].split("\n\n")[0].splitlines()[2:]
+    for row, name in zip(rows, STEPS_OF_AN_H200, strict=True):
+        step = steps[name]
+        share = f"{step['of_peak']:.0%}".replace("%", " %") if "of_peak" in step else ""
+        times = f"{step['ms']:.0f}, {step['ms_host']:.0f}"
+        shown = [cell.strip() for cell in row.strip("|").split("|")][1:]
+        assert shown == [f"{step['images_s']:,.0f}", times, share]
+    small, base, patches = (
+        f"{steps[name]['peak_mib'] * 2**20 / 1e9:.1f}"
+        for name in STEPS_OF_AN_H200
+        if name.endswith("64 images")
+    )
+    memory = f"takes {small} GB, with DINOv2's loss {patches}, a ViT-B {base}."
+    assert memory in " ".join(page.split())
+    fast, slow = (steps[f"ViT-S/16, DINO, {count} images"]["images_s"] for count in (256, 64))
+    assert f"{fast:,.0f} images a second with 256 images in a step, and {slow:,.0f} with 64" in README
