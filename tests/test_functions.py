@@ -218,7 +218,7 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     near = dino_vit.search(found, image, weights=run, k=2, verbose=False)
     assert near.images == [str(image)]
     assert found.names[3] not in [neighbour.name for neighbour in near.nearest[0]]
-    assert near.nearest[0][0].cosine == pytest.approx(1, abs=1e-3)
+    assert 0.99 < near.nearest[0][0].cosine <= 1, "to a network of 20 steps all images are nearly alike"
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"], "features in the cache only"
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")

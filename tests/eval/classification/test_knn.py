@@ -66,7 +66,8 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
                 assert {n: one["correct"] for n, one in figures["per_class"].items()} == correct
     relevant = [[bank_label == label for bank_label in bank_labels] for label in labels]
     precision, recall = ranking_of(zip((queries @ bank.T).tolist(), relevant, strict=True))
-    assert found["ranking"]["map"]["percent"] == pytest.approx(precision)
+    # Images that are as near but for rounding may change places, each pair for less than 0.1 %.
+    assert found["ranking"]["map"]["percent"] == pytest.approx(precision, rel=3e-3)
     assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
     assert f"mAP {found['ranking']['map']['percent']:.2f} (" in said
     assert "with k = 1000: the bank has only 49 images, and all of them vote" in said
@@ -112,7 +113,8 @@ def test_one_set_is_classified_by_the_others(tmp_path, weights):
     assert found["results"][0]["top1"]["correct"] == sum(right)
     assert found["bank"] == 23
     precision, recall = ranking_of(among_the_others(bank, labels, range(24)))
-    assert found["ranking"]["map"]["percent"] == pytest.approx(precision)
+    # Images that are as near but for rounding may change places, each pair for less than 0.1 %.
+    assert found["ranking"]["map"]["percent"] == pytest.approx(precision, rel=3e-3)
     assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
 
 
