@@ -29,6 +29,7 @@ from benchmarks.rehearsal import rehearsed_run
 from benchmarks.step import FIXED, Ours, usual_cases
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.runtime import choose_precision
 from dino_vit.training.loop import take_step
 
 ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 images"
@@ -106,6 +107,8 @@ def table(title: str, found: Sequence[Operation], clock: float) -> Table:
         for one in [*found[:SHOWN], *([rest] if small else [])]
     ]
     note = f"{whole:.0f} ms of operations in a step of {clock:.0f} ms by the clock, under the profiler."
+    if here().type == "cpu" and choose_precision("auto", here()) == "no":
+        note += " This processor has no instructions for bf16, which a run would not choose here."
     return Table(title, "in a step", rows, note, ratio="share")
 
 
@@ -156,8 +159,9 @@ def traffic_table(found: Mapping[str, Kernels]) -> Table:
         "Bytes that kernels read and write at least, by part and then by kind. At "
         f"{BANDWIDTH / 1e12:g} TB/s, or {PEAK / 1e12:g} TFLOP/s where a kernel's multiplications take longer "
         f"(an H100's data sheet), a step takes at least: {least}. A compiled function (`core/fused.py`) "
-        "is one kernel that reads its arguments once and writes its results once; its three or four passes "
-        "over a row of 65,536 prototypes count as one. `run.compile` would move less."
+        "is one kernel that reads its arguments once and writes its results once; layers take them in steps "
+        "that are large enough, as of 91 images and more of a ViT-S. Three or four passes of the losses over "
+        "a row of 65,536 prototypes count as one. `run.compile` would move less."
     )
     title = f"A GPU rehearsed: traffic of a step, bf16, {IMAGES} images"
     return Table(title, "GB", rows, note, ratio="share of the first")

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import reference
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report, where
+from dino_vit.cli import tune_process
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
@@ -260,4 +261,5 @@ if __name__ == "__main__":
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, help="images (default: 8 on a CPU, 64 and 256 on CUDA)")
     options = parser.parse_args()
+    tune_process()  # as `dino-vit` does, which both contenders gain from
     report(run(repeats=options.repeats, threads=options.threads, batch=options.batch), options)
