@@ -94,7 +94,14 @@ def parts(state: TrainingState) -> Iterator[tuple[str, Any, str]]:
     yield "loading", state.augment, "forward"
     yield "forward", Objective, "__call__"
     yield "backward", torch.autograd, "backward"
-    for function in ("set_rates", "clip_gradients", "freeze", "reduce_loss", "step_if_finite", "ema_update"):
+    for function in (
+        "set_rates",
+        "clip_gradients",
+        "drop_frozen_gradients",
+        "reduce_loss",
+        "step_if_finite",
+        "ema_update",
+    ):
         yield "optimiser", dino_vit.training.loop, function
     yield "optimiser", state.optimizer, "zero_grad"
 
