@@ -7,7 +7,7 @@ tensors and float64, or with TORCH_COMPILE_DISABLE=1. They change none of their 
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,24 +27,24 @@ class _State:
     steps, works, small = False, not _DISABLED, False
 
 
-@contextmanager
-def fused_step() -> Iterator[None]:
+def fused_step() -> _GeneratorContextManager[None]:
     """Fuse during a training step; what runs once is not worth the seconds of compiling."""
-    before, _State.steps = _State.steps, True
-    try:
-        yield
-    finally:
-        _State.steps = before
+    return _during("steps")
+
+
+def fused_if_small() -> _GeneratorContextManager[None]:
+    """Fuse functions of few numbers too, whose calls cost the host nothing once they are recorded."""
+    return _during("small")
 
 
 @contextmanager
-def fused_if_small() -> Iterator[None]:
-    """Fuse functions of few numbers too, whose calls cost the host nothing once they are recorded."""
-    before, _State.small = _State.small, True
+def _during(name: str) -> Iterator[None]:
+    before = getattr(_State, name)
+    setattr(_State, name, True)
     try:
         yield
     finally:
-        _State.small = before
+        setattr(_State, name, before)
 
 
 def fuses(x: Tensor, at_least: int = 0) -> bool:
