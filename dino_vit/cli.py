@@ -108,7 +108,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     show = commands.add_parser("config", help="print the settings of a command as YAML")
     show.description = "Print every setting with its meaning, as YAML that loads again; defaults as comments."
     show.add_argument("shown", choices=COMMANDS, metavar="COMMAND", help="the command")
-    shown = next((name for name in argv if name in COMMANDS), None)
+    shown = next((name for name in argv if name in COMMANDS), None) if "config" in argv else None
     add_config_arguments(show, COMMANDS[shown].config_class if shown else Settings)
     return parser
 

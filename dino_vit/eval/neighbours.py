@@ -143,12 +143,14 @@ def neighbour_means(
     """
     _warn_of_few(k, len(bank) - (self_offset is not None))
     cosines, rows = nearest(bank, queries, k=max(k), self_offset=self_offset)
-    weights, values = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp(), targets.to(rows.device).float()
+    # In float64, so that images whose neighbours all agree have equal means, and tie.
+    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp().double()
+    values = targets.to(rows.device).double()
     if not len(queries):  # of one process of many
-        return {wanted: values.new_zeros(0, values.shape[1]) for wanted in k}
+        return {wanted: weights.new_zeros(0, values.shape[1]).float() for wanted in k}
     shares = {wanted: F.normalize(weights[:, :wanted], p=1) for wanted in k}
     return {
-        wanted: F.embedding_bag(rows[:, :wanted], values, mode="sum", per_sample_weights=share)
+        wanted: F.embedding_bag(rows[:, :wanted], values, mode="sum", per_sample_weights=share).float()
         for wanted, share in shares.items()
     }
 

@@ -53,8 +53,8 @@ def record_networks(networks: Sequence[Network]) -> None:
 class RecordedPass:
     """A function of a backbone's weights that is recorded after a few calls and replayed from then on.
 
-    It is recorded anew if shapes or modes change. It may draw from the GPU's generator, but must not wait
-    for the GPU, nor depend on anything but its arguments and tensors that the backbone keeps.
+    Other shapes or modes make a new recording. The function may draw random numbers on the GPU, but must not
+    synchronise with it, nor depend on anything but its arguments and tensors that the backbone keeps.
     `torch.cuda.make_graphed_callables` does the same for one shape, but the gradients that it returns are
     overwritten by the next replay, which micro-batches would add to themselves.
     """
