@@ -143,9 +143,10 @@ def neighbour_means(
     """
     _warn_of_few(k, len(bank) - (self_offset is not None))
     cosines, rows = nearest(bank, queries, k=max(k), self_offset=self_offset)
-    # In float64, so that images whose neighbours all agree have equal means, and tie.
-    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp().double()
-    values = targets.to(rows.device).double()
+    # In float64, which a Mac's GPU lacks: images whose neighbours all agree have equal means, and tie.
+    dtype = torch.float32 if cosines.device.type == "mps" else torch.float64
+    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp().to(dtype)
+    values = targets.to(rows.device).to(dtype)
     if not len(queries):  # of one process of many
         return {wanted: weights.new_zeros(0, values.shape[1]).float() for wanted in k}
     shares = {wanted: F.normalize(weights[:, :wanted], p=1) for wanted in k}
