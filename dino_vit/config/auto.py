@@ -9,7 +9,7 @@ from math import ceil, log2, sqrt
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, needing_all_patches, scaled_lr
-from dino_vit.config.sections import REDUCTION, stem_problem
+from dino_vit.config.sections import REDUCTION, START_TEACHER_TEMPERATURE, stem_problem
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core import height_width
 from dino_vit.core.text import plural
@@ -124,6 +124,9 @@ def auto_choices(
         _choose_gentle(choices, likeness)
     if config.method == "dino" or steps < SHORT:  # for a long run DINOv2 has published its own
         _choose_rates(choices, steps, global_batch)
+    elif "loss.teacher_temp" in choices.given and config.loss.teacher_temp <= START_TEACHER_TEMPERATURE:
+        reason = f"a temperature is given that does not rise from {START_TEACHER_TEMPERATURE}"
+        choices.choose("loss.warmup_teacher_temp_epochs", 0, reason)
     return [*channel_choices(config, channels, "as the images have"), *choices.made.values()]
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, Self, cast
 from pydantic import model_validator
 
 from dino_vit.config import sections
-from dino_vit.config.settings import Seed, Settings, get, given_keys, setting, values
+from dino_vit.config.settings import ConfigError, Seed, Settings, get, given_keys, setting, values
 from dino_vit.core import Size, height_width
 from dino_vit.core.text import plural
 
@@ -48,7 +48,7 @@ AUTO_KEYS = frozenset(
         *("augment.saturation", "augment.hue", "augment.grey"),
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
-        *("loss.centering", "loss.koleo_weight", "run.eval_every"),
+        *("loss.warmup_teacher_temp_epochs", "loss.centering", "loss.koleo_weight", "run.eval_every"),
         *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
         *("model.stem", "model.stem_width", "model.patch_drop", "model.patch_drop_until"),
         *("model.image_size", "model.init_std", "optim.layer_decay", "optim.patch_embed_lr"),
@@ -117,9 +117,15 @@ class PretrainConfig(Settings):
     def check_ready(self) -> None:
         _ = self.data.images  # raises where there are none
 
-    def contradictions(self) -> Iterator[str]:
+    def check_filled(self) -> None:
+        """Refuse a combination of what was given and what recipe=auto has filled in."""
+        if problems := list(self.contradictions(filled=True)):
+            raise ConfigError(problems)
+
+    def contradictions(self, *, filled: bool = False) -> Iterator[str]:
         """Yield every refused combination, except of settings that recipe=auto has yet to fill in."""
-        filled_later = AUTO_KEYS - given_keys(self) if self.recipe == "auto" else frozenset[str]()
+        open_ = self.recipe == "auto" and not filled
+        filled_later = AUTO_KEYS - given_keys(self) if open_ else frozenset[str]()
         for check in (_check_model, _check_views, _check_channels, _check_loss, _check_lengths):
             for problem in check(self):
                 if not filled_later.intersection(_KEY.findall(problem)):

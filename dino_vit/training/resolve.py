@@ -110,8 +110,7 @@ class Resolution:
 
 def resolve(config: PretrainConfig, context: RunContext) -> Resolution:
     """Fill in every open setting; a run that resumes keeps what was chosen at its start."""
-    source, resumed, summary = context.source, context.resumed, context.inspected(config)
-    images = source.images_per_epoch
+    images, resumed, summary = context.source.images_per_epoch, context.resumed, context.inspected(config)
     made: dict[str, Choice] = {}
 
     def add(choices: Sequence[Choice]) -> None:
@@ -137,7 +136,9 @@ def resolve(config: PretrainConfig, context: RunContext) -> Resolution:
     )
     global_batch = min(batch, images)  # more is refused by the plan
     steps = context.estimate.steps or config.budget.total_steps(images, global_batch)
-    add([] if resumed else phase_choices(config, steps / (images // global_batch)))
+    if not resumed:
+        add(phase_choices(config, steps / (images // global_batch)))
+        config.check_filled()
     if not any(image.fits(config.data.channels) for image in summary.images):
         raise ValueError(
             f"data.channels={config.data.channels}, but the images of {config.data.images} have "

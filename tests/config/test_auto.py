@@ -84,6 +84,15 @@ def test_the_phases_of_dinov2_fit_too(given: list[str], images: int) -> None:
         assert "a run of 25 epochs" in choices["loss.warmup_teacher_temp_epochs"].reason
 
 
+@pytest.mark.parametrize("facts", [CIFAR | {"steps": 5000}, IMAGENET])
+def test_dinov2_with_a_low_temperature_has_no_warm_up_of_it(facts: dict[str, Any]) -> None:
+    config, choices = auto("method=dinov2", "loss.teacher_temp=0.03", **facts)
+    assert config.loss.teacher_temp == 0.03
+    assert config.loss.warmup_teacher_temp_epochs == 0
+    assert "loss.warmup_teacher_temp_epochs" in choices
+    assert not list(config.contradictions(filled=True))
+
+
 @pytest.mark.parametrize(("image_size", "channels"), [(8, 1), (33, 3), (100, 13), (512, 3)])
 @pytest.mark.parametrize("images", [50, 4000, 100_000, 20_000_000])
 @pytest.mark.parametrize("batch", [8, 8192])
@@ -97,6 +106,7 @@ def test_every_data_set_gets_a_config_that_runs(
         assert set(choices) <= AUTO_KEYS
         assert all(choice.reason and "\n" not in choice.reason for choice in choices.values())
         make_plan(config, images, 1)
+        assert not list(config.contradictions(filled=True))
 
 
 def test_the_choices_change_gradually_with_the_number_of_images() -> None:

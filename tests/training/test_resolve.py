@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import ConfigError
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.training.resolve import RunContext, kept_choices
+from dino_vit.training.resolve import RunContext, kept_choices, resolve
 from tests.support.runs import assert_same_end, run
 
 CPU = torch.device("cpu")
@@ -19,6 +21,13 @@ def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path):
     for place in ("worker", "device"):
         run(tmp_path / place, {**settings, "data.augment_on": place})
     assert_same_end(tmp_path / "worker", tmp_path / "device", 5)
+
+
+def test_what_auto_leaves_contradictory_is_refused() -> None:
+    given = ["recipe=auto", "loss.warmup_teacher_temp_epochs=5", "budget.epochs=50"]  # auto leaves 0.04
+    context = RunContext(source=make_textures(length=20), processes=1, device=CPU)
+    with pytest.raises(ConfigError, match=r"loss\.teacher_temp=0\.04 must exceed 0\.04"):
+        resolve(load(PretrainConfig, None, [*given, "data.batch_size=4"]), context)
 
 
 def test_what_auto_chose_at_the_start_gives_way_to_what_a_resume_gives():
