@@ -1,7 +1,8 @@
 """The input path on one thread: 2 × 224 and 8 × 96 pixel views of 500 × 375 JPEGs.
 
-The published pipeline (PIL images through torchvision's transforms, one view after the other) beside decode,
-cut and photometry as training runs them: one process, interleaved repeats. `python -m benchmarks.input`
+Decode, cut and photometry as training runs them beside the published pipeline (PIL images through
+torchvision's transforms, one view after the other) and the same pipeline in its transforms v2, whose images
+are tensors of bytes: one process, interleaved repeats. `python -m benchmarks.input`
 """
 
 import io
@@ -16,6 +17,8 @@ from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision import transforms
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
 
 from benchmarks.measure import Table, arguments, compare, report
 from dino_vit.config.pretrain import PretrainConfig
@@ -100,6 +103,32 @@ def published_views(config: PretrainConfig) -> Callable[[Image.Image], list[Tens
     return lambda image: [make(image) for make in (first, second, *[local] * views.local_count)]
 
 
+def tensor_views(config: PretrainConfig) -> Callable[[Tensor], list[Tensor]]:
+    """Return the published pipeline in torchvision's transforms v2, for bytes (3, height, width)."""
+
+    def view(size: int, scale: tuple[float, float], blur: float, solarise: float = 0) -> v2.Transform:
+        bicubic = v2.InterpolationMode.BICUBIC
+        return v2.Compose(
+            [
+                v2.RandomResizedCrop(size, scale=scale, interpolation=bicubic, antialias=True),
+                v2.RandomHorizontalFlip(0.5),
+                v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=0.8),
+                v2.RandomGrayscale(0.2),
+                v2.RandomApply([v2.GaussianBlur(9, (0.1, 2.0))], p=blur),  # 9: as DINOv2's code has it
+                v2.RandomSolarize(128, p=solarise),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(MEAN, STD),
+            ]
+        )
+
+    views = config.views
+    side = views.global_shape[0]
+    first = view(side, views.global_scale, 1.0)
+    second = view(side, views.global_scale, 0.1, 0.2)
+    local = view(views.local_shape[0], views.local_scale, 0.5)
+    return lambda image: [make(image) for make in (first, second, *[local] * views.local_count)]
+
+
 def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
     """Measure everything on one thread, as a loader's worker has one; `threads` changes nothing."""
     del threads
@@ -116,7 +145,7 @@ def _table(repeats: int, images: int) -> Table:
     sampler = Sampler(length=images, batch_size=images, seed=0)
     batches = Loader(source=wrap(photos), views=views, sampler=sampler).batches()
     augment = build_augment(PretrainConfig())
-    published = published_views(PretrainConfig())
+    published, in_tensors = published_views(PretrainConfig()), tensor_views(PretrainConfig())
 
     def worker() -> Batch:
         return next(batches)
@@ -127,6 +156,10 @@ def _table(repeats: int, images: int) -> Table:
 
     def pil() -> list[list[Tensor]]:
         return [published(Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.files]
+
+    def tensors() -> list[list[Tensor]]:
+        files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in photos.files]
+        return [in_tensors(decode_image(file, ImageReadMode.RGB)) for file in files]
 
     tries = draw_tries(views, seed=0, epoch=0, samples=np.arange(images))
     boxes = [choose_boxes(views, of_image, height=375, width=500).tolist() for of_image in tries]
@@ -147,6 +180,7 @@ def _table(repeats: int, images: int) -> Table:
         )
         for name, ours, beside, other in (
             ("everything", everything, "published, PIL", pil),
+            ("everything", everything, "published, transforms v2", tensors),
             ("a worker's share", worker, "published, PIL", pil),
             ("a worker's share", worker, "decode and cut alone", decode_and_cut),
         )

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
 
-from benchmarks import cifar10, end_to_end, host, knn, loop, objective, operations, soak
-from benchmarks.input import Photos
-from benchmarks.step import FIXED, Case, Ours, cases, usual_cases
+from benchmarks import cifar10, end_to_end, host, knn, libraries, loop, objective, operations, soak
+from benchmarks.input import Photos, published_views, tensor_views
+from benchmarks.step import FIXED, Case, Ours, cases, make_batch, usual_cases
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import open_source
@@ -33,6 +36,29 @@ def test_the_step_of_dinov2_is_compared_with_that_of_dino() -> None:
     row, said = objective.measure(4, "bf16", objective.NAMES[:2], repeats=1, changes=TINY)
     assert row.speed.keys() == row.memory.keys() == set(objective.NAMES[:2])
     assert "times as long as DINO's" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")  # lightly's
+@pytest.mark.parametrize("name", ["lightly", "stable_pretraining"])
+def test_steps_of_other_libraries_change_their_networks(name: str) -> None:
+    pytest.importorskip(name)
+    config = Case(4, "no", {**TINY, "views.global_size": 224}).config  # the size that one of them asks first
+    step = {"lightly": libraries.lightly_step, "stable_pretraining": libraries.stable_step}[name](config)
+    views = [view for size in make_batch(config, CPU).views.values() for view in torch.split(size, 4)]
+    losses = torch.tensor([step(views) for _ in range(5)])
+    assert losses.isfinite().all()
+    assert losses.unique().numel() == 5
+
+
+def test_the_pipelines_of_pil_and_of_tensors_make_views_that_are_alike() -> None:
+    config = PretrainConfig()
+    photo = Photos(1).read(0)
+    image = Image.open(BytesIO(photo)).convert("RGB")
+    pixels = pil_to_tensor(image)
+    for view, other in zip(published_views(config)(image), tensor_views(config)(pixels), strict=True):
+        assert view.shape == other.shape
+        assert view.dtype == other.dtype
+        assert view.mean().item() == pytest.approx(other.mean().item(), abs=1.5)  # colours are drawn anew
 
 
 def test_the_largest_operations_have_names() -> None:

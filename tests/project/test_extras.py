@@ -17,8 +17,7 @@ PACKAGES = {
 }
 OWN = {"dev", "docs", "peers"}  # of those who work on the library
 TRACKERS = ("trackio", "wandb", "mlflow", "comet_ml", "clearml", "swanlab", "aim", "dvclive")
-PEERS = ("lightly", "lightly-train")
-NAMED = [{name} for name in ("pillow-heif", *TRACKERS, *PEERS)]
+NAMED = [{name} for name in ("pillow-heif", *TRACKERS, *PACKAGES["peers"])]
 NAMED += [names for extra, names in PACKAGES.items() if extra not in OWN]
 CLONE = {".", "'.[hub,tiff]'"}
 TEXTS = [
