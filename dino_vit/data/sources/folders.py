@@ -128,7 +128,7 @@ def open_list(path: str) -> ImageSet:
         raise ValueError(f"{shown} lists no images. Write one path per line.")
     if (named := len(by_name(shown, entries))) < len(entries):
         text = "%s names %s in %s; one that is named twice comes twice in an epoch"
-        log.warning(text, shown, plural(named, "image"), plural(len(entries), "line"))
+        log.info(text, shown, plural(named, "image"), plural(len(entries), "line"))
     paths = [_join(root, entry.name) for entry in entries]
     # To ask for the size of each remote file would take long.
     local = [row for row, path in enumerate(paths) if not is_url(path)]
