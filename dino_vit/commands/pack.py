@@ -37,7 +37,8 @@ from dino_vit.data.images.decode import UnreadableImage, decode, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.sources.archives import CLASS_NAMES
-from dino_vit.data.sources.open import archive_files, open_source
+from dino_vit.data.sources.files import plain
+from dino_vit.data.sources.open import archive_files, check_one_set, open_source
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES
 from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
@@ -174,7 +175,7 @@ def _index(config: PackConfig) -> PackResult:
         raise ValueError(f"index_only=true changes no archive; leave out {', '.join(extra)}")
     start_processes()
     with in_all_processes():
-        folder, files = from_rank_0(lambda: archive_files(config.source))
+        folder, files = from_rank_0(lambda: _archives(config.source))
         with progress(f"Indexing {folder}", len(files)) as advance:
             index = partial(in_threads, partial(index_shard, folder), done=lambda _: advance(1))
             shards = share_work(index, files)
@@ -185,6 +186,14 @@ def _index(config: PackConfig) -> PackResult:
     text = f"{folder}/{CATALOGUE}: {counts}, ordered {order}, {plural(len(metadata['classes']), 'label')}"
     paths = [Path(folder, file) for file in files]
     return PackResult(shards=paths, images=images, unreadable=[], reduced=0, text=text)
+
+
+def _archives(source: str) -> tuple[str, list[str]]:
+    """Return a folder and the archives in it, which are of one split unless a pattern chooses them."""
+    folder, files = archive_files(source)
+    if folder == plain(source):
+        check_one_set(folder, sorted(files))
+    return folder, files
 
 
 def _readable_items(

@@ -41,7 +41,7 @@ TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 7  # of what an index holds
+VERSION = 8  # of what an index holds
 
 
 @dataclass(frozen=True, kw_only=True)

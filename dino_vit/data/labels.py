@@ -65,7 +65,8 @@ def number_labels(
     if any(nans):
         text = plural(sum(nans), "image has", "images have")
         log.warning("%s 'nan' for a label, which counts as none", text)
-    texts = ["" if none or value is None else _text(value) for value, none in zip(values, nans, strict=True)]
+    pairs = zip(values, nans, strict=True)
+    texts = ["" if is_nan or value is None else label_text(value) for value, is_nan in pairs]
     names = sorted({text for text in texts if text}, key=os.fsencode)
     if None not in map(as_number, names):  # so that 10 comes after 9
         names.sort(key=lambda text: (as_number(text), text))
@@ -83,9 +84,10 @@ def _named(value: object, classes: Sequence[str], title: str) -> object:
     return [classes[number] for number in numbers if number >= 0]
 
 
-def _text(value: object) -> str:
+def label_text(value: object) -> str:
+    """Return a label as text; a list is several labels of an image, joined."""
     if isinstance(value, list | tuple):
-        return SEPARATOR.join(map(_text, value)) or SEPARATOR
+        return SEPARATOR.join(map(label_text, value)) or SEPARATOR
     return os.fsdecode(value) if isinstance(value, bytes) else str(value)
 
 
@@ -320,6 +322,11 @@ def _read_table(path: str) -> dict[str, object]:
             raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
     else:
         entries = read_entries(path, data, labels_needed=True)
+    return by_name(path, entries)
+
+
+def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Return the label of each name; raise an error if a name has two."""
     table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
     for name, value in entries:
         name, value = printable(name), printable(value) if isinstance(value, str) else value
@@ -328,5 +335,6 @@ def _read_table(path: str) -> dict[str, object]:
     if contradictions:
         pairs = [(name, *values) for name, values in public_values([*contradictions.items()])]
         examples = _examples(pairs, "%.200r has %.200r and %.200r")
-        raise ValueError(f"{path} has two values for {plural(len(pairs), 'name')}: {examples}")
+        text = f"{path} has two values for {plural(len(pairs), 'name')}: {examples}"
+        raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky")
     return table

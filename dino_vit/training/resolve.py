@@ -328,7 +328,7 @@ def _pixel_statistics(config: PretrainConfig, context: RunContext) -> tuple[list
                 "measured, so its std is 0; leave the channel out, or give data.std"
             )
     notes = []
-    if pixels.bits == 16 and measured.highest < 0.25:
+    if measured.highest < 0.25:
         notes.append(
             f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
             "have little effect; data.range=[low, high] sets the values of black and white"

@@ -288,6 +288,13 @@ def test_what_cannot_be_catalogued_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["pack", str(tmp_path / "empty"), "index_only=true"]) == 2
     assert "has no tar or zip archives" in capsys.readouterr().err
+    write_shards(tmp_path / "splits", 1, 2)
+    (tmp_path / "splits" / "000.tar").rename(tmp_path / "splits" / "train-0.tar")
+    shutil.copy(tmp_path / "splits" / "train-0.tar", tmp_path / "splits" / "val-0.tar")
+    assert main(["pack", str(tmp_path / "splits"), "index_only=true"]) == 2  # as without a catalogue
+    assert "archives of several kinds or splits (train, val)" in capsys.readouterr().err
+    assert main(["pack", str(tmp_path / "splits" / "train-*.tar"), "index_only=true"]) == 0
+    assert len(open_source(str(tmp_path / "splits" / "train-*.tar"))) == 2
     folder = write_archives(tmp_path / "set", SORTED)
     assert main(["pack", str(folder), str(tmp_path / "out"), "index_only=true"]) == 2
     assert "index_only=true changes no archive; leave out output=" in capsys.readouterr().err

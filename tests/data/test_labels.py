@@ -176,7 +176,7 @@ def test_names_without_a_match_and_two_values_for_a_name_are_said(tmp_path, capl
     assert "no label for 4 of 5 images: 'b.png', 'c.png', 'd.png', ...\n" in caplog.text
     assert "5 labels for names not in the source: 'B.png', 'C.PNG', 'D.png', ..." in caplog.text
     path.write_text("".join(f"{name},{label}\n" for name in "abcde" for label in (1, 2)))
-    with pytest.raises(ValueError, match=r"two values for 5 names: 'a' has '1' and '2', 'b' has .*, \.\.\.$"):
+    with pytest.raises(ValueError, match=r"two values for 5 names: 'a' has '1' and '2', 'b' .*, \.\.\.;"):
         open_source(str(tmp_path / "photos"), path)
 
 
@@ -284,3 +284,16 @@ def test_an_object_of_json_with_two_values_for_a_name_is_refused(tmp_path):
     (tmp_path / "labels.json").write_text('{"cat/a.b.png": "cat", "cat/a.b.png": "dog"}')
     with pytest.raises(ValueError, match=r"labels\.json has two values for 1 name: 'cat/a\.b\.png'"):
         open_source(str(tmp_path / "images"), tmp_path / "labels.json")
+
+
+def test_a_list_with_two_labels_for_an_image_is_refused(tmp_path, caplog):
+    """As two images, one would be the other's nearest neighbour, of another class."""
+    write_folder(tmp_path)
+    path = tmp_path / "list.csv"
+    path.write_text("path,label\ncat/é.jpg,sea\ndog-2/x.bmp,sky\ncat/é.jpg,sky\n")
+    with pytest.raises(ValueError, match=r"list\.csv has two values for 1 name: .* as in sea;sky"):
+        open_source(str(path))
+    path.write_text("path,label\ncat/é.jpg,sea\ndog-2/x.bmp,sky\ncat/é.jpg,sea\n")
+    caplog.set_level("INFO", "dino_vit")
+    assert len(open_source(str(path))) == 3
+    assert "list.csv names 2 images in 3 lines" in caplog.text

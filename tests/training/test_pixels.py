@@ -118,3 +118,10 @@ def test_float_images_beyond_one_say_what_to_do(tmp_path):
     assert "none of 32 images can be used" in said
     assert "set data.range=[low, high], the values that become 0 and 1" in said
     run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.range": "[0, 255]"})
+
+
+def test_images_that_eight_bits_make_nearly_black_are_said(tmp_path):
+    folder = fill(tmp_path / "images", sixteen_bits)  # 12 bits in 16
+    said = run(tmp_path / "run", {**SETTINGS, "budget.steps": 1, "data.source": folder, "data.bits": 8})
+    assert "scaled down to 8 bits" in said
+    assert "no value is above 5.9% of the scale" in said

@@ -18,7 +18,7 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.image_set import ImageSet, ShardLayout, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, number_labels, parse_json
+from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, label_text, number_labels, parse_json
 from dino_vit.data.limits import check_bytes
 from dino_vit.data.shards import ByteRangeReader, Shards
 from dino_vit.data.sources.files import changed, exists, open_file, read_file
@@ -266,7 +266,9 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
     content = parse_json(text, f"{public(path)}: {os.fsdecode(name)!r}")
     columns = dict(content) if isinstance(content, tuple) else {}
     label = next((columns[key] for key in LABEL_COLUMNS if key in columns), None)
-    return printable(label) if isinstance(label, str | int | float) else None  # a list is none
+    values = label if isinstance(label, list) else [label]
+    is_label = all(isinstance(value, str | int | float) for value in values)
+    return printable(label_text(label)) if is_label else None
 
 
 def zip_images(path: str) -> list[Member]:

@@ -14,7 +14,7 @@ from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import brief, plural, printable, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.labels import number_labels, read_entries
+from dino_vit.data.labels import by_name, number_labels, read_entries
 from dino_vit.data.sources.files import (
     PER_IMAGE_TIMEOUT_S,
     file_signatures,
@@ -126,6 +126,9 @@ def open_list(path: str) -> ImageSet:
         entries = sorted(read_entries(shown, read_file(path)), key=lambda each: os.fsencode(each.name))
     if not entries:
         raise ValueError(f"{shown} lists no images. Write one path per line.")
+    if (named := len(by_name(shown, entries))) < len(entries):
+        text = "%s names %s in %s; one that is named twice comes twice in an epoch"
+        log.info(text, shown, plural(named, "image"), plural(len(entries), "line"))
     paths = [_join(root, entry.name) for entry in entries]
     # To ask for the size of each remote file would take long.
     local = [row for row, path in enumerate(paths) if not is_url(path)]

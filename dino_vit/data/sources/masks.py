@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
 from dino_vit.core.text import plural, public
 from dino_vit.data.image_set import ImageSet, unlabelled
-from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.decode import UnreadableImage, decode
 from dino_vit.data.sources.files import exists, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.open import open_source
 
@@ -264,13 +265,16 @@ def _read_indexed(data: bytes | Tensor) -> NDArray[np.uint8]:
 
 
 def _size(item: bytes | Tensor) -> tuple[int, int] | None:
-    """Return the height and width of an upright image; None if only its reader can tell."""
+    """Return the height and width of an upright image; None if it cannot be read."""
     if isinstance(item, Tensor):
         return int(item.shape[1]), int(item.shape[2])
     try:
         with Image.open(io.BytesIO(item)) as file:
             width, height = file.size
             turned = file.getexif().get(_ORIENTATION, 1) >= 5
-    except Exception:
+    except Exception:  # of what Pillow does not know, such as npy and TIFF of many channels
+        with suppress(UnreadableImage):
+            height, width = decode(item, "the image").shape[1:]
+            return height, width
         return None
     return (width, height) if turned else (height, width)

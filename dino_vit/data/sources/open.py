@@ -108,16 +108,23 @@ def _open_path(spec: str) -> ImageSet | None:
     except NoImages as error:
         if not (names := error.args[2]):
             raise
+    check_one_set(spec, names)
+    return _open_files(spec, [os.path.join(spec, name) for name in names])
+
+
+def check_one_set(folder: str, names: Sequence[str]) -> None:
+    """Raise an error if archives of a folder are of several kinds, or of several splits."""
     suffixes = sorted(set(map(suffix_of, names)))
     splits = sorted({match[1].lower() for name in names if (match := _SPLIT.search(name))})
     if len(suffixes) > 1 or len(splits) > 1:
         kinds = ", ".join(suffixes if len(suffixes) > 1 else splits)
-        pattern = os.path.join(spec, f"*{suffixes[-1]}" if len(suffixes) > 1 else f"*{splits[-1]}*")
+        wanted, end = (suffixes[-1], "") if len(suffixes) > 1 else (splits[-1], "*")
+        below, name = os.path.split(next(name for name in reversed(names) if wanted in name.lower()))
+        choice = os.path.join(folder, below, f"*{wanted}{end}" if wanted in name.lower() else "").rstrip("/")
         raise ValueError(
-            f"{public(spec)} contains archives of several kinds or splits ({kinds}), such as {names[0]} "
-            f"and {names[-1]}: choose by a pattern such as '{public(pattern)}'"
+            f"{public(folder)} contains archives of several kinds or splits ({kinds}), such as {names[0]} "
+            f"and {names[-1]}: choose one, such as '{public(choice)}'"
         )
-    return _open_files(spec, [os.path.join(spec, name) for name in names])
 
 
 def _open_pattern(spec: str) -> ImageSet | None:

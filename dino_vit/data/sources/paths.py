@@ -12,7 +12,7 @@ from dino_vit.core.text import plural, printable, progress, public
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy", ".avif", ".heic", ".heif"),
-    *(".jp2", ".j2k", ".ppm", ".pgm", ".pbm"),
+    *(".jfif", ".jpe", ".jp2", ".j2k", ".ppm", ".pgm", ".pbm"),
 )
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
 

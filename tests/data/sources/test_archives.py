@@ -90,6 +90,13 @@ def test_labels_of_shards(tmp_path):
         1, {"a.jpg": b"", "a.json": b'{"label": "cat", "width": 3}', "b.jpg": b"", "b.json": b"{}"}
     )
     assert [source.label(0), source.label(1), source.classes] == [0, None, ["cat"]]
+    several = {
+        "x/a.jpg": b"",
+        "x/a.json": b'{"tags": ["sea", "sky"]}',
+        "y/b.jpg": b"",
+        "y/b.json": b'{"tags": []}',
+    }
+    assert shard(3, several).classes == [";", "sea;sky"]  # as in tables and files of labels
     source = shard(2, {"top/dog/a.jpg": b"", "top/cat/b.jpg": b""})
     assert [source.name(0), source.label(0), source.classes] == ["top/cat/b.jpg", 0, ["cat", "dog"]]
     write_tar(tmp_path / "bad.tar", {"a.jpg": b"", "a.json": b"{"})

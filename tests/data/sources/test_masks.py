@@ -10,6 +10,7 @@ from PIL import Image
 import dino_vit
 from dino_vit.config.commands import IGNORED, CompareConfig
 from dino_vit.config.loading import load
+from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.masks import open_masks, open_watched
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.comparison.compare import choose_evaluators, open_compared, open_measured
@@ -136,6 +137,17 @@ def test_what_a_folder_lacks_or_has_of_its_own_is_said(voc, ade20k, cityscapes):
         open_masks(str(ade20k), "ade20k", training=True)
     with pytest.raises(ValueError, match="masks=cityscapes has classes of its own: leave out class_names"):
         open_masks(str(cityscapes), "cityscapes", ignore_value=0)
+
+
+def test_a_mask_of_another_size_than_an_array_is_refused(tmp_path):
+    """Whose size Pillow cannot tell."""
+    (tmp_path / "bands").mkdir()
+    np.save(tmp_path / "bands/1.npy", np.zeros((13, 32, 48), np.float32))
+    write(tmp_path / "masks/1.png", values=[0, 1])  # 8 × 4 pixels
+    with pytest.raises(UnreadableImage, match=r"the mask has 8 × 4 pixels, its image 48 × 32"):
+        open_masks(str(tmp_path / "bands")).mask(0)
+    np.save(tmp_path / "bands/1.npy", np.zeros((4, 8), np.float32))
+    assert open_masks(str(tmp_path / "bands")).mask(0).shape == (4, 8)
 
 
 def test_the_command_learns_from_one_split_and_judges_the_other(voc, weights):
