@@ -68,17 +68,19 @@ def npy(array):
     return buffer.getvalue()
 
 
-def png16(array):
+def png16(array, exif=None):
     """Write 16-bit PNG in colour, which Pillow cannot."""
     height, width, channels = array.shape
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
-    return png(width, height, rows, depth=16, kind={1: 0, 2: 4, 3: 2, 4: 6}[channels])
+    return png(width, height, rows, depth=16, kind={1: 0, 2: 4, 3: 2, 4: 6}[channels], exif=exif)
 
 
-def png(width, height, rows, *, depth=8, kind=0, interlaced=0, packed=None):
+def png(width, height, rows, *, depth=8, kind=0, interlaced=0, packed=None, exif=None):
     """Write PNG with any claims in its header."""
     header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced)
-    chunks = ((b"IHDR", header), (b"IDAT", packed or zlib.compress(rows)), (b"IEND", b""))
+    chunks = ((b"IHDR", header), (b"IDAT", packed or zlib.compress(rows)))
+    chunks += ((b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")),) if exif else ()
+    chunks += ((b"IEND", b""),)
     whole = (struct.pack(">I", len(b)) + n + b + struct.pack(">I", zlib.crc32(n + b)) for n, b in chunks)
     return b"\x89PNG\r\n\x1a\n" + b"".join(whole)
 

@@ -119,13 +119,16 @@ def test_arrays_have_their_channels_at_the_shorter_end(shape, dtype):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "PALETTE", "DEEP PNG", "DEEP TIFF"])
+@pytest.mark.parametrize(
+    "kind", ["JPEG", "PNG", "WEBP", "TIFF", "PALETTE", "DEEP PNG", "DEEP PNG IN COLOUR", "DEEP TIFF"]
+)
 def test_every_format_is_turned_upright(kind, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    if kind == "DEEP TIFF":
+    if kind in ("DEEP TIFF", "DEEP PNG IN COLOUR"):
         array = picture(20, 30, 3, dtype=np.uint16)
-        data = tiff(array, photometric="rgb", extratags=[(274, "H", 1, orientation, True)])
+        tag = (274, "H", 1, orientation, True)
+        data = tiff(array, photometric="rgb", extratags=[tag]) if kind == "DEEP TIFF" else png16(array, exif)
         small = Image.fromarray((array >> 8).astype(np.uint8))
         small.getexif()[0x0112] = orientation
         expected = tensor(ImageOps.exif_transpose(small))
