@@ -23,10 +23,10 @@ from dino_vit.core.distributed import (
     share_work,
     world_size,
 )
-from dino_vit.core.text import plural
+from dino_vit.core.text import plural, public
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.masks import open_watched
+from dino_vit.data.sources.masks import PUBLISHED, open_watched, published_like
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import Measured, summed
 from dino_vit.eval.maps.windows import count_pixels, mean_iou, patch_classes
@@ -132,10 +132,22 @@ def open_segmentation(
     try:
         masked = agree("masks", open_masked, lambda masked: masked.describe() if masked else "none")
         if masked is None:
-            return None, []
+            return None, learned_masks(spec)
         segmentation = OnlineSegmentation(masked, evaluation, backbone)
     except ValueError as error:
         return None, [f"the run is not evaluated by masks: {error}"]
     judged, learned = plural(len(segmentation.judged), "image"), plural(len(segmentation.learned), "other")
     by = f"patches of {judged} are classified by those of {learned}"
     return segmentation, [f"the run is evaluated by masks: {by}"]
+
+
+def learned_masks(spec: str) -> list[str]:
+    """Say that a run whose source is the whole folder of a published set learns from its masks as well."""
+    if not (name := published_like(spec)):
+        return []
+    published, folder = PUBLISHED[name], public(spec).rstrip("/")
+    images = f"{folder}/{published.images.partition('/')[0]}"
+    return [
+        f"{folder} looks like {published.title}: the run learns from the pictures in {published.masks} too; "
+        f"give {images} to leave them out"
+    ]

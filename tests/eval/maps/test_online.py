@@ -58,6 +58,15 @@ def test_patches_of_half_the_images_are_told_by_those_of_the_others():
     assert segmentation.guesses == {"constant_miou": pytest.approx(expected), "mask_images": 10}
 
 
+def test_masks_that_are_learned_from_as_images_are_said(tmp_path):
+    for name in ("JPEGImages/1.jpg", "SegmentationClass/1.png", "ImageSets/Segmentation/val.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / name, "PNG")
+    _, (said,) = opened(f"{tmp_path}/", open_source(str(tmp_path)))
+    assert said.startswith(f"{tmp_path} looks like Pascal VOC: the run learns from the pictures in Segm")
+    assert said.endswith(f"give {tmp_path}/JPEGImages to leave them out")
+
+
 def test_masks_that_cannot_be_used_are_left_out_or_said(tmp_path, caplog):
     for folder in ("photos", "masks"):
         (tmp_path / folder).mkdir()
