@@ -251,10 +251,10 @@ class Result:
         ]
         return cls(tables=tables, **record)
 
-    def markdown(self) -> str:
-        """Write what was measured on a machine."""
+    def markdown(self, remark: str = "") -> str:
+        """Write what was measured on a machine, and a remark on when."""
         often = f"medians of {self.repeats} interleaved repeats" if self.repeats else "one run"
-        head = f"{self.day}, on {self.machine}; {often}.\n"
+        head = f"{self.day}, on {self.machine}; {often}.{remark}\n"
         return "\n".join([head, *(table.markdown() for table in self.tables)])
 
 
