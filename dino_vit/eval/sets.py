@@ -128,13 +128,14 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
         # Of different tasks the later by name: a few whole numbers, or single labels, look like classes.
         task = config.task or max(recognise(train_source.classes), recognise(source.classes))
         train, val = open_subset(config.train, train_source, task), open_subset(config.source, source, task)
-        refuse_same_images(config.source, val.images, config.train, train.images)
+        refuse_same_images(config.source, val.images, f"train={public(config.train)}", train.images)
     if train is None and (splits := choose_splits(source)):
         log.info("%s", describe_use(source, *splits, val.name))
         train, val = (
             val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
             for name, images in splits
         )
+        refuse_same_images(val.name, val.images, train.name, train.images)
     (val if train is None else train).require_two_classes()
     if train is None or val.task == "multiclass":
         return train, val if train is None else val.with_classes_of(train)
@@ -147,13 +148,13 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
 
 def refuse_same_images(name: str, source: ImageSet, train_name: str, train: ImageSet) -> None:
     """Refuse to judge by the very images that were learned from, and warn if some are."""
-    name, train_name = public(name), public(train_name)
+    name = public(name)
     shared = count_shared(source, train)
     if shared == len(source):
-        text = f"all {plural(shared, 'image')} of {name} are in train={train_name} too"
-        raise ValueError(f"{text}; give other images, or leave out train")
+        advice = "give other images" + ", or leave out train" * train_name.startswith("train=")
+        raise ValueError(f"all {plural(shared, 'image')} of {name} are in {train_name} too; {advice}")
     if shared:
-        text = "%d of the %d images of %s are in train=%s too: the accuracy will be inflated"
+        text = "%d of the %d images of %s are in %s too: the accuracy will be inflated"
         log.warning(text, shared, len(source), name, train_name)
 
 
