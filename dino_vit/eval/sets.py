@@ -1,7 +1,7 @@
 """Labelled images as sets and as features: who is train, who is test."""
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,10 +170,10 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     if train is not None:
         return train, val
     name, indices = val.source.name, val.indices.tolist()
-    series: Sequence[Hashable] = series_of(name, indices)
-    if val.task == "multiclass":
-        series = list(zip(series, val.targets.tolist(), strict=True))
-    chosen = choose_blocks(series, _VAL_SHARE, config.seed, numbers_of(name, indices))
+    classes = val.targets.tolist() if val.task == "multiclass" else None
+    chosen = choose_blocks(
+        series_of(name, indices), _VAL_SHARE, config.seed, numbers_of(name, indices), classes
+    )
     train = val.part(~chosen, f"the rest of {val.name}")
     train.require_two_classes()
     return train, val.part(chosen, f"a fifth of {val.name}")
