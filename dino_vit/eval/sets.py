@@ -17,7 +17,7 @@ from dino_vit.core import log
 from dino_vit.core.blocks import choose_blocks, numbers_of, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.targets import read_targets, recognise
@@ -156,12 +156,6 @@ def refuse_same_images(name: str, source: ImageSet, train_name: str, train: Imag
     if shared:
         text = "%d of the %d images of %s are in %s too: the accuracy will be inflated"
         log.warning(text, shared, len(source), name, train_name)
-
-
-def count_shared(source: ImageSet, train: ImageSet) -> int:
-    """Return how many images of a source are those of another, whatever paths lead to them."""
-    learned = set(train.origins())
-    return sum(origin in learned for origin in source.origins())
 
 
 def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]:

@@ -22,14 +22,14 @@ from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import MARK, TO_LABEL, after_figures, claim, write_output
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification.choice import TrainedClassifier, learn
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.maps.pictures import Panel, draw_sheet, thumbnail
 from dino_vit.eval.neighbours import nearest, unit
 from dino_vit.eval.results import plain, write_results
-from dino_vit.eval.sets import LabelledSubset, count_shared, open_subset
+from dino_vit.eval.sets import LabelledSubset, open_subset
 from dino_vit.weights.classifier import (
     label_texts,
     read_classifier,
