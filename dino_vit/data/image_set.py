@@ -290,6 +290,12 @@ def _digest(kind: str, parts: Sequence[ImageSet], facts: object) -> str:
     return f"{kind}-{sum(map(len, parts))}-{digest[:16]}"
 
 
+def count_shared(source: ImageSet, train: ImageSet) -> int:
+    """Return how many images of a source are those of another, whatever paths lead to them."""
+    learned = set(train.origins())
+    return sum(origin in learned for origin in source.origins())
+
+
 def spread(length: int, count: int) -> list[int]:
     """Return `count` different indices from all over a source of some length; all if it is shorter.
 

@@ -17,7 +17,7 @@ from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone
@@ -180,6 +180,18 @@ class OnlineEvaluation:
             for part, value in zip(("", "_answers", "_error"), figure, strict=True)
         }
         return replace(figures, best_features=best.settings, **by_name)
+
+    def describe_leak(self) -> str | None:
+        """Say how many images to judge by are among those that vote, too, whatever paths lead to them."""
+        if self.bank is None:
+            return None
+        bank, queries = self.indices[: len(self.bank)], self.indices[len(self.bank) :]
+        shared = count_shared(self.source.subset(queries), self.source.subset(bank))
+        verb = "is" if shared == 1 else "are"
+        text = (
+            f"{shared:,} of the {plural(len(queries), 'image')} to judge by {verb} among those to learn from"
+        )
+        return f"{text}, so k-NN and the probe are inflated" if shared else None
 
     def guesses(self) -> Guesses | None:
         """Return how well labels can be told without a network, computed by the calling process alone."""

@@ -1,7 +1,7 @@
 """Labelled images as sets and as features: who is train, who is test."""
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from dino_vit.core import log
 from dino_vit.core.blocks import choose_blocks, numbers_of, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.targets import read_targets, recognise
@@ -128,13 +128,14 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
         # Of different tasks the later by name: a few whole numbers, or single labels, look like classes.
         task = config.task or max(recognise(train_source.classes), recognise(source.classes))
         train, val = open_subset(config.train, train_source, task), open_subset(config.source, source, task)
-        refuse_same_images(config.source, val.images, config.train, train.images)
+        refuse_same_images(config.source, val.images, f"train={public(config.train)}", train.images)
     if train is None and (splits := choose_splits(source)):
         log.info("%s", describe_use(source, *splits, val.name))
         train, val = (
             val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
             for name, images in splits
         )
+        refuse_same_images(val.name, val.images, train.name, train.images)
     (val if train is None else train).require_two_classes()
     if train is None or val.task == "multiclass":
         return train, val if train is None else val.with_classes_of(train)
@@ -147,20 +148,14 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
 
 def refuse_same_images(name: str, source: ImageSet, train_name: str, train: ImageSet) -> None:
     """Refuse to judge by the very images that were learned from, and warn if some are."""
-    name, train_name = public(name), public(train_name)
+    name = public(name)
     shared = count_shared(source, train)
     if shared == len(source):
-        text = f"all {plural(shared, 'image')} of {name} are in train={train_name} too"
-        raise ValueError(f"{text}; give other images, or leave out train")
+        advice = "give other images" + ", or leave out train" * train_name.startswith("train=")
+        raise ValueError(f"all {plural(shared, 'image')} of {name} are in {train_name} too; {advice}")
     if shared:
-        text = "%d of the %d images of %s are in train=%s too: the accuracy will be inflated"
+        text = "%d of the %d images of %s are in %s too: the accuracy will be inflated"
         log.warning(text, shared, len(source), name, train_name)
-
-
-def count_shared(source: ImageSet, train: ImageSet) -> int:
-    """Return how many images of a source are those of another, whatever paths lead to them."""
-    learned = set(train.origins())
-    return sum(origin in learned for origin in source.origins())
 
 
 def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]:
@@ -169,10 +164,10 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     if train is not None:
         return train, val
     name, indices = val.source.name, val.indices.tolist()
-    series: Sequence[Hashable] = series_of(name, indices)
-    if val.task == "multiclass":
-        series = list(zip(series, val.targets.tolist(), strict=True))
-    chosen = choose_blocks(series, _VAL_SHARE, config.seed, numbers_of(name, indices))
+    classes = val.targets.tolist() if val.task == "multiclass" else None
+    chosen = choose_blocks(
+        series_of(name, indices), _VAL_SHARE, config.seed, numbers_of(name, indices), classes
+    )
     train = val.part(~chosen, f"the rest of {val.name}")
     train.require_two_classes()
     return train, val.part(chosen, f"a fifth of {val.name}")

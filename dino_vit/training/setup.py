@@ -90,6 +90,8 @@ def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[
     if state.evaluation.has_labels and (splits := choose_splits(evaluated)):
         use = describe_use(evaluated, *splits, images)
         yield f"{use}; the run learns from all of them, without labels"
+        if leak := state.evaluation.describe_leak():
+            yield leak
     state.segmentation, said = open_segmentation(images, state.evaluation, state.teacher.backbone)
     yield from said
 

@@ -1,10 +1,12 @@
 """Images that are split by us: neighbours stay together, and every series is on both sides."""
 
+import hashlib
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dino_vit.config.commands import DenseConfig, SupervisedConfig
 from dino_vit.config.settings import Task
@@ -73,6 +75,17 @@ def test_images_that_are_no_series_are_drawn_by_the_seed():
     assert all(apart(draw) > 20 for draw in draws)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_of_every_class_as_many_are_held_out_whatever_the_names_are(seed):
+    counts = [50, 25, 10, 5, 1, 1, 1, 1, 1]
+    labels = np.repeat(np.arange(len(counts)), counts).tolist()
+    digests = [hashlib.sha256(bytes([row])).hexdigest()[:9] for row in range(len(labels))]
+    chosen = choose_blocks(series(digests), 5, seed, classes=labels)
+    held = np.bincount(np.array(labels)[chosen], minlength=len(counts))
+    assert held[:4].tolist() == [10, 5, 2, 1]
+    assert held[4:].sum() == 1, "of five classes of one image each"
+
+
 def test_few_images_leave_one_to_judge_by():
     assert [choose_blocks(["a"] * count, 10, 0).sum() for count in (2, 3, 9, 10, 19, 20)] == [1] * 5 + [2]
     assert choose_blocks(["a", "b"], 2, 0).sum() == 1
@@ -93,6 +106,17 @@ def test_a_fifth_of_labelled_images_is_a_block_of_each_class():
     for kind in range(10):
         members = np.flatnonzero(np.arange(200) % 10 == kind)
         assert apart(np.isin(members, val.indices)) <= 2
+
+
+def test_a_fifth_of_every_class_is_held_out_where_names_are_no_series(tmp_path):
+    for label, count in {"a": 20, "b": 10, "c": 5}.items():
+        (tmp_path / label).mkdir()
+        for number in range(count):
+            name = hashlib.sha256(f"{label}{number}".encode()).hexdigest()[:9]
+            Image.new("RGB", (8, 8)).save(tmp_path / label / f"{name}.png")
+    for seed in range(3):
+        _, val = open_sets(SupervisedConfig(source=str(tmp_path), seed=seed))
+        assert np.bincount(val.targets).tolist() == [4, 2, 1]
 
 
 @pytest.mark.parametrize("task", ["multiclass", "regression"])

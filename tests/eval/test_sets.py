@@ -158,6 +158,19 @@ def test_images_of_both_sets_are_counted(folder, tmp_path, caplog):
     assert f"1 of the 6 images of {images} are in train={other} too" in caplog.text
 
 
+def test_images_of_two_splits_are_counted_too(folder, tmp_path, caplog):
+    for split in ("train", "val"):
+        folder(f"photos/{split}", "ab")
+    photos = str(tmp_path / "photos")
+    os.link(f"{photos}/val/a/0.png", f"{photos}/train/a/from-val.png")
+    sets_of(photos)
+    assert f"1 of the 6 images of {photos}/val are in {photos}/train too: the acc" in caplog.text
+    for path in Path(photos, "val").rglob("*.png"):
+        os.link(path, f"{photos}/train/a/{path.parent.name}{path.name}")
+    with pytest.raises(ValueError, match=r"all 6 images of .*/val are in .*/train too; give other images$"):
+        sets_of(photos)
+
+
 def test_shards_and_arrays_are_compared_too(tmp_path, caplog):
     for number, name in enumerate("ab"):
         files = [f"{label}/{name}{i}.png" for i in range(3) for label in "xy"]

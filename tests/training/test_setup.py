@@ -23,6 +23,7 @@ from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_start, start_record
 from dino_vit.training.setup import open_context, set_up
 from tests.support.documents import ROOT
+from tests.support.images import write_classes
 from tests.support.peers import HF_VIT
 from tests.support.runs import TINY, tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
@@ -319,6 +320,14 @@ def test_a_run_that_sees_few_images_says_so(tmp_path):
         and note.endswith("budget.minutes=2.2 would be an epoch")
         for note in notes
     )
+
+
+def test_a_run_says_which_images_to_judge_by_vote_too(tmp_path):
+    for split in ("train", "val"):
+        write_classes(tmp_path / "photos" / split, "ab", 4)
+    (tmp_path / "photos/train/a/link.png").symlink_to("../../val/a/0.png")
+    notes = opened(tmp_path / "run", {"data.source": tmp_path / "photos", "run.eval_every": 1}).notes
+    assert any("1 of the 8 images to judge by is among those to learn from" in note for note in notes)
 
 
 @pytest.mark.parametrize(("alike", "stem"), [(True, "conv"), (False, "patch")])

@@ -22,14 +22,14 @@ from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.outputs import MARK, TO_LABEL, after_figures, claim, write_output
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification.choice import TrainedClassifier, learn
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.maps.pictures import Panel, draw_sheet, thumbnail
 from dino_vit.eval.neighbours import nearest, unit
 from dino_vit.eval.results import plain, write_results
-from dino_vit.eval.sets import LabelledSubset, count_shared, open_subset
+from dino_vit.eval.sets import LabelledSubset, open_subset
 from dino_vit.weights.classifier import (
     label_texts,
     read_classifier,
@@ -87,7 +87,7 @@ def run(config: PredictConfig) -> LabelPredictions:
             tables = [table]
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
             if config.unsure:
-                known = _known_labels(source, labelled, fitted)
+                known = _known_labels(source, labelled)
                 tables.append(_to_label(columns, next_rows, known))
                 write_output(files[2], tables[-1])
                 lines.append(f"{files[2]}: fill in the column label, then give it as labels=")
@@ -245,18 +245,17 @@ def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
     return file.getvalue()
 
 
-def _known_labels(
-    source: ImageSet, labelled: LabelledSubset | None, fitted: TrainedClassifier
-) -> dict[str, str]:
-    """Return the labels that were learned from, by name, but none that is the name of another image."""
-    known = fitted.learned
-    if labelled is None or known is None:
+def _known_labels(source: ImageSet, labelled: LabelledSubset | None) -> dict[str, str]:
+    """Return the labels that were given, by name, but none that is the name of another image."""
+    if labelled is None:
         return {}
-    targets = known.targets if known.targets.ndim == 2 else torch.nn.functional.one_hot(known.targets)
-    labels = dict(zip(fitted.names, label_texts(targets.float(), known.classes, known.task), strict=True))
-    if labelled.source is source:
+    images, indices = labelled.source, labelled.indices.tolist()
+    names = [images.name(index) for index in indices]
+    texts = [images.classes[number] for index in indices if (number := images.label(index)) is not None]
+    labels = dict(zip(names, texts, strict=True))
+    if images is source:
         return labels
-    origins = dict(zip(fitted.names, labelled.source.subset(known.indices).origins(), strict=True))
+    origins = dict(zip(names, labelled.images.origins(), strict=True))
     for index, origin in enumerate(source.origins()):
         if origins.get(name := source.name(index), origin) != origin:
             labels.pop(name, None)

@@ -22,6 +22,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, plural, progress
 from dino_vit.data.labels import below_shared, find_splits, number_labels
 from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.targets import SEPARATOR
 from dino_vit.eval.embeddings.embed import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.embeddings.threshold import FIXED, Threshold, choose_threshold
 from dino_vit.eval.maps.pictures import BLANK, draw_sheet, shorten
@@ -228,6 +229,8 @@ class ClosestPairs:
 
     def __init__(self, keep: int, values: Sequence[str | None] | None = None) -> None:
         self.keep, self.total = keep, 0
+        if values is not None:  # several labels in any order
+            values = [value and SEPARATOR.join(sorted(value.split(SEPARATOR))) for value in values]
         self.codes = None if values is None else number_labels(values).numbers
         self.pairs, self.cosines = np.empty((0, 2), np.int64), np.empty(0, np.float32)
 

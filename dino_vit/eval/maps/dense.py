@@ -143,7 +143,7 @@ def _open(config: DenseConfig) -> tuple[ImageSet, Sequence[int], ImageSet, Seque
         judged = choose_half(queries.name, range(len(queries)))
         return queries, np.flatnonzero(~judged).tolist(), queries, np.flatnonzero(judged).tolist()
     train = open_masks(train_spec, config.train_masks or published, training=True, **values)
-    refuse_same_images(config.source, queries, train_spec, train)
+    refuse_same_images(config.source, queries, f"train={public(train_spec)}", train)
     if list(train.classes) != list(queries.classes):
         raise ValueError(f"{public(train_spec)} has different classes from {public(config.source)}")
     return train, range(len(train)), queries, range(len(queries))

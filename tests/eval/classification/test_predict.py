@@ -169,6 +169,14 @@ def test_the_images_to_label_next_come_with_the_labels_of_train(photos, weights)
     assert labelled == {row["name"] for row in rows[3:]} - {"000.png", "002.png"}
 
 
+@pytest.mark.parametrize("two", [("1234567.25", "-1.5"), ("a=0.1234567;b=3", "a=1;b=2"), ("white;blue", ";")])
+def test_labels_that_are_known_stay_as_they_were_given(photos, weights, two):
+    given = {f"{row:03}.png": two[row % 4 // 2] for row in range(0, 24, 2)}
+    (photos / "given.json").write_text(json.dumps(given))
+    predict(photos, weights, "output=rest.csv", "unsure=3", labels="given.json")
+    assert {row["name"]: row["label"] for row in rows_of(photos / "rest-to-label.csv")[3:]} == given
+
+
 @pytest.mark.parametrize(
     ("labels", "more"),
     [("labels.csv", {}), ("numbers.csv", {}), ("labels.csv", {"size": 24, "fit": "whole"})],

@@ -185,6 +185,12 @@ def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
     assert conflicts.total == len(differing) >= 2
 
 
+def test_labels_in_another_order_are_no_other_labels():
+    pairs = ClosestPairs(9, ["sea;sky", "sky;sea", "sea"])
+    pairs.add(np.array([[0, 1], [0, 2]]), np.ones(2, np.float32))
+    assert pairs.closest() == [(0, 2, 1.0)]
+
+
 def test_chains_are_linked_in_whatever_order():
     order = np.random.default_rng(0).permutation(499)
     parents = np.arange(500)
