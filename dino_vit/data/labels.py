@@ -163,6 +163,8 @@ def read_entries(path: str, data: bytes, *, labels_needed: bool = False) -> Iter
 
     A table without a column of labels is an error if they are needed, otherwise a warning.
     """
+    if data.startswith(b"PAR1"):
+        raise ValueError(f"{path} is Parquet; a list is text, CSV, TSV or, with a label for each name, JSON.")
     if b"\0" in data:
         raise ValueError(f"{path} is not text in UTF-8, perhaps in UTF-16; save it in UTF-8.")
     # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.

@@ -221,11 +221,13 @@ def describe(
         beside.append(f"{other.candidate} {other.figure.value:.1f}")
     if pixels:
         beside.append(f"raw pixels {pixels.figure.value:.1f}")
+    guess = 0.0 if task == "regression" else None  # R² of the mean of the labels
     if task == "multiclass":
         trivial = trivial_baselines(learned.targets.cpu().numpy(), learned.classes)["largest_class"]
-        beside.append(f"always guessing {brief(trivial['name'])} {trivial['percent']:.1f}")
+        guess = trivial["percent"]
+        beside.append(f"always guessing {brief(trivial['name'])} {guess:.1f}")
     lines.append(f"cross-validated {title} {best.figure} % by {best.candidate}; {', '.join(beside)}")
-    if task == "multiclass" and best.figure.low <= trivial["percent"]:
+    if guess is not None and best.figure.low <= guess:
         lines.append("That may be chance, as the interval holds what guessing scores: label more images")
     if pixels and best.figure.value <= pixels.figure.value:
         lines.append(

@@ -322,6 +322,15 @@ def test_labels_at_random_are_said_to_be_chance(photos, weights):
     assert "That may be chance, as the interval" in predict(photos, weights, labels="random.csv")
 
 
+def test_numbers_at_random_are_said_to_be_chance(photos, weights):
+    rows = (photos / "labels.csv").read_text().splitlines()[1:]
+    numbers = np.random.default_rng(1).random(len(rows)).tolist()
+    drawn = (f"{row.partition(',')[0]},{number}" for row, number in zip(rows, numbers, strict=True))
+    (photos / "random.csv").write_text("\n".join(["name,label", *drawn]))
+    assert "That may be chance, as the interval" in predict(photos, weights, labels="random.csv")
+    assert "may be chance" not in predict(photos, weights, labels="numbers.csv")
+
+
 def test_two_labels_are_enough(photos, weights):
     (photos / "two.csv").write_text("000.png,blue\n002.png,green")
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "two.csv", verbose=False)
