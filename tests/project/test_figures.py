@@ -18,9 +18,8 @@ FIGURES = {
     ("README.md", "| k-NN accuracy"): [
         *(
             f"race | The race | {name}, 5 minutes | raw pixels, untrained, lightly-train, now"
-            for name in ("flowers", "groceries", "hands")
+            for name in ("flowers", "groceries", "hands", "cifar10")
         ),
-        "small_peer | Small | cifar10: k-NN | raw pixels, untrained, lightly-train, trained",
         "hours | Small | groceries: k-NN | raw pixels, untrained, trained",
         "hours | Small | cifar10: k-NN | raw pixels, untrained, trained",
     ],
@@ -45,7 +44,7 @@ FIGURES = {
     ],
     ("docs/race.md", "| set and minutes |"): [
         f"race | The race | {name}, {minutes} | untrained, raw pixels, lightly-train, 0.3.0, now"
-        for name in ("flowers", "groceries", "hands")
+        for name in ("flowers", "groceries", "hands", "cifar10")
         for minutes in ("1 minute", "5 minutes")
     ],
     ("docs/recipe.md", "| images | figure |"): [
