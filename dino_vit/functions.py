@@ -15,12 +15,9 @@ returns another takes: a run for weights, embeddings to search.
 """
 
 import hashlib
-import logging
 import os
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import reduce
 from inspect import Parameter, Signature, cleandoc, signature
 from operator import or_
@@ -39,9 +36,8 @@ from dino_vit.config.loading import (
 )
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
-from dino_vit.core import log
 from dino_vit.core.process import is_rank_0
-from dino_vit.core.text import PrintableFormatter, printable_lines
+from dino_vit.core.text import log_shown, printable_lines
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
 EMBEDDINGS = "embeddings"  # takes what `embed` returned
@@ -66,7 +62,7 @@ def function_of(name: str) -> Callable[..., Any]:
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
         settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
-        with _logging(verbose), working(ready) as work:
+        with log_shown(verbose), working(ready) as work:
             work.result = result = run(ready, **called)
             if verbose and result is not None and is_rank_0():
                 print(printable_lines(str(result)))
@@ -171,19 +167,3 @@ def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
                 digest = hashlib.sha256(source.fingerprint.encode()).hexdigest()
                 named[key] = pass_object(source, f"{title_of(value)}-{digest[:12]}")
     return named
-
-
-@contextmanager
-def _logging(verbose: bool) -> Iterator[None]:
-    """Hide the lines of the library meanwhile, or show them on stderr where no handler does."""
-    level, handler = log.level, logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PrintableFormatter())
-    shown = verbose and not log.hasHandlers()
-    log.setLevel(logging.INFO if verbose else logging.WARNING)
-    if shown:
-        log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
