@@ -162,3 +162,7 @@ class Drawn:
 
     def read(self, index: int) -> bytes | Tensor:
         return self.source.read(self.places[index])
+
+
+if __name__ == "__main__":
+    main()

@@ -15,12 +15,10 @@ returns another takes: a run for weights, embeddings to search.
 """
 
 import hashlib
-import logging
+import multiprocessing
 import os
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import reduce
 from inspect import Parameter, Signature, cleandoc, signature
 from operator import or_
@@ -39,9 +37,8 @@ from dino_vit.config.loading import (
 )
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
-from dino_vit.core import log
 from dino_vit.core.process import is_rank_0
-from dino_vit.core.text import PrintableFormatter, printable_lines
+from dino_vit.core.text import log_shown, printable_lines
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
 EMBEDDINGS = "embeddings"  # takes what `embed` returned
@@ -59,6 +56,7 @@ def function_of(name: str) -> Callable[..., Any]:
     taken = _signature(name, cls, positional)
 
     def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
+        _check_not_imported_by_a_child()
         if hooks and "callbacks" in keywords:
             raise ConfigError([CALLBACKS])
         called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}
@@ -66,7 +64,7 @@ def function_of(name: str) -> Callable[..., Any]:
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
         settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
-        with _logging(verbose), working(ready) as work:
+        with log_shown(verbose), working(ready) as work:
             work.result = result = run(ready, **called)
             if verbose and result is not None and is_rank_0():
                 print(printable_lines(str(result)))
@@ -80,6 +78,13 @@ def function_of(name: str) -> Callable[..., Any]:
     function.__doc__ = "\n\n".join([*texts, f"{list_settings(cls)}\n"])
     function.__signature__ = taken  # type: ignore[attr-defined]
     return function
+
+
+def _check_not_imported_by_a_child() -> None:
+    """Refuse to run a script again in a process that imports it, as DataLoader workers do on macOS."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # by which Python itself tells
+        text = "a process that this script started imports it: put what it does under"
+        raise ValueError(f'{text} `if __name__ == "__main__":`')
 
 
 def _example(name: str, cls: type[Settings]) -> Iterator[str]:
@@ -171,19 +176,3 @@ def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
                 digest = hashlib.sha256(source.fingerprint.encode()).hexdigest()
                 named[key] = pass_object(source, f"{title_of(value)}-{digest[:12]}")
     return named
-
-
-@contextmanager
-def _logging(verbose: bool) -> Iterator[None]:
-    """Hide the lines of the library meanwhile, or show them on stderr where no handler does."""
-    level, handler = log.level, logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PrintableFormatter())
-    shown = verbose and not log.hasHandlers()
-    log.setLevel(logging.INFO if verbose else logging.WARNING)
-    if shown:
-        log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)

@@ -30,11 +30,12 @@ class Scenes:
         return np.load(self.paths[index])["bands"]
 
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("folder")
-parser.add_argument("--minutes", type=float, default=20, help="of pretraining (default %(default)s)")
-options = parser.parse_args()
-scenes, budget, data = Scenes(options.folder), {"minutes": options.minutes}, {"channels": 13}
-data["range"] = (0, 10_000)
-run = dino_vit.pretrain(scenes, "runs/scenes", recipe="auto", data=data, budget=budget)
-print(run.outcome, dino_vit.load_backbone(run).embed(scenes.read(0)).shape)
+if __name__ == "__main__":  # which DataLoader workers on macOS must not run again
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder")
+    parser.add_argument("--minutes", type=float, default=20, help="of pretraining (default %(default)s)")
+    options = parser.parse_args()
+    scenes, budget, data = Scenes(options.folder), {"minutes": options.minutes}, {"channels": 13}
+    data["range"] = (0, 10_000)
+    run = dino_vit.pretrain(scenes, "runs/scenes", recipe="auto", data=data, budget=budget)
+    print(run.outcome, dino_vit.load_backbone(run).embed(scenes.read(0)).shape)

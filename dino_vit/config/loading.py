@@ -236,6 +236,9 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     for key in set(cls.positional) - set(unset):
         if sum(text.startswith(f"{key}=") for text in (*named, *args.options)) > 1:
             raise ValueError(f"{key} is given twice, by position and as {key}=...; give it once")
+    by_name, by_option = ({text.partition("=")[0] for text in texts} for texts in (named, args.options))
+    if both := sorted(by_name & by_option):  # argparse does not tell which came last
+        raise ValueError(f"{both[0]} is given twice, as {both[0]}=... and as --{both[0]}; give it once")
     return load(cls, args.config, [*named, *args.options])
 
 

@@ -156,6 +156,21 @@ class PrintableFormatter(logging.Formatter):
         return printable_lines(super().format(record))
 
 
+@contextmanager
+def log_shown(verbose: bool = True) -> Iterator[None]:
+    """Show the lines of the library on stderr where no handler does, or hide all but warnings."""
+    level, handler = log.level, logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter())
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    if verbose and not log.hasHandlers():
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+
+
 def duration(seconds: float) -> str:
     """Return a time in its two largest units: 45s, 12m30, 14h02, 3d07h."""
     minutes, s = divmod(round(seconds), 60)

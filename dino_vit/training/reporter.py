@@ -194,8 +194,10 @@ class Reporter:
     def _next_commands(self) -> str:
         """Return the commands to look at a run with; those that fit any images."""
         sources, folder = self.state.config.data.sources, shlex.quote(str(self.state.folder))
-        text = f"next: `dino-vit report {folder}` draws curves, a map of the images and attention"
-        if len(sources) > 1:
+        is_passed = any(source.startswith("object:") for source in sources)  # which no command line can name
+        command = f"dino_vit.report({str(self.state.folder)!r})" if is_passed else f"dino-vit report {folder}"
+        text = f"next: `{command}` draws curves, a map of the images and attention"
+        if len(sources) > 1 or is_passed:
             return text
         images = shlex.quote(public(sources[0]))
         if self.state.evaluation.has_labels:

@@ -4,11 +4,13 @@ Also the fixed networks that a student learns from beside its average: a frozen 
 checkpoint and the centres of their outputs, and a Gram teacher.
 """
 
+import logging
 import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from textwrap import shorten
@@ -24,7 +26,7 @@ from dino_vit.config.settings import get
 from dino_vit.core import height_width, log
 from dino_vit.core.checkpoint import read_checkpoint
 from dino_vit.core.distributed import all_equal
-from dino_vit.core.text import plural
+from dino_vit.core.text import log_shown, plural
 from dino_vit.models.backbone import Backbone, Provenance
 from dino_vit.models.head import DINOHead
 from dino_vit.models.positions import Grid, interpolate_pos_embs
@@ -57,7 +59,7 @@ def load_backbone(
     Names work too: `hf:OWNER/NAME` of the Hugging Face Hub, `timm:NAME` of timm's models there.
     `network` selects the teacher or the student of a training checkpoint; `format` decides where files of
     DINO and of timm look alike; `trained_size` is for files whose positions do not form a square; `verbose`
-    logs what was loaded and converted. Any keyword of `VisionTransformer` overrides what the tensors show:
+    shows what was loaded and converted. Any keyword of `VisionTransformer` overrides what the tensors show:
     another `image_size` resamples the positions, other `channels` inflate the patch embedding, `num_classes`
     keeps the classifier.
     """
@@ -78,7 +80,9 @@ def load_backbone(
     if verbose:
         loaded = f"loaded {len(model.state_dict())} tensors"
         facts = f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
-        log.info("%s: %s", raw.source, "; ".join([f"{loaded} ({facts})", *notes]))
+        # In a program of the user's nothing has set the level, and Python would hide the line.
+        with log_shown() if log.level == logging.NOTSET else nullcontext():
+            log.info("%s: %s", raw.source, "; ".join([f"{loaded} ({facts})", *notes]))
     return model.eval()
 
 

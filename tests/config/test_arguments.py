@@ -74,6 +74,17 @@ def test_a_setting_by_position_and_by_name_is_an_error(again: list[str]) -> None
         config_from(parse_arguments(parser(Sheet), ["cake", "here", "a", *again]), Sheet)
 
 
+@pytest.mark.parametrize("argv", [["--eggs", "5", "eggs=7"], ["eggs=7", "--eggs", "5"]])
+def test_a_setting_by_name_and_as_an_option_is_an_error(argv: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"eggs is given twice, as eggs=\.\.\. and as --eggs; give it"):
+        config_from(parse_arguments(parser(Cake), ["cake", *argv]), Cake)
+
+
+@pytest.mark.parametrize("argv", [["eggs=5", "eggs=7"], ["--eggs", "5", "--eggs", "7"]])
+def test_of_a_setting_that_is_given_twice_the_last_counts(argv: list[str]) -> None:
+    assert config_from(parse_arguments(parser(Cake), ["cake", *argv]), Cake).eggs == 7
+
+
 def test_a_positional_argument_too_many_is_an_error() -> None:
     class One(Settings):
         positional: ClassVar = ("name",)

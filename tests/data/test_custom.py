@@ -216,11 +216,15 @@ def pretrain_in_two(output, *source, **settings):
     dino_vit.pretrain(*source, output=output, **settings)
 
 
-def test_a_run_on_an_object_resumes_exactly(tmp_path):
+def test_a_run_on_an_object_resumes_exactly(tmp_path, capsys):
     settings = {**PLAIN, "data.workers": 2, "verbose": False}
     dino_vit.pretrain("synthetic:64:32", tmp_path / "whole", **settings)  # the same images
     pretrain_in_two(tmp_path / "run", Photos(), **settings)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+    dino_vit.pretrain(Photos(), tmp_path / "run", **settings | {"verbose": True})
+    advised = capsys.readouterr().err.rpartition("next: ")[2]  # no command line can name the object
+    assert advised.startswith(f"`dino_vit.report({str(tmp_path / 'run')!r})` draws curves")
+    assert "dino-vit " not in advised
 
 
 class Dimmed(torch.nn.Module):

@@ -75,6 +75,15 @@ def test_inflated_channels_answer_equal_ones_as_before(channels, caplog):
     assert_close_to_scale(inflated, rgb)
 
 
+def test_a_program_that_sets_up_no_logging_sees_what_was_converted(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    tensors = backbone().state_dict()
+    load_backbone(tensors, heads=2, channels=5)
+    assert "inflated patch embedding from 3 to 5 channels" in capsys.readouterr().err
+    load_backbone(tensors, heads=2, channels=5, verbose=False)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_loading_is_strict():
     named = backbone().state_dict()
     moved = {**named, "blocks.0.attn.q_norm.weight": torch.ones(8)}
