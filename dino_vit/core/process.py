@@ -20,7 +20,7 @@ from dino_vit.core import log
 T = TypeVar("T")
 R = TypeVar("R")
 THREADS = 16  # they mostly wait for disks and networks
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt(3)
 _locked_here = set[Path]()
@@ -59,8 +59,10 @@ class Interruption:
         self.in_steps = False
 
     def __enter__(self) -> Self:
-        # Only the main thread may handle signals.
+        # Only the main thread may handle signals; what nohup started goes on without its terminal.
         numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            numbers = tuple(number for number in numbers if number != signal.SIGHUP)
         self._handlers = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 

@@ -138,7 +138,7 @@ def init_worker(stops: Event, timeout_s: float, number: int) -> None:
     release_freed_memory()
     if number:
         log.setLevel(logging.ERROR)  # one says that a server does not answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if stops.is_set() else None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

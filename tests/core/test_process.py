@@ -41,6 +41,7 @@ def test_signals_are_remembered_until_the_step_is_over():
     cases = {
         (term,): 75,
         (user,): 75,
+        (signal.SIGHUP,): 75,
         (interrupt,): 130,
         (term, term): 75,
         (interrupt, term): 75,
@@ -55,6 +56,20 @@ def test_signals_are_remembered_until_the_step_is_over():
     for names, child in started.items():
         child.join()
         assert child.exitcode == cases[names], names
+
+
+def outlive_the_terminal():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        sys.exit(0 if interruption.received is None else 1)
+
+
+def test_what_nohup_started_goes_on_without_its_terminal():
+    child = server.Process(target=outlive_the_terminal)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 def hold(folder, held):

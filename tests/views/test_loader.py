@@ -72,7 +72,7 @@ def test_workers_live_through_signals_until_the_loader_is_closed(monkeypatch):
     plan = Sampler(length=500, batch_size=8, seed=7)
     batches = Loader(source=make_textures(length=500), views=VIEWS, sampler=plan, workers=2).batches()
     next(batches)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         for worker in multiprocessing.active_children():
             os.kill(worker.pid, number)
     deque(islice(batches, 20), maxlen=0)
