@@ -65,7 +65,7 @@ def main() -> None:
             "per cent",
             drawn,
             f"Chance is 50 per cent; means of {SEEDS} drawings.",
-            ratio="share / chance",
+            ratio="right / chance",
         ),
     ]
     report(tables, options)
@@ -89,8 +89,8 @@ def copies(images: Path, run: Path, work: Path) -> Row:
         result = dino_vit.duplicates(str(embedded), threshold=threshold, pairs=1_000_000)
         right = sum(original(a) == original(b) for a, b in pairs(result))
         figures |= {f"found at {name}": 100 * right / COPIES, f"others at {name}": result.pairs.total - right}
-    figures["chosen"] = result.threshold.value
-    title = f"{images.name}, {len(files):,} images" + ", with the warning" * result.threshold.is_weak
+    title = f"{images.name}, {len(files):,} images, {result.threshold.value:.4f} chosen"
+    title += ", with the warning" * result.threshold.is_weak
     return Row(title, figures, figures["found at chosen"] / figures["found at 0.95"])
 
 
@@ -131,7 +131,7 @@ def classified(images: Path, run: Path, work: Path, method: str) -> Row:
     save_backbone(untrained, start)
     test, train = (str(images / f"{part}.parquet") for part in ("test", "train"))
     values = {
-        name: 100 * dino_vit.linear(test, str(weights), train=train, **METHODS[method]).figure.value
+        name: dino_vit.linear(test, str(weights), train=train, **METHODS[method]).figure.value
         for name, weights in (("trained", run), ("untrained", start))
     }
     return Row(method, values, values["trained"] / values["untrained"])
@@ -146,7 +146,7 @@ def guessed(images: Path, run: Path, method: str) -> Row:
             Drawn(open_source(str(images / f"{part}.parquet")), drawn) for part in ("train", "test")
         )
         shares.append(dino_vit.linear(test, str(run), train=train, seed=seed, **METHODS[method]).figure.value)
-    return Row(method, {"share": 100 * mean(shares)}, 2 * mean(shares))
+    return Row(method, {"right": mean(shares)}, mean(shares) / 50)
 
 
 class Drawn:

@@ -60,9 +60,10 @@ class Interruption:
 
     def __enter__(self) -> Self:
         # Only the main thread may handle signals; what nohup started goes on without its terminal.
-        numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        handles = threading.current_thread() is threading.main_thread()
+        numbers = set(STOP_SIGNALS if handles else ())
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            numbers = tuple(number for number in numbers if number != signal.SIGHUP)
+            numbers.discard(signal.SIGHUP)
         self._handlers = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 

@@ -35,6 +35,7 @@ from dino_vit.reports.metrics import (
     to_json,
 )
 from dino_vit.reports.readings import COMPARED, FIGURES
+from dino_vit.reports.states import PAST_BEST
 from dino_vit.reports.verdict import WAITING_HELP, judge, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
@@ -181,19 +182,23 @@ class Reporter:
 
     def finish(self) -> None:
         """Say what has come of the run, and where it is."""
+        best, weights = self.state.best, self.state.folder
         if self.main:
-            self.progress.notice(str(judge(self.history, self.state.config, self.baseline)))
-        best = self.state.best
+            verdict = judge(self.history, self.state.config, self.baseline)
+            self.progress.notice(str(verdict))
+            if best and verdict.diagnosis is PAST_BEST:
+                weights = self.state.checkpoints.path(best["step"])
         text = ""
         if best:
             figure = TITLES.get(best["figure"], best["figure"])
             text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
-        self.progress.notice(self._next_commands())
+        self.progress.notice(self._next_commands(weights))
 
-    def _next_commands(self) -> str:
-        """Return the commands to look at a run with; those that fit any images."""
+    def _next_commands(self, weights: Path) -> str:
+        """Return the commands to look at a run with; those that fit any images, of these weights."""
         sources, folder = self.state.config.data.sources, shlex.quote(str(self.state.folder))
+        chosen = shlex.quote(str(weights))
         is_passed = any(source.startswith("object:") for source in sources)  # which no command line can name
         command = f"dino_vit.report({str(self.state.folder)!r})" if is_passed else f"dino-vit report {folder}"
         text = f"next: `{command}` draws curves, a map of the images and attention"
@@ -201,9 +206,9 @@ class Reporter:
             return text
         images = shlex.quote(public(sources[0]))
         if self.state.evaluation.has_labels:
-            return f"{text}; `dino-vit knn {images} {folder}` classifies each image by the others"
-        text += f"; `dino-vit embed {images} {folder}` writes features"
-        return f"{text}; `dino-vit predict {images} {folder} labels=few.csv` labels all by those of a few"
+            return f"{text}; `dino-vit knn {images} {chosen}` classifies each image by the others"
+        text += f"; `dino-vit embed {images} {chosen}` writes features"
+        return f"{text}; `dino-vit predict {images} {chosen} labels=few.csv` labels all by those of a few"
 
 
 def start_record(run: ReadyRun) -> Start:

@@ -12,10 +12,12 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.text import duration
-from dino_vit.reports.states import LEARNING
+from dino_vit.reports.states import LEARNING, PAST_BEST
 from dino_vit.reports.verdict import Verdict
+from dino_vit.training import reporter
 from dino_vit.training.progress import RunProgress
 from tests.support.history import ADVICE, HEALTHY, Clock, show_some
+from tests.support.training import trained
 
 FINE = Verdict(LEARNING, "", "")
 
@@ -177,3 +179,14 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
         lines = [line for line in screen(on_a_terminal(interrupted, stdout=file)) if line]
     assert lines[0] == "to stderr"
     assert (tmp_path / "out").read_text() == "to stdout\n"
+
+
+def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monkeypatch, capsys, caplog):
+    caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
+    monkeypatch.setattr(reporter, "judge", lambda *_: Verdict(PAST_BEST, "", ""))
+    state = trained(tmp_path / "run", {"budget.steps": 10, "run.eval_every_steps": 5})
+    said = capsys.readouterr().err
+    best = tmp_path / f"run/checkpoints/step-{state.best['step']:08d}.safetensors"
+    assert best.is_file()
+    assert f"`dino-vit knn synthetic:64:32 {best}`" in said
+    assert f"`dino-vit report {tmp_path / 'run'}`" in said
