@@ -179,8 +179,8 @@ def open_subset(name: str, source: ImageSet, task: Task | None = None) -> Labell
     targets = read_targets(source, task=task)
     unlabelled = len(source) - len(targets.indices)
     if unlabelled == len(source):
-        advice = "sort them into one folder per class, or give a CSV of names and labels: labels=FILE "
-        advice += "(train_labels=FILE for the train= of knn and linear)"
+        advice = "sort them into one folder per class (a folder that all share is none), or give a CSV of "
+        advice += "names and labels: labels=FILE (train_labels=FILE for the train= of knn and linear)"
         advice = "let it have `targets` or `label(i)`, or " + advice if is_object(name) else advice
         raise ValueError(f"none of the {len(source)} images of {name} has a label; {advice}")
     left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""
