@@ -47,6 +47,22 @@ FIGURES = {
         for name in ("flowers", "groceries", "hands", "cifar10")
         for minutes in ("1 minute", "5 minutes")
     ],
+    ("docs/evaluation.md", "| images | found at 0.95"): [
+        f"evaluators | Copies | {name} | found at 0.95, found at chosen"
+        for name in ("hands", "groceries", "flowers", "cifar10")
+    ],
+    ("docs/reference/metrics.md", "a gain from training"): [
+        "evaluators | linear on hands | grid | trained, untrained"
+    ],
+    ("docs/reference/metrics.md", "regressions on standardised"): [
+        "evaluators | linear on hands | regressions | trained, untrained"
+    ],
+    ("docs/reference/metrics.md", "is judged by, as published"): [
+        "evaluators | linear with two classes | grid select=source | right"
+    ],
+    ("docs/reference/metrics.md", "and with the tenth"): [
+        "evaluators | linear with two classes | grid | right"
+    ],
     ("docs/recipe.md", "| images | figure |"): [
         *(
             f"terms | scenes | {row} | {TERMS}"
