@@ -52,7 +52,8 @@ def child(out: Path) -> None:
             "run.trackers": (),
             "head.batch_norm": False,
         }
-        phases = {"budget.steps": None, "budget.epochs": 100, "data.batch_size": IMAGES}
+        # A length in steps: recipe=auto chooses the views by it, which epochs of two processes would halve.
+        phases = {"budget.epochs": None, "budget.steps": 20_000, "data.batch_size": IMAGES}
         config = replace(load(PretrainConfig, DEMO), {**changes, **phases})
         accelerator = start_processes()
         run_ = set_up(config, accelerator)
