@@ -15,6 +15,7 @@ from tests.support.runs import command_here, server
 
 
 def leave_after(names):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     before = signal.getsignal(signal.SIGTERM)
     try:
         code = 3
