@@ -321,7 +321,7 @@ def pretrain(
 ) -> Run:
     """Self-supervised pretraining of a vision transformer with DINO.
 
-        dino_vit.pretrain("photos", "runs/photos", budget={"minutes": 20.0})
+        dino_vit.pretrain("photos", "runs/photos", recipe="auto", budget={"minutes": 20.0})
 
     Train as configured, resuming where the output folder has a run.
 
@@ -614,7 +614,7 @@ def predict(
 ) -> LabelPredictions:
     """Label images by a few that have labels, with a confidence, and name those to label next.
 
-        dino_vit.predict("new", "runs/pretrain", train="labelled", head="classifier.safetensors")
+        dino_vit.predict("photos", "runs/pretrain", labels="few.csv")
 
     Label images; with an output, write the table and JSON.
 

@@ -135,6 +135,7 @@ class PredictConfig(CachedConfig):
     """Label images by a few that have labels, with a confidence, and name those to label next."""
 
     examples: ClassVar = (
+        "predict photos runs/pretrain labels=few.csv",
         "predict new runs/pretrain train=labelled head=classifier.safetensors",
         "predict newer classifier.safetensors",
     )

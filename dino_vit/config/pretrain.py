@@ -86,7 +86,7 @@ class PretrainConfig(Settings):
 
     positional: ClassVar = ("data.source", "output")
     examples: ClassVar = (
-        "pretrain photos runs/photos budget.minutes=20",
+        "pretrain photos runs/photos recipe=auto budget.minutes=20",
         "pretrain photos --config configs/pretrain/vits16.yaml",
     )
     removed: ClassVar = {

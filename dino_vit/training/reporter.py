@@ -206,9 +206,14 @@ class Reporter:
             return text
         images = shlex.quote(public(sources[0]))
         if self.state.evaluation.has_labels:
-            return f"{text}; `dino-vit knn {images} {chosen}` classifies each image by the others"
+            given = self.state.config.data.labels
+            labels = f" labels={shlex.quote(public(given))}" if given else ""
+            return f"{text}; `dino-vit knn {images} {chosen}{labels}` classifies each image by the others"
         text += f"; `dino-vit embed {images} {chosen}` writes features"
-        return f"{text}; `dino-vit predict {images} {chosen} labels=few.csv` labels all by those of a few"
+        return (
+            f"{text}; `dino-vit predict {images} {chosen} labels=few.csv` labels all by those of a few, "
+            "and says first whether the features are better than raw pixels"
+        )
 
 
 def start_record(run: ReadyRun) -> Start:

@@ -17,6 +17,7 @@ from dino_vit.reports.verdict import Verdict
 from dino_vit.training import reporter
 from dino_vit.training.progress import RunProgress
 from tests.support.history import ADVICE, HEALTHY, Clock, show_some
+from tests.support.images import write_synthetic
 from tests.support.training import trained
 
 FINE = Verdict(LEARNING, "", "")
@@ -190,3 +191,14 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
     assert best.is_file()
     assert f"`dino-vit knn synthetic:64:32 {best}`" in said
     assert f"`dino-vit report {tmp_path / 'run'}`" in said
+
+
+def test_the_next_command_has_the_labels_of_the_run(tmp_path, capsys, caplog):
+    caplog.set_level("INFO", "dino_vit")
+    for number in range(20):
+        write_synthetic(tmp_path / f"photos/{number}.png", number)
+    (tmp_path / "few.csv").write_text("\n".join(["name,label", *(f"{n}.png,{n % 2}" for n in range(20))]))
+    given = {"data.source": tmp_path / "photos", "data.labels": tmp_path / "few.csv"}
+    trained(tmp_path / "run", {**given, "budget.steps": 4, "run.eval_every_steps": 2})
+    command = f"dino-vit knn {tmp_path / 'photos'} {tmp_path / 'run'} labels={tmp_path / 'few.csv'}"
+    assert f"`{command}` classifies" in capsys.readouterr().err
