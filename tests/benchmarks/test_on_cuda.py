@@ -73,6 +73,7 @@ def test_backbones(gpu, name, train):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")  # lightly's head
 def test_the_whole_program(gpu):
     row, said = end_to_end.measure(end_to_end.Case("small", 40, 2, 2, SMALL), repeats=1, workers=0)
     assert row.speed["dino_vit"] > 0
