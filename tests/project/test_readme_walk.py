@@ -177,11 +177,14 @@ def test_every_command_works_in_its_order(place, capsys):
 def test_a_page_works_from_its_top_to_its_end(page, place, capsys):
     text, names = PAGES[page], {}
     if any("train=photos/train" in parts for parts in commands(text)):  # a set with splits
+        few = Path("few.csv").read_text()
         for path in [*Path("photos").rglob("*.png"), *Path("masks").rglob("*.png")]:
             folder, label, name = path.parts
             split = Path(folder, "test" if path.stem[-1] in "01" else "train", label)
             split.mkdir(parents=True, exist_ok=True)
             path.rename(split / name)
+            few = few.replace(f"\n{label}/{name},", f"\n{split.relative_to(folder)}/{name},")
+        Path("few.csv").write_text(few)
         for folder in ("photos", "masks"):
             shutil.copytree(f"{folder}/test", f"{folder}/val")
     pretrained = [parts for parts in commands(text) if here(parts) and parts[1] == "pretrain"]
