@@ -2,9 +2,10 @@
 
     python -m benchmarks.evaluators FOLDER RUNS --out benchmarks/results/cpu/evaluators.json
 
-FOLDER is that of `benchmarks.small`, RUNS a folder of runs on its sets, as `benchmarks.race` leaves them. In
-each set 150 images get a mild copy, cut by 5 %, as JPEG at quality 60 or reduced to 80 %, and `duplicates`
-looks for them. `linear` judges hands by both of its methods, and two classes that were drawn at random.
+FOLDER is that of `benchmarks.small`, RUNS has a run on each of its sets, as `runs/race/now-5` of the race. In
+each set 150 images get a mild copy, cut by 5 %, as JPEG at quality 60 or reduced to 80 %, by Pillow and not
+by the code that chooses the threshold, and `duplicates` looks for them. `linear` judges hands by its methods,
+and two classes that were drawn at random.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 import dino_vit
 from benchmarks.measure import Row, Table, arguments, report
 from dino_vit.data.image_set import ImageSet
+from dino_vit.data.images.formats import format_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings.duplicates import DuplicatesResult
 from dino_vit.reports.record import read_run
@@ -78,7 +80,7 @@ def copies(images: Path, run: Path, work: Path) -> Row:
     chosen = generator.choice(len(files), COPIES, replace=False).tolist()
     work.mkdir()
     for number, file in enumerate(files):
-        (work / f"{number:05}{suffix(file['bytes'])}").write_bytes(file["bytes"])
+        (work / f"{number:05}.{format_of(file['bytes']).lower()}").write_bytes(file["bytes"])
     for kind, number in enumerate(chosen):
         data, ending = altered(files[number]["bytes"], kind % 3, generator)
         (work / f"{number:05}-copy{ending}").write_bytes(data)
@@ -100,10 +102,6 @@ def pairs(result: DuplicatesResult) -> list[tuple[str, str]]:
 
 def original(name: str) -> str:
     return Path(name).stem.removesuffix("-copy")
-
-
-def suffix(data: bytes) -> str:
-    return {"JPEG": ".jpg", "PNG": ".png"}[Image.open(io.BytesIO(data)).format or ""]
 
 
 def altered(data: bytes, kind: int, generator: np.random.Generator) -> tuple[bytes, str]:

@@ -60,10 +60,9 @@ class Interruption:
 
     def __enter__(self) -> Self:
         # Only the main thread may handle signals; what nohup started goes on without its terminal.
-        handles = threading.current_thread() is threading.main_thread()
-        numbers = set(STOP_SIGNALS if handles else ())
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            numbers.discard(signal.SIGHUP)
+        is_main = threading.current_thread() is threading.main_thread()
+        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        numbers = set(STOP_SIGNALS) - kept if is_main else set[signal.Signals]()
         self._handlers = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 

@@ -80,7 +80,7 @@ def load_backbone(
     if verbose:
         loaded = f"loaded {len(model.state_dict())} tensors"
         facts = f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
-        # In a program of the user's nothing has set the level, and Python would hide the line.
+        # Python hides the line in a program that has set no level.
         with log_shown() if log.level == logging.NOTSET else nullcontext():
             log.info("%s: %s", raw.source, "; ".join([f"{loaded} ({facts})", *notes]))
     return model.eval()

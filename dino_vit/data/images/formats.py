@@ -57,7 +57,7 @@ _UNSPECIFIED = 0  # use of an extra sample; others are alpha
 _STRIP = 2**22  # pixels of a picture that are converted at a time
 _PAGES = ("Q", "I")  # axes of TIFF of unknown meaning
 _ORIENTATION = 274  # the tag, of TIFF and of EXIF
-_PNG_EXIF = b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"  # what begins what may have it
+_PNG_EXIF = b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"  # what marks a part that may have it
 
 # A file is reported once, by its exception, and one that can be read in spite of its damage is not.
 for _library in ("tifffile", "PIL", "imagecodecs"):
@@ -102,10 +102,9 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     if depth < 16 or file.mode == "I;16":
         return by_pillow(file, alpha, max_pixels)
     has_alpha = color_type in (4, 6)
-    image = _by_imagecodecs("png", data, file, has_alpha and not alpha, max_pixels)
-    turned = any(mark in data for mark in _PNG_EXIF)  # if not, Pillow would decode all to look for it
-    orientation = int(file.getexif().get(_ORIENTATION, 1)) if turned else 1
-    return _to_tensor(_upright(rearrange(image.numpy(), "c h w -> h w c"), orientation))
+    has_exif = any(mark in data for mark in _PNG_EXIF)  # if not, Pillow would decode all to look for it
+    orientation = int(file.getexif().get(_ORIENTATION, 1)) if has_exif else 1
+    return _by_imagecodecs("png", data, file, has_alpha and not alpha, max_pixels, orientation)
 
 
 def _read_ppm(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
@@ -132,7 +131,9 @@ def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     return _by_imagecodecs("jpeg2k", data, file, has_alpha and not alpha, max_pixels)
 
 
-def _by_imagecodecs(codec: str, data: bytes, file: Image, drop_alpha: bool, max_pixels: int) -> Tensor:
+def _by_imagecodecs(
+    codec: str, data: bytes, file: Image, drop_alpha: bool, max_pixels: int, orientation: int = 1
+) -> Tensor:
     _check_size(*file.size, len(file.getbands()), max_pixels)
     try:
         import imagecodecs
@@ -140,7 +141,7 @@ def _by_imagecodecs(codec: str, data: bytes, file: Image, drop_alpha: bool, max_
         text = "PNG and JPEG 2000 of more than 8 bits need another library: pip install imagecodecs"
         raise ValueError(text) from error
     array = getattr(imagecodecs, f"{codec}_decode")(data)
-    return _to_tensor(array[..., :-1] if drop_alpha else array)
+    return _to_tensor(_upright(array[..., :-1] if drop_alpha else array, orientation))
 
 
 def _read_heif(data: bytes, alpha: bool, max_pixels: int) -> Tensor:

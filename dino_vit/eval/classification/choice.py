@@ -255,13 +255,17 @@ def describe(
         f"confidences differ from the share that is right by {after:.1f} points on average "
         f"({before:.1f} before calibration)"
     )
-    if task == "multiclass":
-        counts = torch.bincount(learned.targets.cpu(), minlength=len(learned.classes)).tolist()
-        few = [name for name, count in zip(learned.classes, counts, strict=True) if count < RARE]
-        if few:
-            text = f"{plural(len(few), 'class', 'classes')} with one labelled image"
-            lines.append(f"{text}, so never tested and rarely predicted: {brief(', '.join(few), 200)}")
-    return lines, details
+    return [*lines, *_rare_classes(learned)], details
+
+
+def _rare_classes(learned: LabelledFeatures) -> list[str]:
+    """Name the classes that no part of the cross-validation can test, if there are some."""
+    if learned.task != "multiclass":
+        return []
+    counts = torch.bincount(learned.targets.cpu(), minlength=len(learned.classes)).tolist()
+    few = [name for name, count in zip(learned.classes, counts, strict=True) if count < RARE]
+    text = f"{plural(len(few), 'class', 'classes')} with one labelled image"
+    return [f"{text}, so never tested and rarely predicted: {brief(', '.join(few), 200)}"] if few else []
 
 
 @dataclass(frozen=True)
