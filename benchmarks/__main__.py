@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CHANGELOG = FOLDER.parent / "CHANGELOG.md"
 CUDA = measure.here().type == "cuda"
-NO_PROGRAMS = ["__main__", "gradients", "kernels", "machines", "measure", "peer", "reference", "rehearsal"]
+NO_PROGRAMS = ["__main__", "machines", "measure", "peer", "reference"]
 NO_PROGRAMS += ["gpu", "gpu_facts", "gpu_profile", "gpu_record", "gpu_runs", "gpu_steps", "gpu_summary"]
 LONG = ("cifar10", "distillation", "evaluators", "hours", "small", "small_peer", "soak", "terms")
 HEAD = """# Results

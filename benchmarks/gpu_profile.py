@@ -17,9 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_record import DEVICE, ON_GPU, Record, size
 from benchmarks.gpu_steps import BASE_STEP, DINOV2_STEP, SMALL_STEP, StepCase, WholeStep, measured
 from benchmarks.host import PARTS
-from benchmarks.kernels import ELSEWHERE
-from benchmarks.operations import spent
 from dino_vit.core.runtime import wait_for_device
+from tests.support.kernels import ELSEWHERE
 
 SHOWN, NAMED = 25, 150  # kernels, characters of a name
 PROFILED = 2  # steps
@@ -69,7 +68,11 @@ def profiled(record: Record, case: StepCase) -> None:
 
 def own_time(row: FunctionEventAvg) -> float:
     """Return the microseconds of an operation by itself."""
-    return spent(row, DEVICE.type)
+    if not ON_GPU:
+        return float(row.self_cpu_time_total)
+    # The processor's operations are charged for the kernels that they start: count the kernels themselves.
+    counts = row.device_type.name == "CUDA" and not row.is_user_annotation
+    return float(row.self_device_time_total) if counts else 0.0
 
 
 def described(row: FunctionEventAvg, total: float) -> str:

@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_record import DEVICE, ON_GPU, SMALL, Record, milliseconds, seconds, size
-from benchmarks.kernels import PEAK
 from benchmarks.measure import Work
 from benchmarks.step import FIXED, Case, Reference
 from dino_vit.config.loading import replace as with_settings
@@ -33,6 +32,7 @@ from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
 from dino_vit.views.loader import Batch
+from tests.support.kernels import PEAK
 
 READ = size(64, 2)  # images that are cut into views; a larger batch has them several times
 TITLES = {"vit_small": "ViT-S/16", "vit_base": "ViT-B/16"}

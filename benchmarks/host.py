@@ -27,7 +27,6 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.kernels import ELSEWHERE, Kernels
 from benchmarks.measure import Row, Table, Work, arguments, report
 from benchmarks.step import FIXED, Reference, make_batch
 from dino_vit.config.loading import replace
@@ -35,6 +34,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
+from tests.support.kernels import ELSEWHERE, Kernels
 
 STEPS = 20  # timed together
 COMPILED = "dino_vit, compiled"

@@ -290,7 +290,7 @@ def _blur_(x: Tensor, taps: Tensor) -> None:
     """Convolve with a Gaussian, reflected at the borders.
 
     On a CPU that is a sum of shifted images, whose result does not depend on the number of threads; elsewhere
-    a depthwise convolution, which moves a tenth of the bytes (`python -m benchmarks operations`).
+    a depthwise convolution, which moves a tenth of the bytes (`python -m tests.support.operations`).
     """
     if x.device.type == "cpu":
         _blur_by_shifts_(x, taps)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import __main__ as bench
 from benchmarks import attention, backbone, end_to_end, knn, objective, scaling, step
-from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
+from tests.support.rehearsal import CUDA, OnGpu, Rehearsal
 from tests.support.runs import SETTINGS as TINY
 
 NAMES = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - set(bench.LONG)

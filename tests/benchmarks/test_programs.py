@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from benchmarks import cifar10, end_to_end, host, knn, libraries, loop, objective, operations, soak
+from benchmarks import cifar10, end_to_end, host, knn, libraries, loop, objective, soak
 from benchmarks.input import MEAN, STD, Photos, published_views, tensor_views
-from benchmarks.step import FIXED, Case, Ours, cases, make_batch, usual_cases
+from benchmarks.step import FIXED, Case, cases, make_batch
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import open_source
@@ -76,28 +76,6 @@ def facts_of(views: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([facts[:, 0], facts[:, 1], facts[:, 2:].mean(1)])
 
 
-def test_the_largest_operations_have_names() -> None:
-    found, clock = operations.operations(Ours(Case(2, "bf16", changes=TINY)))
-    times = [one.milliseconds for one in found]
-    assert times == sorted(times, reverse=True)
-    assert 0 < sum(times) <= clock
-    assert {"aten::bmm", "aten::copy_"} <= {one.name for one in found}
-    table = operations.table("A step", found, clock)
-    assert sum(row.advantage for row in table.rows) == pytest.approx(1)
-    assert len(table.rows) == operations.SHOWN + 1
-
-
-def test_kernels_of_the_parts_add_up() -> None:
-    found = {"dino": operations.rehearse(TINY, images=2)}
-    *parts, whole = operations.kernel_table(found).rows
-    assert sum(row.speed["dino"] for row in parts) == whole.speed["dino"] == found["dino"].kernels.total()
-    assert sum(row.advantage for row in parts) == pytest.approx(whole.advantage)
-    assert whole.memory["dino"] == max(row.memory["dino"] or 0 for row in parts) > 0
-    assert {"augmentation", "teacher", "student", "loss", "backward", "optimiser"} <= {
-        row.name for row in parts
-    }
-
-
 def test_parts_of_the_host_time_add_up() -> None:
     *parts, whole = host.parts("DINOv2", repeats=1).rows
     for column, total in whole.speed.items():
@@ -108,7 +86,6 @@ def test_parts_of_the_host_time_add_up() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_of_a_device_are_valid_configs(device: str) -> None:
     rows = cases(device, None)
-    assert set(map(str, usual_cases(device))) <= set(map(str, rows))  # the same step is looked at
     assert len({case.name for case in rows}) == len(rows)
     for case in rows:
         assert case.config.data.batch_size == case.batch

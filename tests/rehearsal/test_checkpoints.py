@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.rehearsal import CUDA, Rehearsal
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoints
+from tests.support.rehearsal import CUDA, Rehearsal
 
 
 class Copies:

@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.kernels import Kernels
-from benchmarks.rehearsal import CUDA, HostWaits, MixedDevices, NotOnGpu, OnGpu, Rehearsal
 from dino_vit.models import student_teacher
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
+from tests.support.kernels import Kernels
+from tests.support.rehearsal import CUDA, HostWaits, MixedDevices, NotOnGpu, OnGpu, Rehearsal
 from tests.support.training import configured
 
 SETTINGS = {"data.augment_on": "worker", "run.log_every": 1000, "optim.clip_mode": "global"}

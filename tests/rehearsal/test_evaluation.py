@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from dino_vit import VisionTransformer, save_backbone, vit_tiny
 from dino_vit.config.loading import load
 from dino_vit.core.distributed import to_device
@@ -19,6 +18,7 @@ from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
 from eval.finetune import FinetuneConfig, Finetuning
 from tests.support.images import write_synthetic
+from tests.support.rehearsal import CUDA, OnGpu, Rehearsal
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import dino_vit
-from benchmarks.rehearsal import HostWaits, Rehearsal, one_of_two, rehearsed_run
-from benchmarks.step import FIXED
 from dino_vit import VisionTransformer
-from dino_vit.config.loading import load, replace
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import all_gather_equal, any_process, broadcast_int
 from dino_vit.training.loop import take_step
 from tests.support.backbones import backbone
-from tests.support.runs import RESNET, ROOT
+from tests.support.operations import kernel_table, rehearse
+from tests.support.rehearsal import HostWaits, Rehearsal, one_of_two, rehearsed_run
+from tests.support.runs import RESNET, ROOT, SETTINGS
 from tests.support.training import configured, trained
 
 SMALL = {
@@ -73,21 +73,24 @@ def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["dino", pytest.param("dinov2", marks=pytest.mark.slow)])
-def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method):
-    settings = {**FIXED, "method": method, "data.source": "synthetic:64:96", "output": str(tmp_path)}
-    settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
-    settings |= {"data.batch_size": 16, "run.precision": "bf16"}
-    # It would raise if it made the host wait, like the steps above.
-    with rehearsed_run(replace(PretrainConfig(), settings)) as (rehearsal, state):
-        batches = state.loader.batches()
-        take_step(state, batches)  # the first one makes the matrix that resamples positions
-        rehearsal.restart()
-        take_step(state, batches)
+def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(method):
+    rehearsal = rehearse({"method": method}, images=16)
     kernels, gigabytes = MOST[method]
     assert 0.97 * kernels < rehearsal.kernels.total() <= kernels, rehearsal.by_part
     assert 0.97 * gigabytes < rehearsal.traffic.total() / 1e9 <= gigabytes, rehearsal.traffic_by(0)
     # Which a GPU computes 16 times as fast in half precision.
     assert rehearsal.products[torch.float32] < 1e-3 * rehearsal.products.total(), rehearsal.products
+
+
+def test_kernels_of_the_parts_add_up():
+    tiny = {key: value for key, value in SETTINGS.items() if key.startswith(("model.", "head.", "views."))}
+    rehearsal = rehearse(tiny, images=2)
+    *parts, total = kernel_table({"dino": rehearsal}).rows
+    assert sum(row.speed["dino"] for row in parts) == total.speed["dino"] == rehearsal.kernels.total()
+    assert sum(row.advantage for row in parts) == pytest.approx(total.advantage)
+    assert total.memory["dino"] == max(row.memory.get("dino", 0) for row in parts) > 0
+    names = {row.name for row in parts}
+    assert {"augmentation", "teacher", "student", "loss", "backward", "optimiser"} <= names
 
 
 SHARDED = {"run.sharded": "true", "head.batch_norm": "true"}

@@ -10,7 +10,6 @@ import onnxruntime
 import pytest
 import torch
 
-from benchmarks.rehearsal import rehearsed_run
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.config.settings import ConfigError
@@ -21,6 +20,7 @@ from dino_vit.weights.card import usage
 from tests.support.close import assert_close_to_scale
 from tests.support.descriptions import OTHERS, PARTS, RESNET, build, each_part, each_setting
 from tests.support.documents import with_images
+from tests.support.rehearsal import rehearsed_run
 from tests.support.runs import steps
 from tests.support.training import assert_resumes_exactly, configured, opened, trained
 

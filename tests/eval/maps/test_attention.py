@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 import dino_vit
-from benchmarks.kernels import Kernels
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.eval.maps import attention
@@ -17,6 +16,7 @@ from dino_vit.eval.maps.attention import cls_attention, file_stem, pad
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone
 from tests.support.close import assert_close_to_scale
+from tests.support.kernels import Kernels
 
 
 def trained(**changes):

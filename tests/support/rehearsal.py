@@ -42,12 +42,12 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from benchmarks.gradients import engine
-from benchmarks.kernels import Kernels
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import end_processes, world_size
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
+from tests.support.gradients import engine
+from tests.support.kernels import Kernels
 
 CUDA = torch.device("cuda:0")
 _aten = torch.ops.aten
