@@ -64,7 +64,7 @@ def links(rng: Random, folder: Path) -> Path:
 
 def endless(rng: Random, folder: Path) -> Path:
     """Pipes, devices and files with terabytes of nothing, among images or instead of a source."""
-    suffixes = ["png", "npy", "txt", "csv", "tar", "zip", "parquet", "npz"]
+    suffixes = ["png", "npy", "txt", "csv", "tar", "zip", "parquet"]
     smooth().save(folder / "a.jpg")
     path = folder / f"b.{rng.choice(suffixes)}"
     match rng.randrange(4):

@@ -72,8 +72,8 @@ def images(rng: Random, folder: Path) -> Action:
 
 
 def archives(rng: Random, folder: Path) -> Action:
-    """A damaged tar, zip, npz or npy."""
-    suffix, make = rng.choice([("tar", _tar), ("zip", _zip), ("npz", _npz), ("npy", _npy)])
+    """A damaged tar, zip or npy."""
+    suffix, make = rng.choice([("tar", _tar), ("zip", _zip), ("npy", _npy)])
     path = folder / f"a.{suffix}"
     path.write_bytes(damage.damaged(rng, make(rng)))
     return lambda: use(path)
@@ -98,19 +98,6 @@ def _zip(rng: Random) -> bytes:
     with zipfile.ZipFile(buffer, "w", method) as archive:
         for number, (name, data) in enumerate(rng.sample(sorted(IMAGES.items()), 4)):
             archive.writestr(f"{number}/{name}", data)
-    return buffer.getvalue()
-
-
-def _npz(rng: Random) -> bytes:
-    buffer = io.BytesIO()
-    count = rng.choice([1, 7, 300])
-    order = rng.choice("CF")
-    pictures = np.asarray(
-        np.zeros(rng.choice([(count, 8, 9), (count, 8, 9, 3), (count, 3, 8, 9)])), order=order
-    )
-    labels = rng.choice([np.arange(count), np.array(["é"] * count), np.array([{}] * count, object)])
-    save = rng.choice([np.savez, np.savez_compressed])
-    save(buffer, x=pictures.astype(rng.choice(damage.DTYPES)), y=labels)
     return buffer.getvalue()
 
 

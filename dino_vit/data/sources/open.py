@@ -18,13 +18,13 @@ from dino_vit.data.sources.paths import IMAGE_SUFFIXES, list_local, match_local,
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
-    "uncompressed tar shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet, .npy or "
-    ".npz file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
+    "uncompressed tar shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet or .npy "
+    "file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
 ARCHIVE_SUFFIXES = (".tar", ".zip")
-LISTS, ARRAYS = (".txt", ".csv", ".tsv"), (".npy", ".npz")
+LISTS = (".txt", ".csv", ".tsv")
 # Of files beside which no catalogue is looked for, which costs a request for a remote one.
-UNCATALOGUED = (*IMAGE_SUFFIXES, *LISTS, *ARRAYS, ".parquet")
+UNCATALOGUED = (*IMAGE_SUFFIXES, *LISTS, ".parquet")
 _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re.IGNORECASE)
 
 
@@ -136,18 +136,8 @@ def _open_pattern(spec: str) -> ImageSet | None:
     return _open_files(spec, files)
 
 
-def _open_array(spec: str) -> ImageSet | None:
-    """Open an array in a file of several: FILE.npz:NAME."""
-    path, _, key = spec.rpartition(":")
-    if not (path.lower().endswith(".npz") and os.path.exists(path)):
-        return None
-    from dino_vit.data.sources.arrays import open_array
-
-    return open_array(path, key)
-
-
 # The first that knows what is given opens it.
-OPENERS = (_open_named, _open_catalogued, _open_path, _open_pattern, _open_array)
+OPENERS = (_open_named, _open_catalogued, _open_path, _open_pattern)
 
 
 def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
@@ -170,7 +160,7 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
         return open_list(files[0])
-    if suffix in ARRAYS:
+    if suffix == ".npy":
         from dino_vit.data.sources.arrays import open_array
 
         return open_array(files[0])
