@@ -399,7 +399,7 @@ def pretrain(
       augment.blur=[1, 0.1, 0.5]          probability of a Gaussian blur
       augment.blur_sigma=[0.1, 2]         sigma of the blur in pixels, from and to
       augment.solarise=[0, 0.2, 0]        probability of inverting the bright half
-      augment.module=null                 python:MODULE:NAME, a module on batches of views instead of these
+      augment.module=null                 in Python: a module on batches of views instead of these
       loss.teacher_temp=0.04              temperature of the teacher; 0.07 is as high as is known to work
       loss.warmup_teacher_temp_epochs=0   epochs from a temperature of 0.04 to teacher_temp
       loss.centering=ema                  a mean over steps, or Sinkhorn-Knopp over the micro-batch [ema|sinkhorn]
@@ -456,7 +456,6 @@ def report(
     *,
     output: str | os.PathLike[str] | None = None,
     source: str | os.PathLike[str] | object = None,
-    trust: bool = False,
     images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
@@ -472,7 +471,6 @@ def report(
       run=...                             folder of the run
       output=null                         file to write; null: report.html in the folder of the run [FILE.html]
       source=null                         where the images are now; null: where the run read them
-      trust=false                         import the python:MODULE:NAME in config.yaml, which runs its code
       images=500                          images on the map; with more, their pictures are smaller
     """
 
@@ -824,7 +822,6 @@ def search(
     *,
     weights: str | os.PathLike[str] | None = None,
     k: int = 8,
-    trust: bool = False,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | SearchConfig | None = None,
     verbose: bool = True,
@@ -841,7 +838,6 @@ def search(
       images=...                          image files to find similar images to
       weights=null                        run folder, weights file or name; null: those of the embeddings
       k=8                                 nearest images to show
-      trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         picture, with JSON beside it; null: search.png, in Python none [FILE.png]
     """
 
@@ -850,7 +846,6 @@ def duplicates(
     *,
     threshold: float | None = None,
     pairs: int = 10000,
-    trust: bool = False,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | DuplicatesConfig | None = None,
     verbose: bool = True,
@@ -866,7 +861,6 @@ def duplicates(
       embeddings=...                      file that `dino-vit embed` wrote
       threshold=null                      minimum cosine of a pair; null: chosen by the features
       pairs=10000                         closest pairs to list; groups are formed by all pairs
-      trust=false                         import the python:MODULE:NAME that the file names, which runs its code
       output=null                         JSON, with sheets beside it; null: duplicates.json, in Python none [FILE.json]
     """
 

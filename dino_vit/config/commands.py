@@ -43,7 +43,6 @@ TableFile = Annotated[str, Field(pattern=r"\.(csv|parquet)$", examples=["FILE.cs
 SafetensorsFile = Annotated[str, Field(pattern=r"\.safetensors$", examples=["FILE.safetensors"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
 IN_PYTHON = "in Python none"
-TRUST: bool = setting(False, "import the python:MODULE:NAME that the file names, which runs its code")
 RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {IN_PYTHON}", resumable=True)
 
 
@@ -272,7 +271,6 @@ class ReportConfig(Settings):
     run: str = Field(description="folder of the run")
     output: HtmlFile | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: Sources | None = setting(None, "where the images are now; null: where the run read them")
-    trust: bool = setting(False, "import the python:MODULE:NAME in config.yaml, which runs its code")
     images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 
 

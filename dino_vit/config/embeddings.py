@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from dino_vit.config.commands import IN_PYTHON, TRUST, CachedConfig, JsonFile, PngFile, Precision
+from dino_vit.config.commands import IN_PYTHON, CachedConfig, JsonFile, PngFile, Precision
 from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
 
@@ -34,7 +34,6 @@ class SearchConfig(Settings):
     images: NonEmpty[str] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder, weights file or name; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
-    trust: bool = TRUST
     output: PngFile | None = setting(None, f"picture, with JSON beside it; null: search.png, {IN_PYTHON}")
 
 
@@ -46,7 +45,6 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Cosine | None = setting(None, "minimum cosine of a pair; null: chosen by the features")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    trust: bool = TRUST
     output: JsonFile | None = setting(
         None, f"JSON, with sheets beside it; null: duplicates.json, {IN_PYTHON}"
     )

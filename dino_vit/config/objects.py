@@ -1,13 +1,4 @@
-"""Python objects that a setting names: `python:MODULE:NAME`, or one that a program passed to a function.
-
-To import a module is to run it. So a name is used that a user gave, on a command line, in a file of settings
-or in Python; one that was read from a file of results needs the user's word for it (`trust=true`).
-"""
-
-from collections.abc import Sequence
-from pkgutil import resolve_name
-
-from dino_vit.core.text import brief
+"""Objects that a program passes to a function in the place of a setting's text."""
 
 _passed: dict[str, object] = {}
 
@@ -25,30 +16,12 @@ def title_of(value: object) -> str:
 
 def is_object(spec: str) -> bool:
     """Tell whether a text names an object."""
-    return spec.startswith(("python:", "object:"))
-
-
-def check_trusted(specs: Sequence[str | None], file: object, *, trust: bool) -> None:
-    """Refuse the modules that a file names, unless the user trusts it to run code."""
-    for spec in () if trust else specs:
-        if spec and spec.startswith("python:"):
-            text = f"{file} names {brief(spec, 200)}, which runs the code of a module when it is imported"
-            raise ValueError(f"{text}; if you trust it, give trust=true")
+    return spec.startswith("object:")
 
 
 def find(spec: str) -> object:
-    """Return the object of a name; a class in a module is called without arguments."""
-    kind, _, name = spec.partition(":")
-    if kind == "object":
-        if spec not in _passed:
-            text = f"{spec} is an object of a Python program, and not known here: run that program"
-            raise ValueError(f"{text}, or write python:MODULE:NAME, which is imported")
-        return _passed[spec]
-    if not all(name.rpartition(":")):
-        raise ValueError(f"{spec!r} is not valid: write python:MODULE:NAME, such as python:photos:Photos")
-    try:
-        value: object = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        advice = "Modules are looked for in PYTHONPATH, among others"
-        raise ValueError(f"{spec} cannot be imported: {error}. {advice}") from error
-    return value() if isinstance(value, type) else value
+    """Return the object of a name."""
+    if spec not in _passed:
+        text = f"{spec} is an object of a Python program, and not known here"
+        raise ValueError(f"{text}: run that program, or pass the object to the function in Python")
+    return _passed[spec]

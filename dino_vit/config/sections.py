@@ -238,7 +238,7 @@ class AugmentSettings(Settings):
     blur: Triple = setting((1.0, 0.1, 0.5), "probability of a Gaussian blur")
     blur_sigma: tuple[Sigma, Sigma] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
-    module: str | None = setting(None, "python:MODULE:NAME, a module on batches of views instead of these")
+    module: str | None = setting(None, "in Python: a module on batches of views instead of these")
 
 
 class Loss(Settings):

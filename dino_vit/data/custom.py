@@ -202,6 +202,5 @@ def names_sources(given: object) -> bool:
 
 
 def open_custom(spec: str) -> ImageSet:
-    """Open the object that `python:MODULE:NAME` names, or one that a program passed, wrapped already."""
-    given: Any = find(spec)
-    return given if spec.startswith("object:") else wrap(given)
+    """Open an object that a program passed."""
+    return wrap(find(spec))

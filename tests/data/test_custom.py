@@ -9,7 +9,6 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import dino_vit
-from dino_vit.config.objects import find
 from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
@@ -196,18 +195,9 @@ def test_an_item_may_be_any_image(tmp_path, kind):
     assert np.array_equal(read_image(source, 0).permute(1, 2, 0).numpy(), wanted)
 
 
-def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("class Three(list):\n    def __init__(self): super().__init__('abc')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert len(open_source("python:mine:Three")) == 3
-    for spec, message in (
-        ("python:mine:Four", "cannot be imported: module 'mine' has no attribute 'Four'"),
-        ("python:nowhere_to_be_found:X", "cannot be imported: No module named"),
-        ("python:mine", "write python:MODULE:NAME"),
-        ("object:Unknown", "is an object of a Python program, and not known here"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            find(spec)
+def test_an_object_of_another_program_is_refused():
+    with pytest.raises(ValueError, match="object:Unknown is an object of a Python program"):
+        open_source("object:Unknown")
 
 
 def pretrain_in_two(output, *source, **settings):

@@ -3,8 +3,6 @@
 import csv
 import json
 import logging
-import sys
-from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +12,7 @@ import dino_vit
 from dino_vit.cli import main
 from dino_vit.commands.pack import pack
 from dino_vit.core.text import PrintableFormatter
+from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
@@ -194,7 +193,7 @@ def test_labels_are_found_by_whole_addresses_and_by_shown_names(write, addresses
     assert SECRET not in caplog.text
 
 
-def test_sources_of_code_have_public_names(monkeypatch):
+def test_sources_of_code_have_public_names():
     class Images:
         def __len__(self):
             return 3
@@ -205,10 +204,7 @@ def test_sources_of_code_have_public_names(monkeypatch):
         def __getitem__(self, index):
             return make_textures(length=3).read(index)
 
-    module = ModuleType("own_images")
-    module.Images = Images()
-    monkeypatch.setitem(sys.modules, "own_images", module)
-    source = open_source("python:own_images:Images")
+    source = wrap(Images())
     assert [source.name(n) for n in range(3)] == [f"https://host/image{n}" for n in ("", " (2)", " (3)")]
     assert SECRET not in source.fingerprint
 

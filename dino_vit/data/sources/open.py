@@ -58,7 +58,7 @@ def _open(spec: str) -> ImageSet:
 
 
 def _open_named(spec: str) -> ImageSet | None:
-    """Open what is named by its kind, unless a file is called so: synthetic, python: or object:, hf:."""
+    """Open what is named by its kind, unless a file is called so: synthetic, object:, hf:."""
     kind, _, rest = spec.partition(":")
     if os.path.exists(spec):
         return None

@@ -76,7 +76,7 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     output = None if config.output is None else Path(config.output)
     sheets = [output and output.with_name(output.stem + ending) for ending in SHEETS]
     claim(*filter(None, (output, *sheets)))
-    embeddings = read_image_embeddings(config.embeddings, trust=config.trust)
+    embeddings = read_image_embeddings(config.embeddings)
     device = start_processes().device
     splits, keep = splits_of_names(embeddings.names), config.pairs
     kinds = ClosestPairs(keep, embeddings.labels), ClosestPairs(keep, splits), ClosestPairs(keep)

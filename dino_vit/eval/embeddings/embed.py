@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from dino_vit import __version__
 from dino_vit.config.embeddings import EmbedConfig
-from dino_vit.config.objects import check_trusted, find, is_object
+from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.outputs import MARK, claim, replacing_output
@@ -62,7 +62,6 @@ class Embeddings:
     labels: Sequence[str | None]  # names of classes
     indices: NDArray[np.int64]  # of the images in the source
     metadata: dict[str, Any]
-    trusted: bool = True  # to name what is imported; those of a file are not
 
     def __repr__(self) -> str:
         """Return what they are of, as "Embeddings(528 images × 96, CLS of runs/hands; no labels)"."""
@@ -85,9 +84,7 @@ class Embeddings:
 
     def open_source(self) -> ImageSet:
         """Open the images that were embedded."""
-        spec = self.metadata["source"]["spec"]
-        check_trusted([spec], "the embedding file", trust=self.trusted)
-        return open_source(spec)
+        return open_source(self.metadata["source"]["spec"])
 
     @property
     def spec(self) -> FeatureSpec:
@@ -142,8 +139,8 @@ def write_embeddings(path: Path, embeddings: Embeddings) -> None:
         parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
 
 
-def read_embeddings(path: Path, *, trust: bool = False) -> Embeddings:
-    """Read an embedding file; `trust` lets it name a module that is imported."""
+def read_embeddings(path: Path) -> Embeddings:
+    """Read an embedding file."""
     if not path.is_file():
         if path.exists():
             advice = f"`dino-vit embed {path} WEIGHTS output=FILE.parquet` writes one"
@@ -161,7 +158,6 @@ def read_embeddings(path: Path, *, trust: bool = False) -> Embeddings:
             labels=table["label"].to_pylist(),
             indices=table["index"].to_numpy(),
             metadata=metadata,
-            trusted=trust,
         )
         TypeAdapter(str).validate_python(metadata["source"]["spec"]), embeddings.transform  # must be there
         TypeAdapter(_Weights).validate_python(metadata["weights"]), embeddings.spec
@@ -172,9 +168,9 @@ def read_embeddings(path: Path, *, trust: bool = False) -> Embeddings:
     return embeddings
 
 
-def read_image_embeddings(path: str, *, trust: bool = False) -> Embeddings:
+def read_image_embeddings(path: str) -> Embeddings:
     """Read embeddings, of a file or passed by a program, that have one for each image."""
-    embeddings = find(path) if is_object(path) else read_embeddings(Path(path), trust=trust)
+    embeddings = find(path) if is_object(path) else read_embeddings(Path(path))
     assert isinstance(embeddings, Embeddings)
     if embeddings.values.ndim != 2:
         raise ValueError(f"{path} has several tokens of each image, but needs one: embed with tokens=cls")

@@ -47,7 +47,7 @@ def run(config: SearchConfig) -> SearchResult:
     output = None if config.output is None else Path(config.output)
     path = output and output.with_suffix(".json")
     claim(*filter(None, (output, path)))
-    embeddings = read_image_embeddings(config.embeddings, trust=config.trust)
+    embeddings = read_image_embeddings(config.embeddings)
     queries = wrap([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
     embedded = embeddings.metadata["source"]
