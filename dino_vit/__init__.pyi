@@ -489,7 +489,7 @@ def knn(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel", "regression"] | None = None,
+    task: Literal["multiclass", "multilabel"] | None = None,
     seed: int = 0,
     k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
     tokens: Literal["cls", "mean", "cls+mean"] = "cls",
@@ -499,7 +499,7 @@ def knn(
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
 ) -> EvaluationResult:
-    """Classify images by their nearest neighbours on frozen features, or predict labels and numbers.
+    """Classify images by their nearest neighbours on frozen features, or predict several labels of each.
 
         dino_vit.knn("photos", "runs/demo")
 
@@ -520,7 +520,7 @@ def knn(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
+      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
       seed=0                              seed of every random number
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
@@ -544,7 +544,7 @@ def linear(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel", "regression"] | None = None,
+    task: Literal["multiclass", "multilabel"] | None = None,
     seed: int = 0,
     method: Literal["logistic", "grid"] | None = None,
     standardise: bool | None = None,
@@ -556,7 +556,7 @@ def linear(
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
 ) -> EvaluationResult:
-    """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them.
+    """Train linear classifiers on a frozen backbone, and judge them.
 
         dino_vit.linear("photos", "runs/pretrain")
 
@@ -577,7 +577,7 @@ def linear(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
+      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
       seed=0                              seed of every random number
       method=null                         regressions, or SGD as published; null: logistic up to 100,000 images [logistic|grid]
       standardise=null                    features to mean 0, variance 1; null: if logistic
@@ -602,7 +602,7 @@ def predict(
     cache_gb: float = 50.0,
     train: str | os.PathLike[str] | object = None,
     labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel", "regression"] | None = None,
+    task: Literal["multiclass", "multilabel"] | None = None,
     output: str | os.PathLike[str] | None = None,
     head: str | os.PathLike[str] | None = None,
     unsure: int | None = None,
@@ -630,7 +630,7 @@ def predict(
       cache_gb=50                         largest size of cached features and indexes
       train=null                          images that have labels; null: those of source
       labels=null                         CSV or JSON file with the labels; null: the images' own
-      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
+      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
       head=null                           file to keep the classifier and its backbone in [FILE.safetensors]
       unsure=null                         write so many images to label next to a CSV beside output
@@ -703,7 +703,7 @@ def compare(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel", "regression"] | None = None,
+    task: Literal["multiclass", "multilabel"] | None = None,
     seed: int = 0,
     measures: Literal["knn", "linear", "dense"]
     | collections.abc.Sequence[Literal["knn", "linear", "dense"]] = (),
@@ -734,7 +734,7 @@ def compare(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, several labels, or numbers; null: by the labels [multiclass|multilabel|regression]
+      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
       seed=0                              seed of every random number
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first

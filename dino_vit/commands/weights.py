@@ -24,7 +24,6 @@ from dino_vit.weights.formats.builders import is_folder
 SHOWN: dict[Task, str] = {
     "multiclass": 'print(about["classes"][probabilities[0].argmax()], probabilities[0].max())',
     "multilabel": 'print([name for name, p in zip(about["classes"], probabilities[0]) if p > 0.5])',
-    "regression": 'print(dict(zip(about["classes"], probabilities[0].tolist())))',
 }
 
 

@@ -76,7 +76,7 @@ class SupervisedConfig(Settings):
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
     train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
-    task: Task | None = setting(None, "one class an image, several labels, or numbers; null: by the labels")
+    task: Task | None = setting(None, "one class an image, or several labels; null: by the labels")
     seed: Seed = setting(0, "seed of every random number")
 
     def contradictions(self) -> Iterator[str]:
@@ -86,7 +86,7 @@ class SupervisedConfig(Settings):
 
 
 class KnnConfig(SupervisedConfig, CachedConfig):
-    """Classify images by their nearest neighbours on frozen features, or predict labels and numbers."""
+    """Classify images by their nearest neighbours on frozen features, or predict several labels of each."""
 
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
     writes: ClassVar = "eval/knn"
@@ -99,7 +99,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
 
 
 class LinearConfig(SupervisedConfig, CachedConfig):
-    """Train linear classifiers on a frozen backbone, or ridge regressions to numbers, and judge them."""
+    """Train linear classifiers on a frozen backbone, and judge them."""
 
     examples: ClassVar = ("linear photos runs/pretrain", "linear photos runs/pretrain method=grid")
     writes: ClassVar = "eval/linear"
@@ -143,7 +143,7 @@ class PredictConfig(CachedConfig):
     weights: str = Field(description="run folder, weights file, or a file that head= wrote")
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV or JSON file with the labels; null: the images' own")
-    task: Task | None = setting(None, "one class an image, several labels, or numbers; null: by the labels")
+    task: Task | None = setting(None, "one class an image, or several labels; null: by the labels")
     output: TableFile | None = setting(
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )

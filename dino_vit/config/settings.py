@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 OUTPUTS = {"output", "out", "head", "sheet", "cache"}  # the settings of any command that say where it writes
-Task = Literal["multiclass", "multilabel", "regression"]
+Task = Literal["multiclass", "multilabel"]
 
 
 def several(value: object) -> object:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from dino_vit.core.text import brief, did_you_mean, plural, printable, public, p
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
-from dino_vit.data.targets import SEPARATOR, as_number, join_numbers
+from dino_vit.data.targets import SEPARATOR, ZERO_OR_ONE
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
@@ -68,10 +69,18 @@ def number_labels(
     pairs = zip(values, nans, strict=True)
     texts = ["" if is_nan or value is None else label_text(value) for value, is_nan in pairs]
     names = sorted({text for text in texts if text}, key=os.fsencode)
-    if None not in map(as_number, names):  # so that 10 comes after 9
-        names.sort(key=lambda text: (as_number(text), text))
+    if None not in map(_as_number, names):  # so that 10 comes after 9
+        names.sort(key=lambda text: (_as_number(text), text))
     numbers_by_text = {"": -1} | {name: number for number, name in enumerate(names)}
     return Labels(np.array([numbers_by_text[text] for text in texts], dtype=np.int32), names)
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _named(value: object, classes: Sequence[str], title: str) -> object:
@@ -216,45 +225,37 @@ def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Ite
         title = header[1 - name] if header else "label"
         is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
         label = None if is_name or not title else 1 - name
-    numbers, problem = list[int](), ""
-    if label is None:
-        numbers, problem = _number_columns(rows, header, name, _DELIMITERS[suffix_of(path)])
+    problem = _why_no_labels(rows, header, name, _DELIMITERS[suffix_of(path)]) if label is None else ""
     if problem and labels_needed:
         raise ValueError(f"{path}: {problem}")
     if problem:
         log.warning("%s: %s", path, problem)
     width = len(rows[0])
     for number, row in enumerate(rows[start:], start + 1):
-        if len(row) <= max(name, label or 0, *numbers) or any(row[width:]):
+        if len(row) <= max(name, label or 0) or any(row[width:]):
             advice = "; write a cell with commas in quotes" if len(row) > width else ""
             shown = brief(public_values(row), 80)
             raise ValueError(f"{path}, row {number} has {len(row)} of {width} columns: {shown}{advice}")
-        cells = {header[column]: row[column] for column in numbers}
-        text = join_numbers(cells) if label is None else row[label]
+        text = "" if label is None else row[label]
         yield Entry(row[name], text.strip() or None)
 
 
-def _number_columns(
-    rows: list[list[str]], header: list[str], name: int, delimiter: str
-) -> tuple[list[int], str]:
-    """Return the columns of numbers that are labels where none is named so, or why no labels are read."""
+def _why_no_labels(rows: list[list[str]], header: list[str], name: int, delimiter: str) -> str:
+    """Say why no labels are read from a table without a column of that name."""
     others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
-    given = {row[at].strip().lower() for row in rows[1:] for at in others if at < len(row)}
-    values = set(map(as_number, given - {"", "nan"}))
+    values = {row[at].strip().lower() for row in rows[1:] for at in others if at < len(row)} - {"", "nan"}
     titles = [rows[0][at].strip() for at in others]
-    if len(others) > 1 and values and values <= {0, 1}:
+    if len(others) > 1 and values and values <= ZERO_OR_ONE:
         text = f"no labels are read from the columns {brief(', '.join(titles))}, which have only 0 and 1"
-        return [], f"{text}; write the labels of an image in one column, as in sea;sky"
-    if None not in values and others:
-        return others, ""
+        return f"{text}; write the labels of an image in one column, as in sea;sky"
     if len(rows[0]) <= 2:
-        return [], ""
+        return ""
     line = [*rows[0]] if header else [f"column{at}" for at in range(1, len(rows[0]) + 1)]
     line[name] = line[name] if header else "name"
     line[others[0] if others else not name] = "label"
     columns = f"its columns are {brief(', '.join(rows[0]), 200)}" if header else "no line names the columns"
     advice = f"name one of them label in the first line, as in '{brief(delimiter.join(line), 200)}'"
-    return [], f"no labels are read, as {columns}; {advice}"
+    return f"no labels are read, as {columns}; {advice}"
 
 
 def _header(rows: list[list[str]]) -> list[str]:

@@ -1,8 +1,7 @@
 """Figures with how sure they are: shares of images, and functions of weights of the images.
 
 Metrics take weights of the images (r, n), such as those of a bootstrap, and outputs and targets (n, c). They
-return (r, c), NaN where a column has nothing to judge by. An output is the score of a label, from 0 to 1, or
-a number.
+return (r, c), NaN where a column has nothing to judge by. An output is the score of a label, from 0 to 1.
 """
 
 import math
@@ -35,7 +34,7 @@ class Figure:
     low: float
     high: float
     images: int
-    unit: str = "%"  # empty for numbers in a unit of their own, and for columns, which are from 0 to 1
+    unit: str = "%"  # empty for columns, which are from 0 to 1
     correct: int | None = None  # images that are right, of a share of images
 
     if not TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Figure:
         return f"{value} ({low} to {high})"
 
     def as_json(self) -> dict[str, float]:
-        """Return what files of results hold: `percent`, or the `value` of a number in another unit."""
+        """Return what files of results hold: `percent`, or the `value` of a column."""
         name = "percent" if self.unit == "%" else "value"
         numbers = {name: self.value, "low": self.low, "high": self.high}
         return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
@@ -66,8 +65,8 @@ def renamed_attribute(owner: object, name: str, names: Mapping[str, str]) -> Any
 
 
 def number_text(value: float) -> str:
-    """Return a number with three digits, or all of a large one."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}"
+    """Return a number from 0 to 1 with three digits."""
+    return f"{value:#.3g}"
 
 
 def accuracy(correct: int, images: int) -> Figure:
@@ -249,41 +248,12 @@ def f1(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
     return values.where(weights @ targets > 0, torch.nan)  # as of precision
 
 
-def r2(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of the variance that is explained."""
-    variance = _covariance(weights, targets, targets)
-    return 1 - _mean(weights, (predicted - targets).square()) / variance.where(variance > 0, torch.nan)
-
-
-def mae(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-    return _mean(weights, (predicted - targets).abs())
-
-
-def correlation(weights: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-    spread = _covariance(weights, predicted, predicted) * _covariance(weights, targets, targets)
-    return _covariance(weights, predicted, targets) / spread.sqrt()
-
-
-def _mean(weights: Tensor, x: Tensor) -> Tensor:
-    return weights @ x / weights.sum(1, keepdim=True)
-
-
-def _covariance(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    x, y = x - x[:1], y - y[:1]  # the covariance of equal numbers is exactly 0
-    return _mean(weights, x * y) - _mean(weights, x) * _mean(weights, y)
-
-
 # What outputs are judged by; the first decides.
 METRICS: dict[Task, dict[str, Metric]] = {
     "multiclass": {"AUROC": auroc},  # of two classes
     "multilabel": {"AP": average_precision, "F1": f1},
-    "regression": {"R²": r2, "MAE": mae, "correlation": correlation},
 }
-TITLES: dict[Task, Title] = {
-    "multiclass": "top-1",
-    "multilabel": "mAP",
-    "regression": "R²",
-}
+TITLES: dict[Task, Title] = {"multiclass": "top-1", "multilabel": "mAP"}
 
 
 def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[Measured]:

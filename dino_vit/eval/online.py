@@ -1,4 +1,4 @@
-"""Evaluation during training: accuracies, mAP or R² by labels, always the rank and what colours explain."""
+"""Evaluation during training: accuracies or mAP by labels, always the rank and what colours explain."""
 
 import math
 from dataclasses import dataclass, replace
@@ -278,7 +278,7 @@ class OnlineEvaluation:
         return self._judge(outputs, targets[judged], indices[judged])
 
     def _judge(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> _Judged:
-        """Judge outputs for several labels, or numbers."""
+        """Judge outputs for several labels."""
         measured = measure(self.task, indices.numpy(), outputs, targets)[0]
         return _Judged(100 * measured.mean, error=100 * float(measured.draw(100).nanmean(1).std()))
 

@@ -98,14 +98,14 @@ def evaluation(
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(Result):
-    """How well classes, labels or numbers are predicted."""
+    """How well classes or labels are predicted."""
 
-    figure: Figure  # top-1 accuracy; mAP of several labels an image, R² of numbers
+    figure: Figure  # top-1 accuracy; mAP of several labels an image
     top5: Figure | None = None  # of more than five classes
-    per_class: dict[str, Figure | None] = field(repr=False)  # accuracy; AP of each label, R² of each number
+    per_class: dict[str, Figure | None] = field(repr=False)  # accuracy, or AP of each label
     measured: Measured = field(repr=False)  # the figure, with what each image contributes
     predictions: Predictions | None = field(default=None, repr=False)  # of classes
-    outputs: NDArray[np.float32] | None = field(default=None, repr=False)  # of labels or numbers, by image
+    outputs: NDArray[np.float32] | None = field(default=None, repr=False)  # of several labels, by image
     path: Path | None  # of the JSON file, if one was written
     details: dict[str, Any] = field(repr=False)  # all that the file holds
 

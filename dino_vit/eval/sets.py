@@ -39,8 +39,8 @@ class LabelledSubset:
     name: str  # for messages
     source: ImageSet
     indices: Rows  # in the source, ascending
-    targets: NDArray[Any]  # (n,) classes from 0 on; (n, c) several labels or numbers
-    classes: tuple[str, ...]  # or the names of labels or numbers
+    targets: NDArray[Any]  # (n,) classes from 0 on; (n, c) several labels
+    classes: tuple[str, ...]  # or the names of labels
     task: Task = "multiclass"
 
     def __len__(self) -> int:
@@ -74,12 +74,12 @@ class LabelledSubset:
     def require_one_class(self, what: str) -> None:
         """Raise an error unless each image has one class."""
         if self.task != "multiclass":
-            given = f"{self.name} has several labels or numbers"
+            given = f"{self.name} has several"
             advice = "task=multiclass takes each different label as a class"
             raise ValueError(f"{what} needs one class for each image; {given}; {advice}")
 
     def with_columns(self, names: Sequence[str]) -> "LabelledSubset":
-        """Order the labels or numbers by these names; labels that it has not are of no image."""
+        """Order the labels by these names; labels that it has not are of no image."""
         targets = np.zeros((len(self), len(names)), np.float32)
         targets[:, [names.index(name) for name in self.classes]] = self.targets
         return replace(self, targets=targets, classes=tuple(names))
@@ -125,7 +125,7 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
         val = open_subset(config.source, source, config.task)
     else:
         train_source = open_source(config.train, config.train_labels)
-        # Of different tasks the later by name: a few whole numbers, or single labels, look like classes.
+        # Of different tasks the later by name, several labels: images of one each look like classes.
         task = config.task or max(recognise(train_source.classes), recognise(source.classes))
         train, val = open_subset(config.train, train_source, task), open_subset(config.source, source, task)
         refuse_same_images(config.source, val.images, f"train={public(config.train)}", train.images)
@@ -140,9 +140,6 @@ def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labell
     if train is None or val.task == "multiclass":
         return train, val if train is None else val.with_classes_of(train)
     names = (*train.classes, *sorted({*val.classes} - {*train.classes}))
-    if val.task == "regression" and not len(names) == len(train.classes) == len(val.classes):
-        numbers = f"{brief(', '.join(train.classes))} and {brief(', '.join(val.classes))}"
-        raise ValueError(f"the two sets have different numbers: {numbers}; name the columns the same")
     return train.with_columns(names), val.with_columns(names)
 
 

@@ -22,14 +22,14 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 DECISIVE = ("knn", "miou", "rankme")
 
 
-Title = Literal["top-1", "mAP", "R²"]
+Title = Literal["top-1", "mAP"]
 # Which images were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 
 
 @dataclass(frozen=True)
 class OnlineFigures:
-    """What an evaluation measured; accuracies are in per cent, by the labels top-1, mAP or R².
+    """What an evaluation measured; accuracies are in per cent, by the labels top-1 or mAP.
 
     `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
     that vote in k-NN and tested on its queries; without splits on one half of each class, in blocks, and
@@ -46,7 +46,7 @@ class OnlineFigures:
     knn_answers: Answers | None = None
     best_knn_answers: Answers | None = None
     probe_answers: Answers | None = None
-    # Standard errors in points, where a figure is mAP, R² or mIoU, which no image is right or wrong by.
+    # Standard errors in points, where a figure is mAP or mIoU, which no image is right or wrong by.
     knn_error: float | None = None
     best_knn_error: float | None = None
     probe_error: float | None = None
@@ -62,7 +62,7 @@ class Guesses:
     raw_pixels: float | None = None
     colours: float | None = None  # a probe of the mean and std of each channel
     largest_class: float | None = None  # always guessed
-    chance: float | None = None  # of several labels and of numbers: always guessing their mean
+    chance: float | None = None  # of several labels: always guessing their mean
     queries: int | None = None  # images that accuracies are of
     leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 

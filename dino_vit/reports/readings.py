@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     before: float
     images: int
     answers: tuple[str | None, str | None] = None, None  # which images were right, now and before
-    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP, R² and mIoU
+    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP and mIoU
 
     @property
     def rise(self) -> float:

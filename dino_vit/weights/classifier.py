@@ -32,7 +32,7 @@ class ClassifierFacts(Stated):
 
     kind: Literal["linear", "neighbours"]
     task: Task
-    classes: tuple[str, ...] = Field(min_length=1)  # or the names of labels or numbers
+    classes: tuple[str, ...] = Field(min_length=1)  # or the names of labels
     tokens: Tokens
     blocks: Few
     temperature: Positive = 1.0
@@ -56,7 +56,7 @@ class LinearScores(nn.Module):
 
 
 class NeighbourScores(nn.Module):
-    """Scores (n, c) from the nearest labelled images: the log of their votes, or their mean numbers.
+    """Scores (n, c) from the nearest labelled images: the log of their votes.
 
     Neighbours weigh exp(cosine / 0.07), as in k-NN. A class without a vote counts as 1 / (k · c) of one, so
     that no score is infinite.
@@ -68,15 +68,13 @@ class NeighbourScores(nn.Module):
     def __init__(self, bank: Tensor, values: Tensor, *, k: int, task: Task) -> None:
         super().__init__()
         self.register_buffer("bank", F.normalize(bank.float()))  # (m, d)
-        self.register_buffer("values", values.float())  # (m, c): 0 or 1 for each class, or numbers
+        self.register_buffer("values", values.float())  # (m, c): 0 or 1 for each class
         self.k, self.task = min(k, len(bank)), task
 
     def forward(self, features: Tensor) -> Tensor:
         cosines, rows = (F.normalize(features) @ self.bank.T).topk(self.k)
         weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).softmax(dim=1)
         means = (weights[:, :, None] * self.values[rows]).sum(dim=1)
-        if self.task == "regression":
-            return means
         unseen = 1 / (self.k * means.shape[1])
         if self.task == "multilabel":
             return (means + unseen).log() - (1 - means + unseen).log()
@@ -89,8 +87,8 @@ Scores = LinearScores | NeighbourScores
 class Classifier(nn.Module):
     """What `load_classifier` returns: from normalised images to the probability of each class (n, c).
 
-    Of images with several labels the probability of each label, of numbers the numbers. `classes` names the
-    columns, `transform` prepares images, and `predict` does all of it.
+    Of images with several labels the probability of each label. `classes` names the columns, `transform`
+    prepares images, and `predict` does all of it.
     """
 
     def __init__(self, backbone: LoadedBackbone, scores: Scores, facts: ClassifierFacts) -> None:
@@ -114,7 +112,7 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def predict(self, images: object, *, batch_size: int = 64) -> tuple[list[str], Tensor]:
-        """Return the labels of images, as files of labels have them, and the probabilities or numbers (n, c).
+        """Return the labels of images, as files of labels have them, and the probabilities (n, c).
 
         Images are what `load_backbone(...).embed` takes: files, PIL images, arrays, one or several.
         """
@@ -125,26 +123,17 @@ class Classifier(nn.Module):
 
 
 def activate(scores: Tensor, task: Task, temperature: float) -> Tensor:
-    """Return probabilities from scores, or numbers as they are."""
-    if task == "regression":
-        return scores
+    """Return probabilities from scores."""
     calibrated = scores / temperature
     return calibrated.sigmoid() if task == "multilabel" else calibrated.softmax(dim=1)
 
 
 def label_texts(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str]:
-    """Return what outputs (n, c) say, as labels are written: a class, `sea;sky`, a number or `a=1;b=2`."""
+    """Return what outputs (n, c) say, as labels are written: a class, or `sea;sky`."""
     if task == "multiclass":
         return [classes[number] for number in outputs.argmax(dim=1).tolist()]
-    if task == "multilabel":
-        return [
-            ";".join(name for name, p in zip(classes, row, strict=True) if p > 0.5) or ";"
-            for row in outputs.tolist()
-        ]
-    if len(classes) == 1:
-        return [f"{row[0]:.6g}" for row in outputs.tolist()]
     return [
-        ";".join(f"{name}={value:.6g}" for name, value in zip(classes, row, strict=True))
+        ";".join(name for name, p in zip(classes, row, strict=True) if p > 0.5) or ";"
         for row in outputs.tolist()
     ]
 

@@ -62,7 +62,7 @@ def export_backbone(
     The formats are `reference` (DINO's own), a .pth or .safetensors file, `timm`, such a file or, without
     a suffix, a folder for `timm.create_model`, `huggingface`, a folder for `AutoModel.from_pretrained`, and
     `onnx`. The export only appears at `path` if its features equal those of the model. A classifier, which
-    `load_classifier` returns, is written as onnx only; its graph gives probabilities, or numbers. `card` is
+    `load_classifier` returns, is written as onnx only; its graph gives probabilities. `card` is
     the text of README.md in a folder; by default it states what is known of the model.
     """
     path = Path(path)

@@ -119,7 +119,7 @@ def test_a_fifth_of_every_class_is_held_out_where_names_are_no_series(tmp_path):
         assert np.bincount(val.targets).tolist() == [4, 2, 1]
 
 
-@pytest.mark.parametrize("task", ["multiclass", "regression"])
+@pytest.mark.parametrize("task", ["multiclass", "multilabel"])
 def test_a_tenth_of_training_images_are_blocks(task: Task):
     targets = torch.arange(200) // 20  # sorted by class
     images = LabelledFeatures(torch.zeros(200, 1), targets, np.arange(200), tuple("abcdefghij"), task)

@@ -1,4 +1,4 @@
-"""Labels of three forms, from real files: one class an image, several labels, numbers."""
+"""Labels of two forms, from real files: one class an image, or several labels."""
 
 import json
 
@@ -37,7 +37,6 @@ def read(tmp_path):
         ("a;b,a;b,a;bb,,", "; with a single image, perhaps mistyped: bb (b?)"),
         ("Cat,cat,cat,dog,dog", "; perhaps the same but for capital letters: Cat, cat"),
         ("a,b,c,c,", "4 images, 3 classes: a, b, c"),
-        ("1.5,2,3,3,3", ": number"),
     ],
 )
 def test_labels_that_may_be_typing_errors_are_named(read, labels, said):
@@ -57,26 +56,15 @@ def test_labels_that_may_be_typing_errors_are_named(read, labels, said):
             ("sea", "sky"),
             [[1, 1], [0, 0], [0, 1]],
         ),
-        ("a.png,3\nb.png,2.5\nc.png,nan\nd.png,-1e2\n", "regression", ("number",), [[3], [2.5], [-100]]),
-        (
-            "path,Age,height\na.png,3,1.5\nb.png,4,\nc.png,5,2\n",
-            "regression",
-            ("age", "height"),
-            [[3, 1.5], [5, 2]],
-        ),
-        (",path,age\n0,a.png,3.5\n1,b.png,4\n", "regression", ("number",), [[3.5], [4]]),  # with an index
-        ("path,x,y\na.png,3,8\nb.png,4,9\n", "regression", ("x", "y"), [[3, 8], [4, 9]]),
+        ("a.png,3\nb.png,2.5\nc.png,nan\nd.png,-1e2\n", "multiclass", ("-1e2", "2.5", "3"), [2, 1, 0]),
+        ("path,age\na.png,3.5\nb.png,4\n", "multiclass", ("3.5", "4"), [0, 1]),
     ],
 )
-def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values):
+def test_a_table_says_classes_or_several_labels(read, text, task, names, values):
     targets = read(text)
     assert (targets.task, targets.names) == (task, names)
     assert targets.values.tolist() == values
-    begin = {
-        "multiclass": "one class for",
-        "multilabel": "several labels for",
-        "regression": "numbers to predict for",
-    }
+    begin = {"multiclass": "one class for", "multilabel": "several labels for"}
     assert str(targets).startswith(f"{begin[task]} each of {len(values)} image")
     assert f": {', '.join(names)}" in str(targets)
 
@@ -84,7 +72,7 @@ def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values)
 def test_other_columns_are_not_guessed_to_be_labels(read):
     for text, said in {
         "path,age,split\na.png,3.5,train\nb.png,2,test\n": "its columns are path, age, split; name one",
-        "path,age,height\na.png,,\nb.png,,nan\n": "has a label for none of them",
+        "path,age,height\na.png,3,1.5\nb.png,4,2\n": "in the first line, as in 'path,label,height'",
     }.items():
         with pytest.raises(ValueError, match=said):
             read(text)
@@ -93,7 +81,7 @@ def test_other_columns_are_not_guessed_to_be_labels(read):
 @pytest.mark.parametrize(
     "rows", ["a.png,0,1\nb.png,0,0", "a.png,0.0,1.0\nb.png,1.0,0.0", "a.png,0,1\nb.png,,nan"]
 )
-def test_columns_of_0_and_1_are_no_labels_and_not_taken_for_numbers(read, tmp_path, rows, caplog):
+def test_columns_of_0_and_1_are_no_labels(read, tmp_path, rows, caplog):
     """Also as pandas writes them where a cell was empty. They may be flags: images are read."""
     said = "the columns sea, sky, which have only 0 and 1; write the labels of an image in one"
     with pytest.raises(ValueError, match=said):
@@ -103,22 +91,17 @@ def test_columns_of_0_and_1_are_no_labels_and_not_taken_for_numbers(read, tmp_pa
 
 
 def test_a_task_reads_labels_otherwise_than_they_look(read):
-    ages = "a.png,30\nb.png,41\n"
-    assert read(ages, task="regression").values.tolist() == [[30], [41]]
-    assert read("a.png,1.5\nb.png,2.5\n", task="multiclass").values.tolist() == [0, 1]
     assert read("a.png,x;y\nb.png,x\n", task="multiclass").names == ("x", "x;y")
     assert read("a.png,x\nb.png,y\n", task="multilabel").values.tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(
-        ValueError, match="task=regression needs the same numbers for each image; one has old"
-    ):
-        read("a.png,30\nb.png,old\n", task="regression")
 
 
-def test_numbers_that_look_like_classes_are_pointed_out(read):
-    """Years, and measurements of which one is a word."""
-    for text in ("a.png,1990\nb.png,1991\nc.png,1992\n", "a.png,0.5\nb.png,1.5\nc.png,unknown\n"):
-        assert str(read(text)).endswith("; if these are numbers to predict, use task=regression")
-    assert "regression" not in str(read("a.png,1\nb.png,1\nc.png,2\nd.png,2\n"))
+def test_folders_named_as_numbers_are_classes(tmp_path):
+    for number, folder in enumerate(("0.5", "1.5", "1.5")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / f"{number}.png")
+    targets = read_targets(open_source(str(tmp_path)))
+    assert (targets.task, targets.names) == ("multiclass", ("0.5", "1.5"))
+    assert targets.values.tolist() == [0, 1, 1]
 
 
 def test_lists_are_several_labels(read, tmp_path):

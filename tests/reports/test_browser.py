@@ -119,7 +119,7 @@ def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page
 
 
 def test_values_below_zero_are_in_the_chart(page):
-    """An R² may be."""
+    """KoLeo may be."""
     _, place = chart(page, "k-NN accuracy")
     heights = page.execute_script(
         f"const chart = report.charts[{place}], points = chart.series[0][1];"

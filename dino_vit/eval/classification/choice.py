@@ -16,10 +16,8 @@ from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.eval.classification.predicted import score
 from dino_vit.eval.classification.probes import (
-    PENALTIES,
     LinearHeads,
     on_standardised,
-    ridge_heads,
     train_logistic,
 )
 from dino_vit.eval.comparison.baselines import RAW_PIXELS, raw_pixels_like
@@ -47,15 +45,13 @@ _ABSENT = -30.0  # score of a class that no image learned from has
 
 
 class Candidate(NamedTuple):
-    """A classifier to try: its kind, and its penalty or number of neighbours."""
+    """A classifier to try: its kind, and its C or number of neighbours."""
 
     kind: str
     value: float
 
     def __str__(self) -> str:
-        if self.kind == "k-NN":
-            return f"k-NN (k = {self.value:g})"
-        return f"{self.kind} ({'C' if self.kind == 'logistic regression' else 'penalty'} = {self.value:.3g})"
+        return f"{self.kind} ({'k' if self.kind == 'k-NN' else 'C'} = {self.value:.3g})"
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Tested:
     """How well a candidate does on images that it has not learned from."""
 
     candidate: Candidate
-    figure: Figure  # accuracy, mAP or R²
+    figure: Figure  # accuracy or mAP
     loss: float
     scores: Tensor  # (n, c) of all images, each from the fold that left it out
     rows: Tensor  # of images whose class was learned from in their fold
@@ -75,8 +71,6 @@ def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> lis
     found = [Candidate("k-NN", k) for k in sorted(NEIGHBOURS, reverse=True) if k <= max(1, least)]
     if neighbours_only:
         return found
-    if task == "regression":
-        return [Candidate("ridge regression", penalty) for penalty in reversed(PENALTIES)] + found
     if images > LOGISTIC_IMAGES:  # regressions would take longer than all else
         return found
     return [Candidate("logistic regression", c) for c in STANDARD_CS] + found
@@ -96,15 +90,13 @@ def fit(tried: Sequence[Candidate], train: LabelledFeatures) -> Iterator[Scores]
 
 
 def _fit_regressions(values: Sequence[float], train: LabelledFeatures) -> list[LinearScores]:
-    """Return ridge regressions for penalties, or logistic ones for each C, on standardised features."""
+    """Return logistic regressions for each C, on standardised features."""
     classes, targets = len(train.classes), train.targets
     present = torch.unique(targets) if train.task == "multiclass" else torch.arange(classes)
     if train.task == "multiclass":
         targets = torch.searchsorted(present, targets)
 
     def regressions(features: Tensor) -> list[LinearHeads]:
-        if train.task == "regression":
-            return [ridge_heads(features, targets, values, slice(None))]
         return [train_logistic(features, targets, cs=sorted(values), classes=len(present))]
 
     if len(present) == 1 and train.task == "multiclass":  # of a fold: there is nothing to tell apart
@@ -163,9 +155,7 @@ def _test(train: LabelledFeatures, candidate: Candidate, scores: Tensor, rows: T
 
 
 def loss_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.0) -> float:
-    """Return the mean cross-entropy of probabilities, or the squared error of numbers."""
-    if task == "regression":
-        return float(F.mse_loss(scores, targets))
+    """Return the mean cross-entropy of probabilities."""
     scores = scores.double() / temperature
     if task == "multilabel":
         return float(F.binary_cross_entropy_with_logits(scores, targets.double()))
@@ -179,7 +169,7 @@ def best_of(tested: Sequence[Tested]) -> Tested:
 
 def calibrate(tested: Tested, targets: Tensor, task: Task) -> float:
     """Return the temperature that gives probabilities the lowest loss."""
-    if task == "regression" or not len(tested.rows):
+    if not len(tested.rows):
         return 1.0
     scores, targets = tested.scores[tested.rows], targets[tested.rows]
     losses = [loss_of(scores, targets, task, temperature) for temperature in TEMPERATURES.tolist()]
@@ -212,7 +202,7 @@ def describe(
     task, title = learned.task, {"multiclass": "accuracy"}.get(learned.task, TITLES[learned.task])
     lines = [
         f"learned from {plural(len(learned), 'labelled image')} of {len(learned.classes)} "
-        + {"multiclass": "classes", "multilabel": "labels", "regression": "numbers"}[task]
+        + {"multiclass": "classes", "multilabel": "labels"}[task]
     ]
     others = [each for each in tested if (each.candidate.kind == "k-NN") != (best.candidate.kind == "k-NN")]
     beside = []
@@ -221,7 +211,7 @@ def describe(
         beside.append(f"{other.candidate} {other.figure.value:.1f}")
     if pixels:
         beside.append(f"raw pixels {pixels.figure.value:.1f}")
-    guess = 0.0 if task == "regression" else None  # R² of the mean of the labels
+    guess = None
     if task == "multiclass":
         trivial = trivial_baselines(learned.targets.cpu().numpy(), learned.classes)["largest_class"]
         guess = trivial["percent"]
@@ -242,12 +232,6 @@ def describe(
         "raw_pixels": pixels and pixels.figure,
         "tried": {str(each.candidate): each.figure.value for each in tested},
     }
-    if task == "regression":
-        errors = (best.scores - learned.targets).abs().mean(dim=0).tolist()
-        details["mean_error"] = dict(zip(learned.classes, errors, strict=True))
-        text = ", ".join(f"{name} {error:.3g}" for name, error in details["mean_error"].items())
-        lines.append(f"mean error on images that were left out: {brief(text, 200)}")
-        return lines, details
     measured = best.scores, learned.targets, task
     before, after = calibration_error(*measured, 1.0), calibration_error(*measured, temperature)
     details |= {"temperature": temperature, "calibration_error": {"before": before, "after": after}}

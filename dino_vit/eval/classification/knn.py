@@ -1,6 +1,6 @@
 """Classify images by their nearest neighbours on frozen features, and rank them: mAP and recall at 1.
 
-Several labels of an image, and numbers, are predicted by the mean of the neighbours.
+Several labels of an image are predicted by the mean of the neighbours.
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def _predict(
     details: dict[str, Any],
     heading: str,
 ) -> EvaluationResult:
-    """Predict several labels or numbers for each k, and report the first in detail."""
+    """Predict several labels for each k, and report the first in detail."""
     by_k = predict(bank, queries, config.k, device)
     figures = {k: score(queries, outputs) for k, outputs in by_k.items()}
     results = [{"k": k, "score": measured[0].figure} for k, measured in figures.items()]

@@ -2,7 +2,7 @@
 
 They train on features that are computed once and cached: the CLS tokens of the last blocks, then the mean
 patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an image
-are learned each for itself; numbers are predicted by ridge regressions.
+are learned each for itself.
 """
 
 import math
@@ -18,13 +18,11 @@ from dino_vit.config.settings import given_keys
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, score
 from dino_vit.eval.classification.probes import (
-    PENALTIES,
     LinearHeads,
     count_correct,
     head_losses,
     head_scores,
     on_standardised,
-    ridge_heads,
     top_classes,
     train_heads,
     train_logistic,
@@ -113,8 +111,8 @@ def _how_chosen(
     if config.select == "train":
         figure = "by their loss" if math.isnan(percent) else f"{percent:.2f} %"
         text = f"chosen on {plural(len(images), 'training image')} that no head was trained on: {figure}"
-    key = {"rate": "rates", "C": "cs"}.get(setting)  # the penalties of a ridge are fixed
-    if key and len(values) > 1 and value in (min(values), max(values)):
+    if len(values) > 1 and value in (min(values), max(values)):
+        key = {"rate": "rates", "C": "cs"}[setting]
         text += f"\nthe best {setting} is at the end of those that were tried; give others with {key}="
     return text
 
@@ -137,7 +135,7 @@ class Protocol(NamedTuple):
 def choose_protocol(config: LinearConfig, train_set: LabelledSubset) -> Protocol:
     """Return the method that was given, or else the one for so many images and such labels."""
     given, few = given_keys(config), len(train_set) <= LOGISTIC_IMAGES
-    is_grid = train_set.task == "regression" or {"rates", "steps"} & given or not (few or "cs" in given)
+    is_grid = {"rates", "steps"} & given or not (few or "cs" in given)
     method = config.method or ("grid" if is_grid else "logistic")
     standardise = method == "logistic" if config.standardise is None else config.standardise
     return Protocol(method, standardise, config.cs or (STANDARD_CS if standardise else CS))
@@ -151,15 +149,6 @@ def _fit(
     device: torch.device,
 ) -> tuple[str, Sequence[float], list[LinearHeads]]:
     """Return the setting that differs between heads, its values, and for each choice of columns the heads."""
-    if train.task == "regression":
-        if config.method == "logistic":
-            raise ValueError("method=logistic learns classes or labels; predict numbers with method=grid")
-
-        def ridges(features: Tensor) -> list[LinearHeads]:
-            return [ridge_heads(features, train.targets, PENALTIES, part) for part in columns]
-
-        heads = on_standardised(ridges, train.features, enabled=protocol.standardise)
-        return "penalty", PENALTIES, heads
     classes = len(train.classes)
     if protocol.method == "grid":
 
@@ -190,13 +179,13 @@ def _fit(
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
-    """Return what all heads predict: the probability of each label, or numbers, (n, r, c)."""
+    """Return what all heads predict: of several labels the probability of each, (n, r, c)."""
     scores = head_scores(heads, images.features)
     return scores.sigmoid() if images.task == "multilabel" else scores
 
 
 def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Figure] | list[float]:
-    """Return the accuracy, or mAP or R² in per cent, of every head: for each rate or C that of each input."""
+    """Return the accuracy, or mAP in per cent, of every head: for each rate or C that of each input."""
     if images.task == "multiclass":
         correct = [count_correct(each, images.features, images.targets) for each in heads]
         return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]

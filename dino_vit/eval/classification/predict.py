@@ -47,8 +47,8 @@ class LabelPredictions(Result):
 
     names: list[str] = field(repr=False)
     labels: list[str] = field(repr=False)  # as files of labels have them
-    confidence: NDArray[np.float64] | None = field(repr=False)  # probability that a label is right
-    outputs: NDArray[np.float32] = field(repr=False)  # (images, classes): probabilities, or numbers
+    confidence: NDArray[np.float64] = field(repr=False)  # probability that a label is right
+    outputs: NDArray[np.float32] = field(repr=False)  # (images, classes): probabilities
     classes: tuple[str, ...]
     to_label: list[str] = field(repr=False)  # names of images whose label would help most, the first most
     columns: dict[str, list[Any]] = field(repr=False)  # of the table, for pandas.DataFrame
@@ -76,7 +76,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     names = [source.name(index) for index in kept.tolist()]
     columns, sureness = tabulate(names, outputs, queries, fitted)
     next_rows = choose_next(sureness, queries, config.unsure or SHOWN)
-    confidence = None if facts.task == "regression" else np.array(columns["confidence"])
+    confidence = np.array(columns["confidence"])
     lines = [*fitted.lines, _summary(columns, facts.task)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = plain({**origin, **fitted.details, "images": len(names)})
@@ -196,7 +196,7 @@ def tabulate(
         columns["confidence"] = rounded(top.values[:, 0])
         columns["second"] = [facts.classes[number] for number in top.indices[:, -1].tolist()]
         columns["second_confidence"] = rounded(top.values[:, -1])
-    elif facts.task == "multilabel":
+    else:
         apart = (outputs - 0.5).abs()
         sureness = apart.min(dim=1).values
         columns["confidence"] = rounded(0.5 + sureness)  # of the decision that is least sure
@@ -206,8 +206,6 @@ def tabulate(
         cosines, rows = nearest(fitted.learned.features, queries, k=1)
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
         columns["similarity"] = rounded(cosines[:, 0])
-        if facts.task == "regression":  # far from all that is known
-            sureness = cosines[:, 0]
     return columns, sureness
 
 
@@ -226,8 +224,6 @@ def choose_next(sureness: Tensor, features: Tensor, count: int) -> list[int]:
 def _summary(columns: dict[str, list[Any]], task: Task) -> str:
     """Say how many images have which label, and how sure that is."""
     count = plural(len(columns["name"]), "image")
-    if task == "regression":
-        return f"{count} labelled"
     sure = np.array(columns["confidence"])
     text = f"{count} labelled: mean confidence {100 * sure.mean():.0f} %"
     text += f", {int((sure < 0.5).sum()):,} below 50 %" if task == "multiclass" else ""
@@ -284,7 +280,7 @@ def _draw(
     """Draw images with what they are taken for."""
     panels = list[Panel]()
     for row in rows:
-        sure = f"? {100 * columns['confidence'][row]:.0f} %" if "confidence" in columns else ""
+        sure = f"? {100 * columns['confidence'][row]:.0f} %"
         picture = thumbnail(source, int(kept[row]), frozen.transform.pixels)
         panels.append((picture, f"{columns['label'][row]}{sure}  {Path(columns['name'][row]).name}"))
     return draw_sheet([panels[start : start + ACROSS] for start in range(0, len(panels), ACROSS)])

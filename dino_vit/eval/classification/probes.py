@@ -28,13 +28,11 @@ from dino_vit.core.distributed import all_gather, rank_slice, to_device
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.eval.figures import TOP_K
-from dino_vit.eval.neighbours import ridge
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9
 BATCH = 1024  # images per step of a grid
-PENALTIES = tuple(10.0**exponent for exponent in range(-6, 3))  # of ridge regressions
 _CONVERGED = 1e-4  # the largest gradient of the objective, divided by n·C, that counts as the optimum
 _INITIAL_STD = 0.01
 _MAX_SCORES = 1 << 24  # in memory at a time
@@ -168,21 +166,21 @@ def top_classes(heads: LinearHeads, features: Tensor, *, head: int = 0, k: int =
 
 @torch.no_grad()
 def head_scores(heads: LinearHeads, features: Tensor) -> Tensor:
-    """Return the logits, or the numbers, of all heads: (n, r, c)."""
+    """Return the logits of all heads: (n, r, c)."""
     return torch.cat([scores for _, scores in _scores_in_blocks(heads, features)])
 
 
 @torch.no_grad()
 def head_losses(heads: LinearHeads, features: Tensor, targets: Tensor, task: Task) -> Tensor:
-    """Return the mean loss of each head, (r,): cross-entropy, or the squared error of numbers."""
+    """Return the mean cross-entropy of each head, (r,)."""
     total = torch.zeros(len(heads.bias), dtype=torch.double, device=heads.bias.device)
     for rows, scores in _scores_in_blocks(heads, features):
         y = repeat(targets[rows].to(scores.device), "n ... -> n r ...", r=scores.shape[1])
         if task == "multiclass":
             losses = F.cross_entropy(rearrange(scores, "n r c -> n c r"), y, reduction="none")
         else:
-            loss = F.mse_loss if task == "regression" else F.binary_cross_entropy_with_logits
-            losses = loss(scores, y.to(scores.dtype), reduction="none").mean(dim=2)
+            y = y.to(scores.dtype)
+            losses = F.binary_cross_entropy_with_logits(scores, y, reduction="none").mean(dim=2)
         total += losses.double().sum(dim=0)
     return total / len(features)
 
@@ -263,11 +261,3 @@ def _objective(
         torch.autograd.backward(value)
         total += value.detach()
     return total
-
-
-def ridge_heads(features: Tensor, targets: Tensor, penalties: Sequence[float], columns: slice) -> LinearHeads:
-    """Return the optimum of Ridge for each penalty, which is times the images and the mean variance."""
-    x, y = features[:, columns].cpu().double(), targets.cpu().double()
-    unit = len(x) * float(x.var(dim=0, correction=0).mean())
-    weight, bias = (part.float().to(features.device) for part in ridge(x, y, [p * unit for p in penalties]))
-    return LinearHeads(weight, bias, columns)

@@ -104,14 +104,14 @@ def test_random_labels_are_told_by_chance_unless_heads_are_chosen_by_the_answers
 
 
 def test_of_heads_that_are_alike_on_few_images_the_loss_decides():
-    """Or where nothing can be judged by the figure, as by numbers that are all the same."""
+    """Or where nothing can be judged by the figure, as by labels that no image has."""
     weight = torch.tensor([[-1.0, 1.0], [-3.0, 3.0], [-2.0, 2.0], [5.0, -5.0]])[:, :, None]
     heads = LinearHeads(weight, torch.zeros(4, 2))
     few = LabelledFeatures(torch.ones(2, 1), torch.tensor([1, 1]), np.arange(2), ("a", "b"))
     assert _best_head([heads], [accuracy(correct, 2) for correct in (2, 2, 2, 0)], few) == 1
     assert _best_head([heads], [accuracy(correct, 2) for correct in (1, 1, 2, 2)], few) == 2
-    numbers = replace(few, targets=torch.tensor([[-2.0, 2.0]] * 2), task="regression")
-    assert _best_head([heads], [math.nan] * 4, numbers) == 2
+    none = replace(few, targets=torch.zeros(2, 2), task="multilabel")
+    assert _best_head([heads], [math.nan] * 4, none) == 0
 
 
 def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_path):

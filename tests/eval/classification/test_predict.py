@@ -27,11 +27,11 @@ IMAGES = 96
 
 @pytest.fixture
 def photos(tmp_path, monkeypatch):
-    """Images of four colours, of which every second has its colour, and its brightness, in a file."""
+    """Images of four colours, of which every second has its colour, and whether it is dark, in a file."""
     monkeypatch.chdir(tmp_path)  # where commands write by default
     random, names = np.random.default_rng(0), [*COLOURS]
     (tmp_path / "photos").mkdir()
-    labels, tags, numbers = ["name,label"], ["name,tags"], ["name,light"]
+    labels, tags = ["name,label"], ["name,tags"]
     for row in range(IMAGES):
         colour = names[row // 2 % len(names)]
         light = random.uniform(0.7, 1.0)
@@ -41,8 +41,7 @@ def photos(tmp_path, monkeypatch):
         if row % 2 == 0:
             labels.append(f"{name},{colour}")
             tags.append(f"{name},{colour};{'dark' if light < 0.85 else 'light'}")
-            numbers.append(f"{name},{light:.4f}")
-    for name, lines in {"labels": labels, "tags": tags, "numbers": numbers}.items():
+    for name, lines in {"labels": labels, "tags": tags}.items():
         (tmp_path / f"{name}.csv").write_text("\n".join(lines))
     return tmp_path
 
@@ -112,10 +111,9 @@ def test_labelled_images_may_be_a_set_of_their_own(photos, weights):
         dino_vit.predict(photos / "labelled", weights, train=photos / "labelled", verbose=False)
 
 
-@pytest.mark.parametrize(("labels", "task"), [("tags.csv", "multilabel"), ("numbers.csv", "regression")])
-def test_several_labels_and_numbers_are_written_as_labels_are(photos, weights, labels, task):
+def test_several_labels_are_written_as_labels_are(photos, weights):
     table = photos / "rest.parquet"
-    said = predict(photos, weights, f"output={table}", labels=labels)
+    said = predict(photos, weights, f"output={table}", labels="tags.csv")
     columns = pq.read_table(table).to_pydict()
     read_back = photos / "read.csv"
     lines = [f"{name},{label}" for name, label in zip(columns["name"], columns["label"], strict=True)]
@@ -123,14 +121,8 @@ def test_several_labels_and_numbers_are_written_as_labels_are(photos, weights, l
     again = dino_vit.predict(photos / "photos", weights, labels=read_back, verbose=False)
     assert again.names == [f"{row:03}.png" for row in range(0, IMAGES, 2)]
     assert again.details["settings"]["task"] is None
-    if task == "multilabel":
-        assert all({*label.split(";")} <= {*COLOURS, "dark", "light", ""} for label in columns["label"])
-        assert "cross-validated mAP" in said
-    else:
-        assert "cross-validated R²" in said
-        assert "mean error" in said
-        assert {float(label) for label in columns["label"]}
-        assert "confidence" not in columns
+    assert all({*label.split(";")} <= {*COLOURS, "dark", "light", ""} for label in columns["label"])
+    assert "cross-validated mAP" in said
 
 
 def test_the_images_to_label_next_are_read_back_as_labels(photos, weights):
@@ -179,7 +171,7 @@ def test_labels_that_are_known_stay_as_they_were_given(photos, weights, two):
 
 @pytest.mark.parametrize(
     ("labels", "more"),
-    [("labels.csv", {}), ("numbers.csv", {}), ("labels.csv", {"size": 24, "fit": "whole"})],
+    [("labels.csv", {}), ("tags.csv", {}), ("labels.csv", {"size": 24, "fit": "whole"})],
 )
 def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, labels, more):
     head, table = photos / "head.safetensors", photos / "rest.csv"
@@ -201,14 +193,10 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
     assert classifier.facts.temperature == found.details.get("temperature", 1.0)
     files = [photos / "photos" / row["name"] for row in rows]
     given, outputs = classifier.predict(files)
+    assert given == [row["label"] for row in rows]
     if labels == "labels.csv":
-        assert given == [row["label"] for row in rows]
         confidence = [float(row["confidence"]) for row in rows]
         np.testing.assert_allclose(outputs.max(dim=1).values, confidence, atol=1e-4)  # rounded in the table
-    else:
-        np.testing.assert_allclose(
-            [float(text) for text in given], [float(row["label"]) for row in rows], rtol=1e-4
-        )
     np.testing.assert_allclose(outputs, found.outputs, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         images = torch.stack([classifier.transform(file) for file in files[:3]])
@@ -320,15 +308,6 @@ def test_labels_at_random_are_said_to_be_chance(photos, weights):
     shuffled = (f"{row.partition(',')[0]},{label}" for row, label in zip(rows, labels, strict=True))
     (photos / "random.csv").write_text("\n".join(["name,label", *shuffled]))
     assert "That may be chance, as the interval" in predict(photos, weights, labels="random.csv")
-
-
-def test_numbers_at_random_are_said_to_be_chance(photos, weights):
-    rows = (photos / "labels.csv").read_text().splitlines()[1:]
-    numbers = np.random.default_rng(1).random(len(rows)).tolist()
-    drawn = (f"{row.partition(',')[0]},{number}" for row, number in zip(rows, numbers, strict=True))
-    (photos / "random.csv").write_text("\n".join(["name,label", *drawn]))
-    assert "That may be chance, as the interval" in predict(photos, weights, labels="random.csv")
-    assert "may be chance" not in predict(photos, weights, labels="numbers.csv")
 
 
 def test_two_labels_are_enough(photos, weights):

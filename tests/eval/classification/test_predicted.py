@@ -1,18 +1,16 @@
-"""Several labels an image, and numbers, from files of labels to JSON and a plot; classes with few images."""
+"""Several labels an image, from files of labels to JSON; classes with few images."""
 
 import json
 
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.linear_model import Ridge
-from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score, roc_auc_score
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 from sklearn.neighbors import KNeighborsRegressor
 from torch.nn.functional import normalize
 
 import dino_vit
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.classification.probes import PENALTIES
 from dino_vit.eval.sets import open_subset
 from tests.support.images import write_classes
 from tests.support.runs import command_here
@@ -22,9 +20,9 @@ SETTINGS = {"precision": "no", "verbose": False}
 
 @pytest.fixture
 def photos(tmp_path):
-    """Images whose labels are their brightest colours, and whose numbers are their mean colours."""
+    """Images whose labels are their brightest colours."""
     colours = np.random.default_rng(0).integers(256, size=(90, 3))
-    tags, numbers = ["path,tags"], ["path,red,green"]
+    tags = ["path,tags"]
     for split, rows in (("train", range(60)), ("val", range(60, 90))):
         (tmp_path / split).mkdir()
         for row in rows:
@@ -35,9 +33,7 @@ def photos(tmp_path):
             ]
             labels += ["early"] * (row < 3) + ["late"] * (row > 87)  # each in one split only
             tags.append(f"{name},{';'.join(labels) or ';'}")
-            numbers.append(f"{name},{colour[0] / 10},{colour[1]}")
     (tmp_path / "tags.csv").write_text("\n".join(tags))
-    (tmp_path / "numbers.csv").write_text("\n".join(numbers))
     return tmp_path
 
 
@@ -82,36 +78,6 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
     assert "1 class without an image to judge by, so in no figure: early" in said
     assert "several labels for each of 90 images" in said
     assert found["per_target"]["late"]["images"] == 2
-
-
-def test_numbers_are_predicted_as_by_scikit_learn(photos, weights):
-    labels, output = photos / "numbers.csv", photos.parent / f"{photos.name} results" / "knn.json"
-    bank, targets, queries, true, classes = features_of(photos, weights, "numbers.csv")
-    assert classes == ("red", "green")
-    knn = dino_vit.knn(photos, weights, labels=labels, k=7, output=output, **SETTINGS)
-    predicted = neighbours_mean(bank, targets, queries, 7)
-    assert knn.outputs == pytest.approx(predicted, rel=1e-4)
-    assert knn.figure.value == pytest.approx(100 * r2_score(true, predicted), abs=1e-3)
-    assert knn.details["per_target"]["red"]["MAE"]["value"] == pytest.approx(
-        mean_absolute_error(true[:, 0], predicted[:, 0])
-    )
-    assert knn.details["per_target"]["green"]["correlation"]["value"] == pytest.approx(
-        np.corrcoef(true[:, 1], predicted[:, 1])[0, 1], rel=1e-5
-    )
-    mean_error = np.abs(true[:, 0] - targets[:, 0].mean()).mean()
-    assert knn.details["per_target"]["red"]["MAE of a guess"] == pytest.approx(mean_error, rel=1e-5)
-    with Image.open(output.with_suffix(".png")) as plot:
-        assert plot.width > plot.height > 100
-    linear = dino_vit.linear(photos, weights, labels=labels, select="source", **SETTINGS)
-    cells = linear.details["table"]
-    plain = [cell["score"] for cell in cells if (cell["blocks"], cell["mean"]) == (1, False)]
-    backbone = dino_vit.load_backbone(weights)
-    x, y = (backbone.embed(sorted((photos / split).iterdir())).double().numpy() for split in ("train", "val"))
-    for penalty, percent in zip(PENALTIES, plain, strict=True):
-        peer = Ridge(alpha=penalty * 60 * x.var(axis=0).mean()).fit(x, targets)
-        assert percent == pytest.approx(100 * r2_score(true, peer.predict(y)), abs=0.1)
-    assert linear.figure.value == pytest.approx(max(cell["score"] for cell in cells))
-    assert linear.outputs.shape == (30, 2)
 
 
 @pytest.mark.parametrize("method", ["grid", "logistic"])
@@ -159,29 +125,20 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
     assert "1 class with fewer than 10 images to judge by, too few to be reliable: b" in text
 
 
-@pytest.mark.parametrize(
-    ("command", "settings", "message"),
-    [
-        ("knn", {"shots": 1}, "shots=1 needs one class for each image; .*; task=multiclass takes each"),
-        ("linear", {"method": "logistic"}, "predict numbers with method=grid"),
-        ("knn", {"labels": "tags.csv", "task": "regression"}, "task=regression needs the same numbers"),
-    ],
-)
-def test_what_does_not_fit_the_labels_is_refused(photos, weights, command, settings, message, monkeypatch):
-    monkeypatch.chdir(photos)
+def test_few_images_of_each_class_need_one_class_an_image(photos, weights):
+    message = "shots=1 needs one class for each image; .* has several; task=multiclass takes each"
     with pytest.raises(ValueError, match=message):
-        getattr(dino_vit, command)(photos, weights, **{"labels": "numbers.csv", **settings}, verbose=False)
+        dino_vit.knn(photos, weights, labels=photos / "tags.csv", shots=1, verbose=False)
 
 
 def test_one_set_by_another_reads_labels_alike(photos, weights):
-    """The numbers of val are whole, and look like classes."""
-    (photos / "whole.csv").write_text("path,x\n" + "".join(f"{row}.png,{row}\n" for row in range(60, 90)))
-    (photos / "mixed.csv").write_text("path,x\n" + "".join(f"{row}.png,{row / 2}\n" for row in range(60)))
-    sets = {"labels": photos / "whole.csv", "train": photos / "train", "train_labels": photos / "mixed.csv"}
-    assert dino_vit.knn(photos / "val", weights, k=3, **sets, **SETTINGS).details["task"] == "regression"
-    (photos / "two.csv").write_text("path,x,y\n" + "".join(f"{row}.png,{row / 2},1\n" for row in range(60)))
-    with pytest.raises(ValueError, match="the two sets have different numbers: x, y and number; name"):
-        dino_vit.knn(photos / "val", weights, **(sets | {"train_labels": photos / "two.csv"}), **SETTINGS)
+    """The labels of val are of one each, and look like classes."""
+    (photos / "one.csv").write_text("path,tags\n" + "".join(f"{row}.png,red\n" for row in range(60, 90)))
+    (photos / "two.csv").write_text(
+        "path,tags\n" + "".join(f"{row}.png,red{';big' * (row % 2)}\n" for row in range(60))
+    )
+    sets = {"labels": photos / "one.csv", "train": photos / "train", "train_labels": photos / "two.csv"}
+    assert dino_vit.knn(photos / "val", weights, k=3, **sets, **SETTINGS).details["task"] == "multilabel"
 
 
 @pytest.mark.usefixtures("few_penalties")
@@ -190,7 +147,7 @@ def test_labels_that_no_image_to_judge_by_has_are_an_error(photos, weights, comm
     tags = (photos / "tags.csv").read_text().splitlines()
     rows = [f"{line.split(',')[0]},;" if line.startswith("val") else line for line in tags]
     (photos / "none.csv").write_text("\n".join(rows))
-    with pytest.raises(ValueError, match="the 30 images to judge by have no labels, or all the same numbers"):
+    with pytest.raises(ValueError, match="the 30 images to judge by have no labels: give more images"):
         getattr(dino_vit, command)(photos, weights, labels=photos / "none.csv", **SETTINGS)
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
@@ -14,7 +14,6 @@ from dino_vit.eval.classification.probes import (
     head_scores,
     initial_weight,
     on_standardised,
-    ridge_heads,
     top_classes,
     train_heads,
     train_logistic,
@@ -61,18 +60,14 @@ def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
     return probe
 
 
-@pytest.mark.parametrize("task", ["multiclass", "multilabel", "regression"])
+@pytest.mark.parametrize("task", ["multiclass", "multilabel"])
 def test_the_loss_of_each_head_is_that_of_its_scores(task, monkeypatch):
     monkeypatch.setattr(probes, "_MAX_SCORES", 40)  # a few images at a time
     features, targets = labelled(23, seed=1)
     if task != "multiclass":
         targets = F.one_hot(targets, 5).float()
     (heads,) = trained(*labelled(40, seed=2), columns=[slice(0, 24)], steps=5)
-    naive = {
-        "multiclass": F.cross_entropy,
-        "multilabel": F.binary_cross_entropy_with_logits,
-        "regression": F.mse_loss,
-    }[task]
+    naive = {"multiclass": F.cross_entropy, "multilabel": F.binary_cross_entropy_with_logits}[task]
     expected = [naive(features @ w.T + b, targets) for w, b in zip(heads.weight, heads.bias, strict=True)]
     found = head_losses(heads, features, targets, task)
     torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=0)
@@ -175,18 +170,6 @@ def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():
     loss.backward()
     torch.testing.assert_close(head.weight[0], start.detach() - 0.5 * start.grad)
     torch.testing.assert_close(head.bias[0], -0.5 * bias.grad)
-
-
-def test_a_ridge_regression_is_that_of_scikit_learn():
-    features, targets = torch.randn(80, 7) * torch.logspace(-1, 1, 7) + 3, torch.randn(80, 2)
-    heads = ridge_heads(features, targets, [1e-4, 0.3], slice(2, 7))
-    x = features[:, 2:].double()
-    for penalty, weight, bias in zip([1e-4, 0.3], heads.weight, heads.bias, strict=True):
-        alpha = penalty * 80 * float(x.var(dim=0, correction=0).mean())
-        peer = Ridge(alpha=alpha).fit(x, targets)
-        assert weight.numpy() == pytest.approx(peer.coef_, abs=1e-5)
-        assert bias.numpy() == pytest.approx(peer.intercept_, abs=1e-5)
-    assert head_scores(heads, features).shape == (80, 2, 2)
 
 
 def test_heads_on_standardised_features_read_them_as_they_are():
