@@ -30,7 +30,7 @@ from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
 from dino_vit.core.process import in_threads, locked
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
-from dino_vit.core.text import Result, plural, printable, progress
+from dino_vit.core.text import Result, plural, printable, progress, public
 from dino_vit.data.catalogue import CATALOGUE, Shard, index_shard, write_catalogue
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, read_item
@@ -225,7 +225,8 @@ def _read(source: ImageSet, index: int, *, size: int | None, labelled: bool) -> 
     if reduced:
         image = resize(image, smaller)
     data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
-    return _Item(_member_name(source.public_name(index), data, labelled), data, source.label(index), reduced)
+    name = _member_name(public(source.full_name(index)), data, labelled)
+    return _Item(name, data, source.label(index), reduced)
 
 
 def _encode(image: Tensor, item: bytes | Tensor) -> bytes:

@@ -86,36 +86,10 @@ def public_values(content: Any) -> Any:
     if isinstance(content, str):
         return public(content)
     if isinstance(content, Mapping):
-        return dict(zip(public_names(list(content)), map(public_values, content.values()), strict=True))
+        return {public(name): public_values(value) for name, value in content.items()}
     if isinstance(content, tuple):
         return tuple(map(public_values, content))
     return list(map(public_values, content)) if isinstance(content, list) else content
-
-
-def public_names(names: Sequence[str]) -> list[str]:
-    """Return names without secrets; those that only these told apart get numbers."""
-    numbers = numbers_apart(names)
-    return [numbered(public(name), numbers.get(index)) for index, name in enumerate(names)]
-
-
-def numbers_apart(names: Sequence[str]) -> dict[int, int]:
-    """Return a number for each name that would be another's without its secrets, by its index."""
-    hidden = {index: shown for index, name in enumerate(names) if (shown := public(name)) != name}
-    taken = {name for index, name in enumerate(names) if index not in hidden} if hidden else set()
-    numbers, last = dict[int, int](), dict[str, int]()
-    for index, shown in hidden.items():
-        number = last.get(shown, 1)
-        while numbered(shown, number) in taken:
-            number += 1
-        taken.add(numbered(shown, number))
-        last[shown] = number
-        if number > 1:
-            numbers[index] = number
-    return numbers
-
-
-def numbered(name: str, number: int | None) -> str:
-    return f"{name} ({number})" if number and number > 1 else name
 
 
 def brief(text: object, length: int = 60) -> str:

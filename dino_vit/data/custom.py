@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.data import Subset as TorchSubset
 
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
-from dino_vit.core.text import numbered, numbers_apart, plural, printable, progress, public, public_names
+from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.image_set import ImageSet, Store, join_sets, spread
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
@@ -39,9 +39,7 @@ class OwnStore(Store):
         self.given = given
         if not len(given):
             raise ValueError(f"{title_of(given)} has no images")
-        names = list(map(self.full_name, range(len(given))))
-        self.numbers = numbers_apart(names)
-        self.key = str(getattr(given, "fingerprint", None) or self._digest(names))
+        self.key = str(getattr(given, "fingerprint", None) or self._digest())
 
     def read(self, row: int) -> bytes | Tensor:
         read = _method(self.given, "read")
@@ -54,16 +52,14 @@ class OwnStore(Store):
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def name(self, row: int) -> str:
-        return numbered(public(self.full_name(row)), self.numbers.get(row))
-
-    def full_name(self, row: int) -> str:
         samples = getattr(self.given, "samples", None)  # of torchvision's folders: path and class
         if name := _method(self.given, "name"):
-            return printable(str(name(row)))
-        return printable(str(samples[row][0] if isinstance(samples, list) else row))
+            return str(name(row))
+        return str(samples[row][0] if isinstance(samples, list) else row)
 
-    def _digest(self, names: Sequence[str]) -> str:
+    def _digest(self) -> str:
         """Return a digest of the names and of a few images."""
+        names = [printable(self.name(row)) for row in range(len(self.given))]
         digest = hashlib.sha256("\n".join(names).encode())
         for row in spread(len(names), FINGERPRINTED):
             with suppress(Exception):  # an image that cannot be read is met when it is used
@@ -126,9 +122,8 @@ def wrap(given: Any) -> ImageSet:
         store=store,
         rows=range(len(store.given)),
         names=store.name,
-        full_names=store.full_name,
         labels=labels.numbers.item,
-        classes=tuple(public_names(labels.classes)),
+        classes=tuple(labels.classes),
         fingerprint=store.key,
         # Images of code change without a trace.
         stamp="" if getattr(store.given, "fingerprint", None) else None,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.text import plural, printable, public_names
+from dino_vit.core.text import plural, printable, public
 from dino_vit.data.shards import Shards
 
 Indices = Sequence[int] | NDArray[np.int64]
@@ -101,8 +101,7 @@ class ImageSet:
 
     store: Store
     rows: range | NDArray[np.int64]  # of the images in the store; a range: all of them
-    names: Callable[[int], str]  # of any characters, but without the secrets of addresses
-    full_names: Callable[[int], str] | None = None  # with these; None: there are none
+    names: Callable[[int], str]  # as they are stored: of any characters, addresses with their secrets
     labels: Callable[[int], int] = unlabelled  # -1: no label
     classes: Sequence[str] = ()  # the names of the labels, or of the values of masks
     splits: Mapping[str, range] = field(default_factory=dict)  # the images of each, by the name of its folder
@@ -122,15 +121,11 @@ class ImageSet:
 
     def name(self, index: int) -> str:
         """Return the name in a form that can be shown and written: `printable` and `public`."""
-        return printable(self.public_name(index))
-
-    def public_name(self, index: int) -> str:
-        """Return the name without secrets, of any characters."""
-        return self.names(int(self.rows[index]))
+        return printable(public(self.full_name(index)))
 
     def full_name(self, index: int) -> str:
-        """Return the name with the secrets of its address: to look it up in a file, not to show or write."""
-        return printable((self.full_names or self.names)(int(self.rows[index])))
+        """Return the name as it is stored: to look it up in a file, not to show or write."""
+        return self.names(int(self.rows[index]))
 
     def label(self, index: int) -> int | None:
         """Return the label: j is called classes[j]."""
@@ -168,7 +163,7 @@ class ImageSet:
             by_row = np.full(self.rows.max(initial=-1) + 1, -1, dtype=np.int32)
             by_row[self.rows] = numbers
             numbers = by_row
-        return replace(self, labels=numbers.item, classes=public_names(classes), masks=None)
+        return replace(self, labels=numbers.item, classes=classes, masks=None)
 
     @property
     def shards(self) -> Shards | None:
@@ -217,7 +212,7 @@ class _JoinedStore(Store):
     """The images of several sets, one set after another."""
 
     def __init__(self, titles: Sequence[str], parts: Sequence[ImageSet]) -> None:
-        self.titles, self.full_titles, self.parts = public_names(titles), titles, parts
+        self.titles, self.parts = [printable(public(title)) for title in titles], parts
         self.starts = np.concatenate([[0], np.cumsum(list(map(len, parts)))])
         self.classes = list(dict.fromkeys(name for part in parts for name in part.classes))
 
@@ -235,11 +230,7 @@ class _JoinedStore(Store):
 
     def name(self, row: int) -> str:
         part, index = self._locate(row)
-        return f"{self.titles[part]}/{self.parts[part].public_name(index)}"
-
-    def full_name(self, row: int) -> str:
-        part, index = self._locate(row)
-        return f"{self.full_titles[part]}/{self.parts[part].full_name(index)}"
+        return f"{self.titles[part]}/{self.parts[part].name(index)}"
 
     def label(self, row: int) -> int:
         part, index = self._locate(row)
@@ -255,7 +246,6 @@ def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
         store=store,
         rows=range(sum(map(len, parts))),
         names=store.name,
-        full_names=store.full_name,
         labels=store.label,
         classes=store.classes,
         fingerprint=_digest("joined", parts, ""),
@@ -277,7 +267,7 @@ def mix_sets(
         raise ValueError(f"data.mix has {given}, data.source {sources}; give one for each")
     rate = min(length / share for length, share in zip(lengths, shares, strict=True))
     counts = [max(1, round(rate * share)) for share in shares]
-    joined, titles = join_sets(names, parts), list(map(printable, public_names(names)))
+    joined, titles = join_sets(names, parts), [printable(public(name)) for name in names]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     return replace(
         joined, mix=Mix(titles, parts, starts, counts), fingerprint=_digest("mixed", parts, counts)

@@ -14,13 +14,11 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +30,7 @@ from dino_vit.core import log
 from dino_vit.core.cache import cache_folder, keep
 from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
-from dino_vit.core.text import brief, numbered, numbers_apart, printable, public, public_names
+from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
 from dino_vit.data.sources.files import UNKNOWN, file_signatures, is_url
@@ -122,23 +120,12 @@ class Index:
     def __len__(self) -> int:
         return len(self.names)
 
-    def full_name(self, row: int) -> str:
+    def name(self, row: int) -> str:
         """Return the name as the folder or archive has it: to read the image, not to show it."""
         return os.fsdecode(self.names[row].as_py())
 
-    def name(self, row: int) -> str:
-        return numbered(public(self.full_name(row)), self._numbers.get(row))
-
     def label(self, row: int) -> int:
         return int(self.columns["label"][row])
-
-    @cached_property
-    def _numbers(self) -> dict[int, int]:
-        """Return the numbers of `numbers_apart`; names without addresses are only searched for one."""
-        data = self.names.buffers()[2] or b""
-        if not (re.search(b"://", data) and re.search(b"[?#@]", data)):
-            return {}
-        return numbers_apart([os.fsdecode(name) for name in self.names.to_pylist()])
 
     def image_set(self, store: Store) -> ImageSet:
         """Return the images that have the items of this index for rows."""
@@ -149,9 +136,8 @@ class Index:
             store=store,
             rows=range(len(self)),
             names=self.name,
-            full_names=self.full_name,
             labels=self.label,
-            classes=list(map(printable, public_names(self.metadata["classes"]))),
+            classes=list(map(printable, self.metadata["classes"])),
             splits={printable(name): range(*rows) for name, rows in self.metadata["splits"].items()},
             fingerprint=self.metadata["fingerprint"],
             stamp=None if undetected else self.metadata["stamp"],

@@ -279,7 +279,7 @@ def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
     """Label images by name from a file, and warn about names without a match."""
     table, names = _read_table(str(path)), [images.name(index) for index in range(len(images))]
     path = public(str(path))
-    full_names = [images.full_name(index) for index in range(len(images))]
+    full_names = [printable(images.full_name(index)) for index in range(len(images))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
     if len(surplus) == len(table):
         raise ValueError(

@@ -128,12 +128,12 @@ def assert_clean(*paths):
 def test_labels_by_names_of_any_bytes_are_found(photos, tmp_path):
     source = open_source(str(photos))
     table = tmp_path / "labels.csv"
-    rows = [f'"{source.public_name(n)}",{ODD[:1]}{n % 2}\n' for n in range(len(source))]
+    rows = [f'"{source.full_name(n)}",{ODD[:1]}{n % 2}\n' for n in range(len(source))]
     table.write_bytes(os.fsencode("".join(rows)))
     labelled = open_source(str(photos), table)
     assert labelled.classes == [r"\xff0", r"\xff1"]
     assert [labelled.label(n) for n in range(len(source))] == [n % 2 for n in range(len(source))]
-    assert Path(source.public_name(0)).name != source.name(0)
+    assert Path(source.full_name(0)).name != source.name(0)
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,6 @@ def test_a_path_that_does_not_exist_may_be_nearly_one_that_does(tmp_path, monkey
     for start in ("", f"{tmp_path}/") if typed and "://" not in typed else ("",):
         expected = f"; did you mean {start}{meant}?" if meant else "; give one"
         assert did_you_mean(f"{start}{typed}", "; give one") == expected
-
-
-def test_names_that_only_secrets_told_apart_get_numbers():
-    given = [f"https://host/image?id={number}" for number in range(3)] + ["https://host/image (2)", "a", "a"]
-    shown = ["https://host/image", "https://host/image (3)", "https://host/image (4)"]
-    assert text.public_names(given) == [*shown, *given[3:]]
-    assert text.public_names([*given[:1], "https://host/image"])[1] == "https://host/image"
-    assert len(set(text.public_names([f"a://{n}@b" for n in range(2 * 10**4)]))) == 2 * 10**4
 
 
 def test_lines_are_said_once_within_the_block_and_again_after_it(caplog):

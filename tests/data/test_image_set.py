@@ -45,7 +45,7 @@ def labels_of(names):
 def seen(images):
     labels = [images.label(index) for index in range(len(images))]
     return [
-        (images.public_name(index), images.read(index), None if label is None else images.classes[label])
+        (images.full_name(index), images.read(index), None if label is None else images.classes[label])
         for index, label in enumerate(labels)
     ]
 

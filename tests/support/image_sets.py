@@ -96,6 +96,6 @@ def items(source: Any) -> list[tuple[str, bytes, str | None]]:
     classes = source.classes
     labels = [source.label(index) for index in range(len(source))]
     return [
-        (source.public_name(index), source.read(index), None if label is None else classes[label])
+        (source.full_name(index), source.read(index), None if label is None else classes[label])
         for index, label in enumerate(labels)
     ]

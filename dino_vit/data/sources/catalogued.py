@@ -14,7 +14,7 @@ import numpy as np
 from dino_vit.core.cache import cache_folder
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import expand_braces, plural, printable, public, public_names
+from dino_vit.core.text import expand_braces, plural, printable
 from dino_vit.data.catalogue import CATALOGUE, Catalogue, names_digest, read_index, stale
 from dino_vit.data.image_set import ImageSet, ShardLayout
 from dino_vit.data.shards import ByteRangeReader
@@ -73,14 +73,11 @@ class CatalogueStore(ArchiveStore):
         folders = columns["name"][at].as_py().split(b"/")[:-1]
         return self.numbers[os.fsdecode(folders[depth])] if len(folders) > depth else -1
 
-    def full_name(self, row: int) -> str:
+    def name(self, row: int) -> str:
         """Return the name as the archive has it, after that of the archive unless all names are in order."""
         shard, columns, at = self.locate(row)
         name = os.fsdecode(columns["name"][at].as_py())
         return name if self.catalogue.metadata["ordered"] else f"{self.catalogue.files[shard].as_py()}/{name}"
-
-    def name(self, row: int) -> str:
-        return public(self.full_name(row))
 
 
 def catalogued(catalogue: Catalogue, stamp: str) -> ImageSet:
@@ -90,9 +87,8 @@ def catalogued(catalogue: Catalogue, stamp: str) -> ImageSet:
         store=store,
         rows=range(int(store.starts[-1])),
         names=store.name,
-        full_names=store.full_name,
         labels=store.label,
-        classes=list(map(printable, public_names(metadata["classes"]))),
+        classes=list(map(printable, metadata["classes"])),
         splits={printable(name): range(*images) for name, images in metadata["splits"].items()},
         fingerprint=metadata["fingerprint"],
         stamp=stamp,

@@ -56,7 +56,7 @@ class FileStore(Store):
         self.index, self.root, self.seconds = index, root, seconds
 
     def path(self, row: int) -> str:
-        return _join(str(self.root), self.index.full_name(row))
+        return _join(str(self.root), self.index.name(row))
 
     def read(self, row: int) -> bytes:
         return read_image_file(self.path(row), self.seconds)

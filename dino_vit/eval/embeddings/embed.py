@@ -26,7 +26,7 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.outputs import MARK, claim, replacing_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import OWN_KEY
-from dino_vit.core.text import Result, brief, did_you_mean, plural, public, public_names
+from dino_vit.core.text import Result, brief, did_you_mean, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import SourceLost, is_url
 from dino_vit.data.sources.open import open_source
@@ -154,7 +154,7 @@ def read_embeddings(path: Path) -> Embeddings:
         blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
         embeddings = Embeddings(
             values=np.concatenate(blocks).reshape(-1, *metadata["shape"]),
-            names=public_names(table["name"].to_pylist()),  # earlier versions wrote addresses as they were
+            names=table["name"].to_pylist(),
             labels=table["label"].to_pylist(),
             indices=table["index"].to_numpy(),
             metadata=metadata,

@@ -46,7 +46,7 @@ def test_what_gnu_tar_writes_is_read(tmp_path):
         assert members(path) == {odd: b"odd", b"one.png": b"one", b"two.png": b"one"}
     source = open_source(str(path))
     assert [source.read(i) for i in range(3)] == [b"odd", b"one", b"one"]
-    assert os.fsencode(source.public_name(0)) == odd
+    assert os.fsencode(source.full_name(0)) == odd
 
 
 def test_archives_one_after_another_are_one(tmp_path):

@@ -136,7 +136,7 @@ def test_truncated_indices_are_built_anew(tmp_path, cache, caplog):
     for data in (b"", b"?", whole[:100], whole[:-1], whole[: len(whole) // 2], b"x" * len(whole)):
         path.write_bytes(data)
         source = open_folder(tmp_path)
-        assert [source.public_name(index) for index in range(5)] == ORDER
+        assert [source.full_name(index) for index in range(5)] == ORDER
         assert source.read(2) == FILES[ORDER[2]]
     assert caplog.text.count("is damaged and will be rebuilt") == 12  # before the lock and under it
     assert sorted(p.suffix for p in cache.iterdir()) == [".arrow", ".lock"]
