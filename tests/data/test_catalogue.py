@@ -12,8 +12,7 @@ import dino_vit
 from dino_vit.cli import main
 from dino_vit.data.catalogue import StaleIndex
 from dino_vit.data.sources.catalogued import CatalogueStore
-from dino_vit.data.sources.files import is_folder
-from dino_vit.data.sources.open import expand, open_source
+from dino_vit.data.sources.open import open_source
 from dino_vit.views.sampler import WindowOrder
 from tests.support.image_sets import FILES, ORDER, items, write_folder, write_tar, write_zip
 from tests.support.processes import command_in_two
@@ -250,10 +249,6 @@ def test_a_file_that_is_not_read_for_a_moment_is_asked_for_again(tmp_path):
         (served / "2.png").unlink()
         with pytest.raises(OSError, match="is not there or may not be read"):  # one of many
             source.read(2)
-        server.statuses |= {"": [503]}
-        assert is_folder(f"{server.url}/")
-        server.statuses |= {"": [503]}
-        assert expand(f"{server.url}/*.png") == [f"{server.url}/{number}.png" for number in range(2)]
 
 
 @pytest.mark.parametrize("status", [400, 405, 409])

@@ -98,9 +98,6 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.server.next_fault() if ranged and content else ""
         time.sleep(2 * (fault == "late"))
         status = self.server.statuses[name].pop() if self.server.statuses.get(name) else 0
-        if path.is_dir() and not status:
-            self.send_page(path, content)
-            return
         if fault == "redirect":
             self.send_response(302)
             self.send_header("Location", self.path)
@@ -139,16 +136,6 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self.wfile.write(data)
-
-    def send_page(self, folder: Path, content: bool) -> None:
-        """Answer with links to the files and folders in one."""
-        names = (f"{path.name}/" if path.is_dir() else path.name for path in sorted(folder.iterdir()))
-        page = "".join(f'<a href="{name}">{name}</a>' for name in names).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page * content)
 
     def log_message(self, format: str, *values: object) -> None:
         """Print nothing."""

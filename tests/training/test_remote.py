@@ -6,7 +6,6 @@ from torch.testing import assert_close
 from dino_vit.commands.pack import pack
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
-from tests.support.images import write_classes
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
 from tests.support.remote import s3_bucket, s3_environ, serving, write_shards
 from tests.support.runs import Run
@@ -88,15 +87,6 @@ def test_two_processes_share_the_copies_and_end_together(folder, tmp_path):
         finish(pair(tmp_path / "run", settings, torchrun_environs()))
     assert len(list((tmp_path / "copies").glob("*.shard"))) > COUNT / 2
     assert_close(tensors_of(tmp_path / "run"), tensors_of(tmp_path / "local"), rtol=0, atol=0)
-
-
-def test_a_remote_folder_is_listed_by_one_of_two_processes(tmp_path):
-    write_classes(tmp_path / "served" / "photos", ("cat", "dog"), 8)
-    with serving(tmp_path / "served") as server:
-        settings = {"data.source": f"{server.url}/photos/", "data.batch_size": 4, "budget.steps": 4}
-        run_in_two(tmp_path / "run", settings)
-        pages = [one.name for one in server.requests if one.name.rstrip("/") == "photos/cat"]
-    assert len(pages) == 1
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from dino_vit.data import limits
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
 
-FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # never a folder's suffix
 UNKNOWN = -1  # version of a remote file that no one tells, or in a catalogue that was written elsewhere
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
@@ -263,7 +262,7 @@ def exists(path: str) -> bool:
 def is_folder(path: str) -> bool:
     if not is_url(path):
         return os.path.isdir(path)
-    if is_http(path) and public(path).lower().endswith(FILE_SUFFIXES):  # else it may be read whole, for links
+    if is_http(path):
         return False
 
     def ask() -> bool:

@@ -12,7 +12,16 @@ from dino_vit.config.objects import is_object
 from dino_vit.core.text import BRACES, brief, did_you_mean, expand_braces, plural, public
 from dino_vit.data.image_set import ImageSet, mix_sets
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels
-from dino_vit.data.sources.files import exists, is_folder, is_url, list_remote, plain, remotely, retry
+from dino_vit.data.sources.files import (
+    exists,
+    is_folder,
+    is_http,
+    is_url,
+    list_remote,
+    plain,
+    remotely,
+    retry,
+)
 from dino_vit.data.sources.folders import NoImages, open_files, open_folder, open_list
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES, list_local, match_local, suffix_of
 
@@ -25,6 +34,10 @@ ARCHIVE_SUFFIXES = (".tar", ".zip")
 LISTS = (".txt", ".csv", ".tsv")
 # Of files beside which no catalogue is looked for, which costs a request for a remote one.
 UNCATALOGUED = (*IMAGE_SUFFIXES, *LISTS, ".parquet")
+_NO_LISTING = (
+    "a web server does not list its files; give shards by their numbers, such as "
+    "'https://host/{000..010}.tar', or a list of addresses (.txt, .csv)"
+)
 _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re.IGNORECASE)
 
 
@@ -99,6 +112,8 @@ def _open_catalogued(spec: str) -> ImageSet | None:
 
 def _open_path(spec: str) -> ImageSet | None:
     """Open a file, or a folder of images, or of archives if they are clearly one set."""
+    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVE_SUFFIXES):
+        raise ValueError(f"{public(spec)}: {_NO_LISTING}")
     if not exists(spec):
         return None
     if not is_folder(spec):
@@ -188,6 +203,8 @@ def expand(pattern: str) -> list[str]:
     """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
     matches, missing = set[str](), list[str]()
     for path in expand_braces(pattern):
+        if glob.has_magic(path) and is_http(path):
+            raise ValueError(f"{public(path)}: {_NO_LISTING}")
         if glob.has_magic(path) and is_url(path):
             matches.update(retry(partial(remotely, path, _glob), path))
         elif "**" in path.split("/"):

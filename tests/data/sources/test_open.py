@@ -17,6 +17,7 @@ from tests.support.image_sets import (
     write_tar,
     write_zip,
 )
+from tests.support.remote import serving
 
 
 def parts(number):
@@ -169,6 +170,18 @@ def test_remote_changes_are_seen_and_losses_are_errors():
         open_source("memory://nowhere")
     with pytest.raises(ValueError, match="cannot be reached"):
         open_source("nonsense://nowhere")
+
+
+@pytest.mark.parametrize("spec", ["photos", "photos/", "*.tar", "a/?.jpg"])
+def test_a_web_server_is_asked_for_no_list_of_its_files(tmp_path, spec):
+    write_folder(tmp_path / "photos")
+    with serving(tmp_path) as server:
+        with pytest.raises(ValueError, match=r"does not list its files; give shards by their numbers, such"):
+            open_source(f"{server.url}/{spec}")
+        assert {request.name.rpartition("/")[2] for request in server.requests} <= {
+            "catalogue.arrow",
+            "*.tar",
+        }
 
 
 def test_tables_without_names_keep_their_order(tmp_path):

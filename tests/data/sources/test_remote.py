@@ -8,7 +8,7 @@ import pytest
 
 from dino_vit.data import limits
 from dino_vit.data.sources import files
-from dino_vit.data.sources.files import Refused, is_folder, read_file, request, retry
+from dino_vit.data.sources.files import Refused, read_file, request, retry
 from tests.support.remote import serving
 
 
@@ -69,11 +69,6 @@ def test_asking_such_a_server_again_would_not_help(endless):
 def test_a_redirect_to_a_local_file_is_refused_at_once(endless):
     with pytest.raises(Refused, match=r"may not be read \(no address of the web: file:///etc/hostname\)"):
         read_file(f"{endless}/a.elsewhere")
-
-
-def test_a_shard_without_a_type_is_not_taken_for_a_page(endless):
-    assert not is_folder(f"{endless}/a.tar")
-    assert Endless.sent == 0
 
 
 @pytest.mark.parametrize("name", ["png", "unknown"])
