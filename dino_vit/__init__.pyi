@@ -605,12 +605,10 @@ def predict(
     task: Literal["multiclass", "multilabel"] | None = None,
     output: str | os.PathLike[str] | None = None,
     head: str | os.PathLike[str] | None = None,
-    unsure: int | None = None,
-    sheet: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | PredictConfig | None = None,
     verbose: bool = True,
 ) -> LabelPredictions:
-    """Label images by a few that have labels, with a confidence, and name those to label next.
+    """Label images by a few that have labels, with a confidence.
 
         dino_vit.predict("photos", "runs/pretrain", labels="few.csv")
 
@@ -633,8 +631,6 @@ def predict(
       task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
       head=null                           file to keep the classifier and its backbone in [FILE.safetensors]
-      unsure=null                         write so many images to label next to a CSV beside output
-      sheet=null                          picture of the images to label next, 40 or as many as unsure [FILE.png]
     """
 
 def dense(

@@ -131,7 +131,7 @@ class LinearConfig(SupervisedConfig, CachedConfig):
 
 
 class PredictConfig(CachedConfig):
-    """Label images by a few that have labels, with a confidence, and name those to label next."""
+    """Label images by a few that have labels, with a confidence."""
 
     examples: ClassVar = (
         "predict photos runs/pretrain labels=few.csv",
@@ -148,8 +148,6 @@ class PredictConfig(CachedConfig):
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
     head: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
-    unsure: Count | None = setting(None, "write so many images to label next to a CSV beside output")
-    sheet: PngFile | None = setting(None, "picture of the images to label next, 40 or as many as unsure")
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""

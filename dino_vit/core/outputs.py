@@ -28,7 +28,6 @@ _EARLIER = (
     (b"PAR1", b"dino_vit"),
 )
 _MOST = 10**6  # files that a pattern may stand for
-TO_LABEL = "-to-label"  # ends the name of a table of images that a user is to label
 _LISTS = (".txt", ".csv", ".tsv")
 _PICTURES = (".png", ".npy")  # of our files those that a folder of images would be read with
 
@@ -137,7 +136,7 @@ def is_ours(path: Path) -> bool:
     """Tell whether a file has our mark; a CSV has none, so the JSON file beside it has its digest."""
     if _is_marked(path):
         return True
-    beside = path.with_name(f"{path.stem.removesuffix(TO_LABEL)}.json")
+    beside = path.with_suffix(".json")
     if path.suffix != ".csv" or not (path.is_file() and _is_marked(beside)):
         return False
     return hashlib.sha256(path.read_bytes()).hexdigest().encode() in beside.read_bytes()

@@ -1,4 +1,4 @@
-"""Label images by a few that have labels: a table with confidences, and the images to label next."""
+"""Label images by a few that have labels: a table with confidences."""
 
 import hashlib
 from collections import Counter
@@ -20,14 +20,13 @@ from dino_vit.config.commands import PredictConfig
 from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
-from dino_vit.core.outputs import MARK, TO_LABEL, after_figures, claim, write_output
+from dino_vit.core.outputs import MARK, after_figures, claim, write_output
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification.choice import TrainedClassifier, learn
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
-from dino_vit.eval.maps.pictures import Panel, draw_sheet, thumbnail
-from dino_vit.eval.neighbours import nearest, unit
+from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import plain, write_results
 from dino_vit.eval.sets import LabelledSubset, open_subset
 from dino_vit.weights.classifier import (
@@ -36,9 +35,6 @@ from dino_vit.weights.classifier import (
     read_classifier_facts,
     save_classifier,
 )
-
-SHOWN, ACROSS = 40, 8  # images to label next on a sheet, and in a row of it
-WIDER = 4  # times as many unsure images are looked at as are chosen, so that they differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +46,6 @@ class LabelPredictions(Result):
     confidence: NDArray[np.float64] = field(repr=False)  # probability that a label is right
     outputs: NDArray[np.float32] = field(repr=False)  # (images, classes): probabilities
     classes: tuple[str, ...]
-    to_label: list[str] = field(repr=False)  # names of images whose label would help most, the first most
     columns: dict[str, list[Any]] = field(repr=False)  # of the table, for pandas.DataFrame
     details: dict[str, Any] = field(repr=False)  # what the JSON file holds
     path: Path | None
@@ -74,9 +69,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     facts = fitted.classifier.facts
     outputs = fitted.classifier.of_features(queries)
     names = [source.name(index) for index in kept.tolist()]
-    columns, sureness = tabulate(names, outputs, queries, fitted)
-    next_rows = choose_next(sureness, queries, config.unsure or SHOWN)
-    confidence = np.array(columns["confidence"])
+    columns = tabulate(names, outputs, queries, fitted)
     lines = [*fitted.lines, _summary(columns, facts.task)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = plain({**origin, **fitted.details, "images": len(names)})
@@ -84,19 +77,8 @@ def run(config: PredictConfig) -> LabelPredictions:
         with after_figures():
             table = _written(columns, output.suffix)
             write_output(output, table)  # before the digest that makes it ours
-            tables = [table]
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
-            if config.unsure:
-                known = _known_labels(source, labelled)
-                tables.append(_to_label(columns, next_rows, known))
-                write_output(files[2], tables[-1])
-                lines.append(f"{files[2]}: fill in the column label, then give it as labels=")
-            digests = [hashlib.sha256(table).hexdigest() for table in tables]
-            write_results(files[1], details | {"sha256": digests})
-    if config.sheet and is_main_process():
-        with after_figures():
-            write_output(Path(config.sheet), _draw(source, kept, next_rows, columns, frozen))
-            lines.append(f"{config.sheet}: the images whose label would help most")
+            write_results(files[1], details | {"sha256": hashlib.sha256(table).hexdigest()})
     if config.head and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, Path(config.head), frozen.transform)
@@ -106,10 +88,9 @@ def run(config: PredictConfig) -> LabelPredictions:
     return LabelPredictions(
         names=names,
         labels=columns["label"],
-        confidence=confidence,
+        confidence=np.array(columns["confidence"]),
         outputs=outputs.cpu().numpy(),
         classes=fitted.classifier.classes,
-        to_label=[names[row] for row in next_rows],
         columns=columns,
         details=details,
         path=output,
@@ -120,11 +101,8 @@ def run(config: PredictConfig) -> LabelPredictions:
 def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
     """Return the table, and all files to write: the table and its JSON first."""
     output = None if config.output is None else Path(config.output)
-    files = []
-    if output:
-        files = [output, output.with_suffix(".json")]
-        files += [output.with_name(f"{output.stem}{TO_LABEL}.csv")] if config.unsure else []
-    return output, files + [Path(each) for each in (config.head, config.sheet) if each]
+    files = [output, output.with_suffix(".json")] if output else []
+    return output, files + ([Path(config.head)] if config.head else [])
 
 
 Images = tuple[ImageSet, LabelledSubset | None, NDArray[np.int64]]
@@ -178,8 +156,8 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
 
 def tabulate(
     names: Sequence[str], outputs: Tensor, queries: Tensor, fitted: TrainedClassifier
-) -> tuple[dict[str, list[Any]], Tensor]:
-    """Return the columns of the table, and how sure each label is; the least sure would help most."""
+) -> dict[str, list[Any]]:
+    """Return the columns of the table."""
     facts = fitted.classifier.facts
 
     def rounded(values: Tensor) -> list[float]:
@@ -189,36 +167,21 @@ def tabulate(
         "name": [*names],
         "label": label_texts(outputs, facts.classes, facts.task),
     }
-    sureness = torch.zeros(len(names), device=outputs.device)
     if facts.task == "multiclass":
         top = outputs.topk(min(2, len(facts.classes)), dim=1)
-        sureness = top.values[:, 0] - top.values[:, -1]
         columns["confidence"] = rounded(top.values[:, 0])
         columns["second"] = [facts.classes[number] for number in top.indices[:, -1].tolist()]
         columns["second_confidence"] = rounded(top.values[:, -1])
     else:
         apart = (outputs - 0.5).abs()
-        sureness = apart.min(dim=1).values
-        columns["confidence"] = rounded(0.5 + sureness)  # of the decision that is least sure
+        columns["confidence"] = rounded(0.5 + apart.min(dim=1).values)  # of the decision that is least sure
         columns["second"] = [facts.classes[number] for number in apart.argmin(dim=1).tolist()]
         columns["second_confidence"] = rounded(outputs.gather(1, apart.argmin(dim=1, keepdim=True))[:, 0])
     if fitted.learned is not None:
         cosines, rows = nearest(fitted.learned.features, queries, k=1)
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
         columns["similarity"] = rounded(cosines[:, 0])
-    return columns, sureness
-
-
-def choose_next(sureness: Tensor, features: Tensor, count: int) -> list[int]:
-    """Return the images to label next: of the least sure ones, each as unlike those before it as can be."""
-    wide = sureness.argsort(stable=True)[: WIDER * count]
-    points = unit(features[wide])
-    chosen, closest = [0], points @ points[0]
-    while len(chosen) < min(count, len(wide)):
-        closest[chosen] = torch.inf
-        chosen.append(int(closest.argmin()))
-        closest = torch.maximum(closest, points @ points[chosen[-1]])
-    return wide[chosen].tolist()
+    return columns
 
 
 def _summary(columns: dict[str, list[Any]], task: Task) -> str:
@@ -239,48 +202,3 @@ def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
     else:
         parquet.write_table(pa.table(columns, metadata={"file": MARK}), file)
     return file.getvalue()
-
-
-def _known_labels(source: ImageSet, labelled: LabelledSubset | None) -> dict[str, str]:
-    """Return the labels that were given, by name, but none that is the name of another image."""
-    if labelled is None:
-        return {}
-    images, indices = labelled.source, labelled.indices.tolist()
-    names = [images.name(index) for index in indices]
-    texts = [images.classes[number] for index in indices if (number := images.label(index)) is not None]
-    labels = dict(zip(names, texts, strict=True))
-    if images is source:
-        return labels
-    origins = dict(zip(names, labelled.images.origins(), strict=True))
-    for index, origin in enumerate(source.origins()):
-        if origins.get(name := source.name(index), origin) != origin:
-            labels.pop(name, None)
-    return labels
-
-
-def _to_label(columns: dict[str, list[Any]], rows: Sequence[int], known: dict[str, str]) -> bytes:
-    """Return a CSV of images to label, and below them those that have labels, as one file of labels."""
-    asked = {columns["name"][row]: columns["label"][row] for row in rows}
-    others = {name: label for name, label in known.items() if name not in asked}
-    table = {
-        "name": [*asked, *others],
-        "label": [*[""] * len(asked), *others.values()],
-        "guess": [*asked.values(), *[""] * len(others)],
-    }
-    return _written(table, ".csv")
-
-
-def _draw(
-    source: ImageSet,
-    kept: NDArray[np.int64],
-    rows: Sequence[int],
-    columns: dict[str, list[Any]],
-    frozen: FrozenBackbone,
-) -> bytes:
-    """Draw images with what they are taken for."""
-    panels = list[Panel]()
-    for row in rows:
-        sure = f"? {100 * columns['confidence'][row]:.0f} %"
-        picture = thumbnail(source, int(kept[row]), frozen.transform.pixels)
-        panels.append((picture, f"{columns['label'][row]}{sure}  {Path(columns['name'][row]).name}"))
-    return draw_sheet([panels[start : start + ACROSS] for start in range(0, len(panels), ACROSS)])

@@ -1,4 +1,4 @@
-"""From a few labels to a table of labels, to the images to label next, and to a classifier that is kept."""
+"""From a few labels to a table of labels, and to a classifier that is kept."""
 
 import csv
 import json
@@ -14,7 +14,6 @@ from PIL import Image
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.core.storage import StorageError
-from dino_vit.eval.classification.predict import choose_next
 from dino_vit.weights import WeightsError, load_backbone
 from tests.support.backbones import use_few_penalties
 from tests.support.processes import command_in_two
@@ -125,50 +124,6 @@ def test_several_labels_are_written_as_labels_are(photos, weights):
     assert "cross-validated mAP" in said
 
 
-def test_the_images_to_label_next_are_read_back_as_labels(photos, weights):
-    output, to_label, sheet = photos / "rest.csv", photos / "rest-to-label.csv", photos / "sheet.png"
-    predict(photos, weights, f"output={output}", "unsure=6", f"sheet={sheet}")
-    with Image.open(sheet) as picture:
-        assert picture.width > 500
-    rows = rows_of(to_label)
-    assert len(rows) == 6 + IMAGES // 2, "and those that have labels, so that one file has all"
-    asked = [row["name"] for row in rows[:6]]
-    assert all(not row["label"] and row["guess"] for row in rows[:6])
-    assert all(row["label"] == colour_of(row["name"]) for row in rows[6:])
-    predict(photos, weights, f"output={output}", "unsure=6")  # nobody has filled it in
-    filled = [["name", "label"], *([row["name"], row["label"] or colour_of(row["name"])] for row in rows)]
-    to_label.write_text("\n".join(map(",".join, filled)))
-    assert "dino-vit did not write it" in predict(photos, weights, f"output={output}", "unsure=6", code=2)
-    assert to_label.read_text() == "\n".join(map(",".join, filled)), "what a user wrote stays"
-    said = predict(photos, weights, f"output={photos / 'next.csv'}", labels="rest-to-label.csv")
-    assert f"{IMAGES // 2 + 6} labelled images" in said
-    assert not {*asked} & {row["name"] for row in rows_of(photos / "next.csv")}
-
-
-def test_the_images_to_label_next_come_with_the_labels_of_train(photos, weights):
-    (photos / "new").mkdir()
-    for row in range(1, IMAGES, 2):
-        (photos / "photos" / f"{row:03}.png").rename(photos / "new" / f"{row:03}.png")
-    settings = {"train": photos / "photos", "labels": photos / "labels.csv", "output": photos / "rest.csv"}
-    dino_vit.predict(photos / "new", weights, **settings, unsure=3, verbose=False)
-    rows = rows_of(photos / "rest-to-label.csv")
-    assert [bool(row["label"]) for row in rows] == [False] * 3 + [True] * (IMAGES // 2)
-    assert all(row["label"] == colour_of(row["name"]) for row in rows[3:])
-    for row in range(1, 5, 2):  # other images of the same names
-        (photos / "new" / f"{row:03}.png").rename(photos / "new" / f"{row - 1:03}.png")
-    dino_vit.predict(photos / "new", weights, **settings, unsure=3, verbose=False)
-    labelled = {row["name"] for row in rows_of(photos / "rest-to-label.csv") if row["label"]}
-    assert labelled == {row["name"] for row in rows[3:]} - {"000.png", "002.png"}
-
-
-@pytest.mark.parametrize("two", [("1234567.25", "-1.5"), ("a=0.1234567;b=3", "a=1;b=2"), ("white;blue", ";")])
-def test_labels_that_are_known_stay_as_they_were_given(photos, weights, two):
-    given = {f"{row:03}.png": two[row % 4 // 2] for row in range(0, 24, 2)}
-    (photos / "given.json").write_text(json.dumps(given))
-    predict(photos, weights, "output=rest.csv", "unsure=3", labels="given.json")
-    assert {row["name"]: row["label"] for row in rows_of(photos / "rest-to-label.csv")[3:]} == given
-
-
 @pytest.mark.parametrize(
     ("labels", "more"),
     [("labels.csv", {}), ("tags.csv", {}), ("labels.csv", {"size": 24, "fit": "whole"})],
@@ -238,7 +193,7 @@ def test_neighbours_are_kept_too(photos, weights, monkeypatch):
 def test_a_full_disk_leaves_what_fits_on_it(photos, weights):
     """A limit on the size of files stands in for the full disk; a classifier holds its backbone too."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    given = ["output=rest.csv", "unsure=4", "sheet=next.png", "head=c.safetensors"]
+    given = ["output=rest.csv", "head=c.safetensors"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (weights.stat().st_size, limits[1]))
     try:
         said = predict(photos, weights, *given, code=2)
@@ -248,7 +203,6 @@ def test_a_full_disk_leaves_what_fits_on_it(photos, weights):
     assert "cross-validated accuracy 100.00" in said
     assert "c.safetensors: the classifier" not in said
     assert len(rows_of(photos / "rest.csv")) == IMAGES // 2
-    assert {path.name for path in photos.glob("*next*")} == {"next.png"}
     assert not [*photos.glob("*c.safetensors*")]
 
 
@@ -315,11 +269,3 @@ def test_two_labels_are_enough(photos, weights):
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "two.csv", verbose=False)
     assert {*found.labels} <= {"blue", "green"}
     assert found.details["cross_validated"]["percent"] == 0, "each is left out once, with its class"
-
-
-def test_the_next_images_are_unsure_and_unlike_each_other():
-    points = torch.nn.functional.one_hot(torch.arange(12) % 3, 3).float()  # three kinds, four of each
-    sureness = torch.arange(12).float()
-    assert sorted(row % 3 for row in choose_next(sureness, points, 3)) == [0, 1, 2]
-    assert choose_next(sureness, points, 3)[0] == 0
-    assert sorted(choose_next(sureness, points, 50)) == list(range(12)), "there are no more"
