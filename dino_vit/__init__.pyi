@@ -713,7 +713,7 @@ def compare(
 
         dino_vit.compare("photos", ("runs/a", "runs/b"))
 
-    Measure all backbones and compare them by pairs of images; with an output, write a page and JSON.
+    Measure all backbones and compare them by pairs of images; with an output, write a picture and JSON.
 
     The settings and their defaults:
 
@@ -735,7 +735,7 @@ def compare(
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first
       masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
-      output=null                         folder for a page and JSON files; null: comparison, in Python none
+      output=null                         folder for a picture and JSON files; null: comparison, in Python none
     """
 
 def attention(

@@ -225,7 +225,7 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"], "features in the cache only"
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert dino_vit.compare(photos, run, untrained=True, cache=tmp_path, verbose=False).page is None
+    assert dino_vit.compare(photos, run, untrained=True, cache=tmp_path, verbose=False).picture is None
     same = dino_vit.duplicates(found, threshold=0.999999, verbose=False)
     assert same.path is same.pairs.sheet is None
     dino_vit.attention(photos, run, count=1, verbose=False)

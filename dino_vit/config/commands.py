@@ -193,7 +193,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     masks: str | None = setting(
         None, "folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes"
     )
-    output: str | None = setting(None, f"folder for a page and JSON files; null: comparison, {IN_PYTHON}")
+    output: str | None = setting(None, f"folder for a picture and JSON files; null: comparison, {IN_PYTHON}")
     writes: ClassVar = "comparison"
 
     def contradictions(self) -> Iterator[str]:

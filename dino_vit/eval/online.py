@@ -23,7 +23,7 @@ from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
-from dino_vit.eval.reading import Features, pixel_features, to_few_pixels
+from dino_vit.eval.reading import Features, pixel_features, raw_pixel_transform
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
@@ -219,7 +219,8 @@ class OnlineEvaluation:
 
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
-        transform = to_few_pixels(self.transform)
+        own = self.transform
+        transform = raw_pixel_transform(own.pixels, own.mean, own.std)
         pixels = pixel_features(self.source, self.indices, transform=transform)
         images = pixels.values.view(-1, transform.pixels.channels, *transform.size)
         knn = self._classified(pixels.values, pixels.indices)

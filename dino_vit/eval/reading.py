@@ -17,13 +17,14 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.statistics import inspect_images
 from dino_vit.views.eval_transform import FAR, EvalTransform
 
 T = TypeVar("T")
 R = TypeVar("R")
-PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
+PIXEL_SIDE = 32  # more raw pixels cost memory and classify no better
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,9 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
-def to_few_pixels(transform: EvalTransform) -> EvalTransform:
-    """Return a transform that prepares the same images at `PIXEL_SIDE` at most, for raw pixels."""
-    shrink = min(1.0, PIXEL_SIDE / max(transform.size))
-    height, width = (max(1, round(side * shrink)) for side in transform.size)
-    shorter = transform.shorter_side and max(1, round(transform.shorter_side * shrink))
-    return replace(transform, size=(height, width), shorter_side=shorter)
+def raw_pixel_transform(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> EvalTransform:
+    """Return how raw pixels are prepared; no backbone has a say in it but by the pixels that it needs."""
+    return EvalTransform(size=(PIXEL_SIDE, PIXEL_SIDE), mean=tuple(mean), std=tuple(std), pixels=pixels)
 
 
 def pixel_features(source: ImageSet, indices: Sequence[int], *, transform: EvalTransform) -> Features:

@@ -81,10 +81,21 @@ class Pictures:
 
 
 def render(record: RunRecord, pictures: Pictures) -> str:
-    """Return the page of a run."""
+    """Return the page of a run, in which all text but our own is escaped."""
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Markup is our own; all other text may come from names of files.
+        finalize=lambda value: value if isinstance(value, Markup) else printable(public(str(value))),
+        loader=PackageLoader("dino_vit.reports", "assets"),
+    )
+    environment.filters["code"] = _with_code
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
     diagnosis, history = state(record)
-    return fill(
-        "page.html",
+    return environment.get_template("page.html").render(
+        nonce=secrets.token_urlsafe(),
+        mark=MARK,
         title=record.folder.resolve().name,
         folder=record.folder,
         state=diagnosis.state,
@@ -99,21 +110,6 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         shown=SHOWN,
         data={"charts": charts(record), "shown": SHOWN, "map": pictures.map},
     )
-
-
-def fill(template: str, **values: Any) -> str:
-    """Return a page of a template, in which all text but our own is escaped."""
-    environment = Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Markup is our own; all other text may come from names of files.
-        finalize=lambda value: value if isinstance(value, Markup) else printable(public(str(value))),
-        loader=PackageLoader("dino_vit.reports", "assets"),
-    )
-    environment.filters["code"] = _with_code
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
-    return environment.get_template(template).render(nonce=secrets.token_urlsafe(), mark=MARK, **values)
 
 
 def _with_code(text: str) -> Markup:

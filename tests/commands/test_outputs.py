@@ -24,7 +24,7 @@ READ = {  # by command: what it is given, the setting of its output, files that 
     "dense photos w.safetensors masks=masks class_names=names.txt": ("output", ["masks/1.png", "names.txt"]),
     "compare photos w.safetensors untrained=true measures=[knn]": (
         "output",
-        [".=comparison.json", ".=comparison.html", ".=1-knn.json", ".=2-knn.json"],
+        [".=comparison.json", ".=comparison.png", ".=1-knn.json", ".=2-knn.json"],
     ),
     "attention photos w.safetensors": ("output", [".=sheet-1.png", ".=1-cat-1.png", ".=2-dog-2.mask.png"]),
     "attention photos/*.png w.safetensors": ("output", [".=sheet-1.png", ".=0-3.attention.npy"]),

@@ -77,6 +77,14 @@ def chart(page, title):
     return page.find_elements(By.CSS_SELECTOR, ".chart")[titles.index(title)], titles.index(title)
 
 
+def test_a_curve_with_other_steps_shows_its_last_value(page):
+    texts = {"title": "Loss", "caption": "", "unit": ""}
+    data = {**texts, "levels": {}, "series": {"a": [[1, 2], [3, 4]], "b": [[1, 5], [2, 6]]}}
+    page.execute_script("new Chart(document.getElementById('charts'), arguments[0])", data)
+    legend = page.find_elements(By.CSS_SELECTOR, "#charts .legend")[-1]
+    WebDriverWait(page, 10).until(lambda _: legend.text == "step 3\na 4\nb 6 at 2")
+
+
 def open_others(page):
     """Show the charts behind the line, by the keyboard."""
     page.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)

@@ -20,7 +20,7 @@ from dino_vit.eval.classification.probes import (
     on_standardised,
     train_logistic,
 )
-from dino_vit.eval.comparison.baselines import RAW_PIXELS, raw_pixels_like
+from dino_vit.eval.comparison.baselines import RAW_PIXELS, raw_pixels_of
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, Figure, accuracy, trivial_baselines
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
@@ -274,7 +274,7 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
     best = best_of(tested)
     pixels = None
     if len(learned) <= PIXEL_IMAGES:
-        by_pixels = labelled_features(raw_pixels_like(frozen), labelled, CLS, RAW_PIXELS)
+        by_pixels = labelled_features(raw_pixels_of(labelled.images, frozen), labelled, CLS, RAW_PIXELS)
         tried = candidates(task, len(by_pixels), neighbours_only=True)
         pixels = best_of(cross_validate(by_pixels, tried, "Raw pixels, folds"))
     temperature = calibrate(best, learned.targets, task)

@@ -4,7 +4,8 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,21 @@ from dino_vit.config.commands import (
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
-from dino_vit.core.outputs import after_figures, claim, write_output
+from dino_vit.core.outputs import PNG_MARK, after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.masks import PUBLISHED, open_masks, published_like
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification import knn, linear
-from dino_vit.eval.comparison.baselines import RAW_PIXELS, UNTRAINED, raw_pixels_like, untrained_like
-from dino_vit.eval.comparison.page import Comparison, conclusion, draw_maps, render
-from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings
+from dino_vit.eval.comparison.baselines import RAW_PIXELS, UNTRAINED, raw_pixels_of, untrained_like
+from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.figures import Figure, Measured
 from dino_vit.eval.maps import dense
+from dino_vit.eval.maps.pictures import shorten
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
-from dino_vit.reports.record import run_of
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
 
@@ -44,6 +44,16 @@ CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearCo
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
 PIXEL_IMAGES = 10_000
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What was measured of some backbones on the images of a source."""
+
+    source: ImageSet
+    ranks: dict[str, float] = field(default_factory=dict)  # effective, by name of the backbone
+    measured: dict[str, dict[str, Measured]] = field(default_factory=dict)  # by title, then by name
+    raw_pixels: dict[str, Measured] = field(default_factory=dict)  # by title; no backbone, so never the best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +65,12 @@ class ComparisonResult(Result):
     ranks: dict[str, float]  # effective, by name
     pairs: list[Pair]
     verdict: str
-    page: Path | None
+    picture: Path | None  # of the figures with their intervals
     path: Path | None  # of the JSON file
 
 
 def run(config: CompareConfig) -> ComparisonResult:
-    """Measure all backbones and compare them by pairs of images; with an output, write a page and JSON."""
+    """Measure all backbones and compare them by pairs of images; with an output, write a picture and JSON."""
     start_processes()
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
@@ -73,7 +83,7 @@ def run(config: CompareConfig) -> ComparisonResult:
     if folder:
         numbers = range(1, len(paths) + 1)
         files = [file_of(folder, number, name) for number in numbers for name in evaluators]
-        claim(*pages_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
+        claim(*outputs_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
     comparison = Comparison(source=source)
     with said_once():  # the images are opened again for each backbone and evaluator
         _measure(config, comparison, paths, evaluators, by_pixels)
@@ -92,17 +102,16 @@ def _measure(
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
         frozen = _load(config, name, weights)
-        _describe(config, frozen, comparison, name)
-        if record := run_of(weights):
-            comparison.runs.setdefault(name.partition(" (step ")[0], record)
+        comparison.ranks[name] = _effective_rank(config, frozen, comparison.source, name)
         for evaluator in evaluators:
             values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
-            for figure in _evaluate(evaluator, config, values, frozen, comparison, name):
+            for figure in _evaluate(evaluator, config, values, frozen):
                 comparison.measured.setdefault(figure.title, {})[name] = figure
                 log.info("%s: %s %s %%", name, figure.title, figure.figure)
+    pixels = raw_pixels_of(comparison.source, frozen) if by_pixels else frozen
     for evaluator in by_pixels:
         values = {"weights": RAW_PIXELS, "output": folder and file_of(folder, 0, evaluator)}
-        for figure in _evaluate(evaluator, config, values, raw_pixels_like(frozen), None, RAW_PIXELS):
+        for figure in _evaluate(evaluator, config, values, pixels):
             comparison.raw_pixels[figure.title] = figure
             log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.figure)
 
@@ -115,7 +124,7 @@ def _load(config: CompareConfig, name: str, weights: str) -> FrozenBackbone:
 
 
 def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str, str]) -> ComparisonResult:
-    """Compare what was measured, and write the page and the JSON."""
+    """Compare what was measured, and write the picture and the JSON."""
     pairs = compare_pairs(comparison.measured)
     best = standings(comparison.measured, pairs)
     figures = {
@@ -126,9 +135,10 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
     raw_pixels = {title: figure.figure for title, figure in comparison.raw_pixels.items()}
     names, images = ", ".join(comparison.ranks), describe_compared(config, comparison.source)
     text = f"{names} {images}\n\n{_table(comparison, best)}\n\n{answer}"
-    page = path = None
+    picture = path = None
     if config.output is not None:
-        page, path = pages_of(Path(config.output))
+        picture, path = outputs_of(Path(config.output))
+        picture = picture if figures else None  # the ranks alone need none
         results = {
             "settings": config.model_dump(mode="json"),
             "weights": paths,
@@ -140,17 +150,17 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
             "verdict": answer,
         }
         write_results(path, results)
-        if is_main_process():
+        if picture and is_main_process():
             with after_figures():
-                write_output(page, render(comparison, pairs, best, images).encode())
-        text += f"\n\n{page}: open it in any browser\n{path}"
+                _draw(comparison, best, picture)
+        text += "\n\n" + "\n".join(str(file) for file in (picture, path) if file)
     return ComparisonResult(
         figures=figures,
         raw_pixels=raw_pixels,
         ranks=comparison.ranks,
         pairs=pairs,
         verdict=answer,
-        page=page,
+        picture=picture,
         path=path,
         text=text,
     )
@@ -174,9 +184,9 @@ def describe_compared(config: CompareConfig, source: ImageSet) -> str:
     return f"on {plural(len(source), 'image')} of {public(config.source)}{learned}"
 
 
-def pages_of(folder: Path) -> tuple[Path, Path]:
-    """Return the files for the page and for all figures."""
-    return folder / "comparison.html", folder / "comparison.json"
+def outputs_of(folder: Path) -> tuple[Path, Path]:
+    """Return the files for the picture and for all figures."""
+    return folder / "comparison.png", folder / "comparison.json"
 
 
 def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:
@@ -234,40 +244,26 @@ def choose_evaluators(config: CompareConfig, source: ImageSet) -> list[Evaluator
     return list(config.measures) or [name for name in CONFIGS if name not in reasons]
 
 
-def _describe(config: CompareConfig, frozen: FrozenBackbone, comparison: Comparison, name: str) -> None:
-    """Note the effective rank of a backbone, and what its features look like."""
-    source = comparison.source
+def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: ImageSet, name: str) -> float:
     few = len(source) <= RANK_IMAGES  # then all, whose features k-NN needs too
     indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
     features, _ = cached_features(frozen, source, indices=indices, title=f"features of {name}")
-    comparison.ranks[name] = rankme(torch.from_numpy(features))
-    comparison.pixels = frozen.transform.pixels
-    if config.output and is_main_process():
-        draw_maps(comparison, frozen, name)
+    return rankme(torch.from_numpy(features))
 
 
 def _evaluate(
-    evaluator: Evaluator,
-    config: CompareConfig,
-    values: dict[str, Any],
-    frozen: FrozenBackbone,
-    comparison: Comparison | None,
-    name: str,
+    evaluator: Evaluator, config: CompareConfig, values: dict[str, Any], frozen: FrozenBackbone
 ) -> list[Measured]:
-    """Run one evaluator on one backbone; note its predictions in the comparison, if one is given."""
+    """Run one evaluator on one backbone."""
     values |= _shared(config, CONFIGS[evaluator])
     try:
         if evaluator == "dense":
             return dense.evaluate(DenseConfig(**values), frozen).measured
         if evaluator == "knn":
-            result = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen)
-        else:
-            result = linear.evaluate(LinearConfig(**values), frozen)
+            return [knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen).measured]
+        return [linear.evaluate(LinearConfig(**values), frozen).measured]
     except ValueError as error:
         raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
-    if comparison and result.predictions:
-        comparison.predictions.setdefault(name, result.predictions)
-    return [result.measured]
 
 
 def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
@@ -291,3 +287,39 @@ def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
     pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
     legend = f"* best; = not significantly worse on these images (by image, p corrected for {pairs})"
     return f"{table}\n{legend}" if best else table
+
+
+def conclusion(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
+    """Say which backbone to take, and by what even raw pixels are as good."""
+    texts = [verdict(best)]
+    for title, baseline in comparison.raw_pixels.items():
+        name = best[title][0]
+        points = 100 * (comparison.measured[title][name].mean - baseline.mean)
+        if points <= 0:
+            beside = f"is {-points:.1f} points below" if points < -0.05 else "does as well"
+            texts.append(f"By {title} none is better than raw pixels: {name} {beside}.")
+    return " ".join(texts)
+
+
+def _draw(comparison: Comparison, best: Mapping[str, tuple[str, ...]], path: Path) -> None:
+    """Draw the figures with their intervals, side by side."""
+    from matplotlib.figure import Figure as Plot
+
+    rows = [*comparison.ranks, *([RAW_PIXELS] if comparison.raw_pixels else [])]
+    columns = len(comparison.measured)
+    plot = Plot(figsize=(2.5 + 3 * columns, 1.2 + 0.35 * len(rows)), layout="constrained")
+    axes = plot.subplots(1, columns, sharey=True, squeeze=False)[0]
+    for axis, (title, by_name) in zip(axes, comparison.measured.items(), strict=True):
+        pixels = comparison.raw_pixels.get(title)
+        for name, measured in {**by_name, **({RAW_PIXELS: pixels} if pixels else {})}.items():
+            figure, colour = measured.figure, "C0" if name in best[title] else "0.55"
+            reach = [[figure.value - figure.low], [figure.high - figure.value]]
+            axis.errorbar(figure.value, rows.index(name), xerr=reach, fmt="o", color=colour, capsize=3)
+        axis.set_title(title, fontsize=10, parse_math=False)
+        axis.grid(axis="x", color="0.9")
+        axis.set_xlabel("%")
+    axes[0].set_yticks(range(len(rows)), [shorten(name, 40) for name in rows], parse_math=False)
+    axes[0].set_ylim(len(rows) - 0.5, -0.5)  # the first on top
+    legend = "95 % confidence intervals over images; blue: the best, and what is not significantly worse"
+    plot.supxlabel(legend, fontsize=8)
+    write_output(path, partial(plot.savefig, dpi=130, format="png", metadata=PNG_MARK))

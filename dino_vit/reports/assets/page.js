@@ -107,7 +107,7 @@ class Chart {
     this.cursor.replaceChildren();
     this.legend.textContent = `step ${step.toLocaleString("en")}`;
     this.series.forEach(([name, points], n) => {
-      const latest = [...points.keys()].filter((other) => other <= step).at(-1); // runs have steps of their own
+      const latest = [...points.keys()].filter((other) => other <= step).at(-1); // curves that were thinned have steps of their own
       if (latest === undefined) return;
       const value = points.get(latest), since = latest === step ? "" : `at ${latest.toLocaleString("en")}`;
       shape(this.cursor, "circle", { class: `c${n % COLOURS}`, cx: this.x(latest), cy: this.y(value), r: 3.5 });
