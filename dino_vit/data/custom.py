@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 from torch.utils.data import Subset as TorchSubset
@@ -149,9 +148,7 @@ def _labels_of(given: Any) -> Labels:
     if len(targets) != len(given):
         text = f"{title_of(given)} has {len(targets):,} targets, but {plural(len(given), 'image')}"
         raise ValueError(f"{text}; each needs one, which may be None")
-    # As torchvision says that there is no label.
-    labels = [None if isinstance(value, int | np.integer) and value == -1 else value for value in targets]
-    return number_labels(labels, _classes_of(given), title_of(given))
+    return number_labels(targets, _classes_of(given), title_of(given))
 
 
 def _targets_of(given: Any) -> list[Any]:

@@ -30,6 +30,7 @@ LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
 TRAIN = ("train", "training")
 # The first of these that has labels is evaluated on.
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
+NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
 _LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
@@ -48,10 +49,10 @@ class Labels(NamedTuple):
 def number_labels(
     values: Sequence[object], classes: Sequence[str] | None = None, title: str = "the set"
 ) -> Labels:
-    """Number labels as the classes, which they name or are an index of; None and −1 are then no label.
+    """Number labels as the classes, which they name or are an index of; None, −1 and 'nan' are no label.
 
     Without classes, the distinct labels are: in numeric order if all are numbers, else sorted as text. A list
-    is one label that joins several (`data/targets.py`).
+    is one label that joins several (`data/targets.py`). Bytes are the name of a folder, whatever it is.
     """
     if classes is not None and any(isinstance(value, list | tuple) for value in values):
         values, classes = [_named(value, classes, title) for value in values], None
@@ -62,12 +63,12 @@ def number_labels(
             text = f"{title} has the label {unknown[0]!r}, which is none of its"
             raise ValueError(f"{text} {len(classes)} classes, nor the index of one")
         return Labels(np.array([numbers[value] for value in values], dtype=np.int32), list(classes))
-    nans = [str(value).lower() == "nan" for value in values]
-    if any(nans):
-        text = plural(sum(nans), "image has", "images have")
-        log.warning("%s 'nan' for a label, which counts as none", text)
-    pairs = zip(values, nans, strict=True)
-    texts = ["" if is_nan or value is None else label_text(value) for value, is_nan in pairs]
+    absent = [not isinstance(value, bytes) and str(value).lower() in NO_LABEL for value in values]
+    if any(absent):
+        text = plural(sum(absent), "image has", "images have")
+        log.warning("%s 'nan' or '-1' for a label, which counts as none", text)
+    pairs = zip(values, absent, strict=True)
+    texts = ["" if is_absent or value is None else label_text(value) for value, is_absent in pairs]
     names = sorted({text for text in texts if text}, key=os.fsencode)
     if None not in map(_as_number, names):  # so that 10 comes after 9
         names.sort(key=lambda text: (_as_number(text), text))
@@ -304,6 +305,12 @@ def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
     return ", ".join(form % item for item in items[:3]) + ", ..." * (len(items) > 3)
 
 
+def is_label(value: object) -> bool:
+    """Tell whether a value in JSON is a label: a text, a number, or a list of these."""
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(each, str | int | float) for each in values)
+
+
 def parse_json(text: str | bytes, name: str) -> object:
     """Return what a text in JSON means, objects as tuples of their pairs, so that no key is lost."""
     try:
@@ -323,6 +330,10 @@ def _read_table(path: str) -> dict[str, object]:
         entries = parse_json(data, path)
         if not isinstance(entries, tuple):
             raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
+        for name, value in entries:
+            if value is not None and not is_label(value):
+                text = "is neither a text nor a number, nor a list of these"
+                raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
     else:
         entries = read_entries(path, data, labels_needed=True)
     return by_name(path, entries)

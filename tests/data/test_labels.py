@@ -27,6 +27,8 @@ from tests.support.images import write_classes, write_synthetic
         (["10", "9", "", "-1.5"], [2, 1, -1, 0], ["-1.5", "9", "10"]),
         (["10", "9", "x"], [0, 1, 2], ["10", "9", "x"]),
         (["nan", "1"], [-1, 0], ["1"]),
+        (["-1", "1", -1, -1.0, "-1.0"], [-1, 0, -1, -1, -1], ["1"]),
+        ([-1, 0, 1], [-1, 0, 1], ["0", "1"]),
         ([True, False], [1, 0], ["False", "True"]),
         ([b"cat", "ant"], [1, 0], ["ant", "cat"]),
         ([None, None], [-1, -1], []),
@@ -272,17 +274,25 @@ def test_a_split_without_labels_is_passed_over(folder, tmp_path):
 def test_labels_that_are_no_number_are_none_and_said(caplog, tmp_path):
     found = number_labels(["NaN", "x", float("nan"), "nan"])
     assert (found.numbers.tolist(), found.classes) == ([-1, 0, -1, -1], ["x"])
-    assert "3 images have 'nan' for a label" in caplog.text
+    assert "3 images have 'nan' or '-1' for a label" in caplog.text
     write_folder(tmp_path / "images")
     (tmp_path / "labels.json").write_text('{"cat/a.b.png": NaN}')
     assert open_source(str(tmp_path / "images"), tmp_path / "labels.json").classes == []
-    assert folder_labels([b"nan/1.png", b"x/1.png"]).classes == ["nan", "x"]
+    assert folder_labels([b"nan/1.png", b"-1/1.png"]).classes == ["-1", "nan"]
 
 
 def test_an_object_of_json_with_two_values_for_a_name_is_refused(tmp_path):
     write_folder(tmp_path / "images")
     (tmp_path / "labels.json").write_text('{"cat/a.b.png": "cat", "cat/a.b.png": "dog"}')
     with pytest.raises(ValueError, match=r"labels\.json has two values for 1 name: 'cat/a\.b\.png'"):
+        open_source(str(tmp_path / "images"), tmp_path / "labels.json")
+
+
+@pytest.mark.parametrize("label", ['{"cat": 1}', '["cat", null]', '[["cat"]]', '[{"name": "cat"}]'])
+def test_a_value_of_json_that_is_no_label_is_refused(tmp_path, label):
+    write_folder(tmp_path / "images")
+    (tmp_path / "labels.json").write_text(f'{{"dog-2/x.bmp": null, "cat/a.b.png": {label}}}')
+    with pytest.raises(ValueError, match=r"the label of 'cat/a\.b\.png' is neither a text nor a number, nor"):
         open_source(str(tmp_path / "images"), tmp_path / "labels.json")
 
 

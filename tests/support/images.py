@@ -68,17 +68,19 @@ def npy(array):
     return buffer.getvalue()
 
 
-def png16(array, exif=None):
-    """Write 16-bit PNG in colour, which Pillow cannot."""
+def png16(array, exif=None, clear=None):
+    """Write 16-bit PNG in colour, which Pillow cannot; `clear` is a transparent colour."""
     height, width, channels = array.shape
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
-    return png(width, height, rows, depth=16, kind={1: 0, 2: 4, 3: 2, 4: 6}[channels], exif=exif)
+    return png(width, height, rows, depth=16, kind={1: 0, 2: 4, 3: 2, 4: 6}[channels], exif=exif, clear=clear)
 
 
-def png(width, height, rows, *, depth=8, kind=0, interlaced=0, packed=None, exif=None):
+def png(width, height, rows, *, depth=8, kind=0, interlaced=0, packed=None, exif=None, clear=None):
     """Write PNG with any claims in its header."""
     header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced)
-    chunks = ((b"IHDR", header), (b"IDAT", packed or zlib.compress(rows)))
+    chunks = ((b"IHDR", header),)
+    chunks += ((b"tRNS", np.array(clear, ">u2").tobytes()),) if clear else ()
+    chunks += ((b"IDAT", packed or zlib.compress(rows)),)
     chunks += ((b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")),) if exif else ()
     chunks += ((b"IEND", b""),)
     whole = (struct.pack(">I", len(b)) + n + b + struct.pack(">I", zlib.crc32(n + b)) for n, b in chunks)

@@ -18,7 +18,15 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.image_set import ImageSet, ShardLayout, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, label_text, number_labels, parse_json
+from dino_vit.data.labels import (
+    LABEL_COLUMNS,
+    NO_LABEL,
+    folder_labels,
+    is_label,
+    label_text,
+    number_labels,
+    parse_json,
+)
 from dino_vit.data.limits import check_bytes
 from dino_vit.data.shards import ByteRangeReader, Shards
 from dino_vit.data.sources.files import changed, exists, open_file, read_file
@@ -136,7 +144,7 @@ def class_names(folder: str) -> list[str] | None:
 def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
     """Return members with the names of their classes, if all labels are numbers of these."""
     names: dict[object, str | None] = {str(number): name for number, name in enumerate(classes)}
-    names[None] = None
+    names |= dict.fromkeys((None, *NO_LABEL))
     if not all(member.label in names for member in members):
         return members
     return [member._replace(label=names[member.label]) for member in members]
@@ -266,9 +274,7 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
     content = parse_json(text, f"{public(path)}: {os.fsdecode(name)!r}")
     columns = dict(content) if isinstance(content, tuple) else {}
     label = next((columns[key] for key in LABEL_COLUMNS if key in columns), None)
-    values = label if isinstance(label, list) else [label]
-    is_label = all(isinstance(value, str | int | float) for value in values)
-    return printable(label_text(label)) if is_label else None
+    return printable(label_text(label)) if is_label(label) else None
 
 
 def zip_images(path: str) -> list[Member]:

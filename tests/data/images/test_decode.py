@@ -281,3 +281,12 @@ def test_a_jpeg_that_libjpeg_warns_of_is_read_as_far_as_it_goes():
     with pytest.raises(ValueError, match="Corrupt JPEG data"):
         simplejpeg.decode_jpeg(damaged := whole[:marker] + b"\xff\xd7" + whole[marker + 2 :])
     assert torch.equal(decode(damaged, "x")[:, :8], decode(whole, "x")[:, :8])
+
+
+def test_a_transparent_colour_of_deep_png_is_an_alpha_channel():
+    array = picture(20, 30, 3, dtype=np.uint16)
+    data, expected = png16(array, clear=array[3, 4].tolist()), tensor(array.astype(np.int32))
+    image = decode(data, "x").int()
+    assert torch.equal(image[:3], expected)
+    assert image[3].argmin() == 3 * 30 + 4
+    assert torch.equal(decode(data, "x", alpha=False).int(), expected)

@@ -90,6 +90,11 @@ def test_labels_of_shards(tmp_path):
         1, {"a.jpg": b"", "a.json": b'{"label": "cat", "width": 3}', "b.jpg": b"", "b.json": b"{}"}
     )
     assert [source.label(0), source.label(1), source.classes] == [0, None, ["cat"]]
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    source = shard(4, {**images, "a.cls": b"-1", "b.cls": b"1", "c.cls": b"-1", "d.cls": b"0"})
+    assert [source.label(i) for i in range(4)] == [None, 1, None, 0]
+    assert source.classes == ["cat", "dog"]
+    (tmp_path / "classes.txt").unlink()
     several = {
         "x/a.jpg": b"",
         "x/a.json": b'{"tags": ["sea", "sky"]}',
