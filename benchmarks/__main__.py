@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,6 @@ from benchmarks import gpu, gpu_record, gpu_summary, measure
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
-CHANGELOG = FOLDER.parent / "CHANGELOG.md"
 CUDA = measure.here().type == "cuda"
 NO_PROGRAMS = ["__main__", "machines", "measure", "peer", "reference"]
 NO_PROGRAMS += ["gpu", "gpu_facts", "gpu_profile", "gpu_record", "gpu_runs", "gpu_steps", "gpu_summary"]
@@ -79,16 +77,10 @@ def section(name: str) -> str:
     for kind, rows in (("cpu", "all"), *((other, "") for other in others), ("cuda", on_cuda(name))):
         if record(name, kind).exists():
             result = measure.Result.read(record(name, kind))
-            text += f"\n{result.markdown(age(result.day))}"
+            text += f"\n{result.markdown()}"
         elif rows:
             text += f"\n**Not measured on {kind.upper()}**: {rows}.\n"
     return text
-
-
-def age(day: str) -> str:
-    """Say of a day before the last version that the code was another."""
-    _, (version, released), *_ = re.findall(r"^## (\S+) \((.*)\)$", CHANGELOG.read_text("utf-8"), re.M)
-    return f" **Before version {version}: the code has changed since.**" if day < released else ""
 
 
 def record(name: str, kind: str) -> Path:

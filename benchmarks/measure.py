@@ -251,10 +251,10 @@ class Result:
         ]
         return cls(tables=tables, **record)
 
-    def markdown(self, remark: str = "") -> str:
-        """Write what was measured on a machine, and a remark on when."""
+    def markdown(self) -> str:
+        """Write what was measured on a machine, and when."""
         often = f"medians of {self.repeats} interleaved repeats" if self.repeats else "one run"
-        head = f"{self.day}, on {self.machine}; {often}.{remark}\n"
+        head = f"{self.day}, on {self.machine}; {often}.\n"
         return "\n".join([head, *(table.markdown() for table in self.tables)])
 
 

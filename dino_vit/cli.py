@@ -37,8 +37,6 @@ Start here, with your own folder of images in place of photos:
 
 `dino-vit --help` lists all commands, `dino-vit COMMAND --help` the settings of one."""
 
-GONE = {"curate": "for copies `dino-vit duplicates`; to leave images out, pretrain on a list of files"}
-
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are printable."""
@@ -55,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     parser, names = build_parser(argv), (*COMMANDS, "config")
     given = next((text for text in argv if not text.startswith("-")), "")
-    if given in GONE:
-        parser.error(f"there is no command {given} any more: {GONE[given]}")
     if given not in names and (similar := get_close_matches(given, names, n=1)):
         parser.error(f"there is no command {given}; did you mean {similar[0]}?")
     args = parse_arguments(parser, argv)

@@ -144,12 +144,6 @@ def test_a_mistyped_command_leads_to_its_name(typed, meant, capsys):
     assert f"there is no command {typed}; did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_a_command_of_before_leads_to_what_does_its_work(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["curate", "photos"])
-    assert "no command curate any more: for copies `dino-vit duplicates`" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [

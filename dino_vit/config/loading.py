@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dino_vit.config.settings import C, ConfigError, Settings, flat, sections, settings_of, supported, values
+from dino_vit.config.settings import C, ConfigError, Settings, flat, sections, settings_of, values
 from dino_vit.core.text import brief
 
 COLUMN = 34  # where the meaning of a setting begins
@@ -25,20 +25,9 @@ SMALLEST = "greater than or equal to 0.000000000001"  # the bound of `Positive`,
 _Layer = dict[str, object]  # values by dotted key
 
 
-def load(
-    cls: type[C],
-    file: Path | None = None,
-    overrides: Sequence[str] | Mapping[str, object] = (),
-    *,
-    skip_removed: bool = False,
-) -> C:
-    """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values.
-
-    `skip_removed` leaves out of the file what earlier versions had, to read about a run that is done.
-    """
+def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
+    """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
-    if skip_removed:
-        below = supported(cls, below)
     if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
         below["output"] = str(file.parent)  # the settings of a run, which may have been moved
     if isinstance(overrides, Mapping):
@@ -69,9 +58,9 @@ def _read_override(cls: type[Settings], text: str) -> _Layer:
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
     """Return a layer without some settings; the key of a section covers all inside, and the reverse."""
     return {
-        old: value
-        for old, value in layer.items()
-        if not any(f"{key}.".startswith(f"{old}.") or f"{old}.".startswith(f"{key}.") for key in keys)
+        name: value
+        for name, value in layer.items()
+        if not any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for key in keys)
     }
 
 
@@ -79,7 +68,6 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
     layer = _without(below, [*above, *_rivals(cls, above)]) | above
-    layer = {key: value for key, value in layer.items() if value is not None or key not in cls.removed}
     layer = {rival: None for rival in _rivals(cls, layer) if infos[rival].default is not None} | layer
     origins = {key: f" ({file})" for key in layer.keys() - above.keys()}
     problems: list[str] = []
@@ -109,8 +97,6 @@ def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
 
 def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
     """Return what to write instead of an unknown key, in Python or on the command line and in files."""
-    if key in cls.removed:
-        return cls.removed[key]
     section = key.partition(".")[0]
     inside = {name: info for name, info in settings_of(cls).items() if name.startswith(f"{section}.")}
     if key in sections(cls):  # as model=vit_small
@@ -163,8 +149,6 @@ def _explained(
             text = f"did you mean {similar[0]}? It {text}" if similar else text
         elif "null:" in info.meaning:
             text = f"{text} ({info.meaning})"
-        if advice := cls.removed.get(f"{key}={layer[key]}"):
-            text = f"{text}; {advice}"
         yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
 
 

@@ -89,10 +89,6 @@ class PretrainConfig(Settings):
         "pretrain photos runs/photos recipe=auto budget.minutes=20",
         "pretrain photos --config configs/pretrain/vits16.yaml",
     )
-    removed: ClassVar = {
-        "data.weights": "name an image twice in a list of files to draw it twice as often",
-        "optim.name=lars": "train a ResNet by sgd, or adamw",
-    }
     resumes: ClassVar = True
 
     @model_validator(mode="after")

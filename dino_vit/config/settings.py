@@ -78,9 +78,6 @@ class Settings(BaseModel):
     examples: ClassVar[tuple[str, ...]] = ()
     # What a command line writes where `output` is null; after eval/ begins the name of a file of results.
     writes: ClassVar[str] = ""
-    # Settings that earlier versions had, and values (KEY=VALUE), each with what to do instead. One that is
-    # null is ignored.
-    removed: ClassVar[Mapping[str, str]] = {}
     # Whether the same command, given again, goes on with what a signal stopped.
     resumes: ClassVar[bool] = False
 
@@ -191,18 +188,6 @@ def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return layer
 
 
-def removed_settings(cls: type[Settings], layer: Mapping[str, object]) -> dict[str, str]:
-    """Return what to do instead of the settings, and values, that only earlier versions had, by key."""
-    advice = {key: cls.removed.get(f"{key}={value}", cls.removed.get(key)) for key, value in layer.items()}
-    return {key: text for key, text in advice.items() if text and layer[key] is not None}
-
-
-def supported(cls: type[Settings], layer: Mapping[str, object]) -> dict[str, object]:
-    """Return a layer without what only earlier versions had."""
-    removed = removed_settings(cls, layer)
-    return {key: value for key, value in layer.items() if key not in removed}
-
-
 def get(config: Settings, key: str) -> object:
     """Return the value of a dotted key; in an optional section that is null it is None."""
     return values(config).get(key)
@@ -224,7 +209,7 @@ def given_keys(config: Settings) -> set[str]:
 
 
 def result_changes(config: C, base: C) -> dict[str, tuple[object, object]]:
-    """Return key: (old, new) of the settings that change the result and differ from an earlier `base`."""
-    new, old = values(config), values(base)
+    """Return key: (before, now) of the settings that change the result and differ from those of `base`."""
+    now, before = values(config), values(base)
     fixed = [key for key, info in settings_of(type(config)).items() if not info.resumable]
-    return {key: (old.get(key), new.get(key)) for key in fixed if old.get(key) != new.get(key)}
+    return {key: (before.get(key), now.get(key)) for key in fixed if before.get(key) != now.get(key)}

@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 
 from dino_vit.core import log
 from dino_vit.core.distributed import copy_from_rank_0, from_rank_0, in_all_processes
-from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
+from dino_vit.core.storage import (
+    FORMAT_VERSION,
+    OWN_KEY,
+    StorageError,
+    check_version,
+    read_tensors,
+    write_tensors,
+)
 
 NAME = re.compile(r"step-\d{8,}\.safetensors")
 LAST = 2  # newest checkpoints to keep: if the last one is damaged, there is another before it
@@ -50,7 +57,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tensors, metadata = read_tensors(path)
     if OWN_KEY not in metadata:
         raise StorageError(f"{path} was not written by dino-vit")
-    return Checkpoint(path, tensors, json.loads(metadata[OWN_KEY]))
+    description = json.loads(metadata[OWN_KEY])
+    check_version(path, description)
+    return Checkpoint(path, tensors, description)
 
 
 class Checkpoints:
@@ -71,7 +80,8 @@ class Checkpoints:
         if self.keep_every:
             on_disk = map(_step, self.paths())
             self.kept |= {each for each in (*on_disk, step) if each % self.keep_every == 0 and each <= step}
-        described = {**metadata, "kind": "checkpoint", "step": step, "kept": sorted(self.kept)}
+        described = {**metadata, "kind": "checkpoint", "version": FORMAT_VERSION, "step": step}
+        described["kept"] = sorted(self.kept)
         write_tensors(path, tensors, json.dumps(described, sort_keys=True))
         self._prune(step, best=metadata.get("best"))  # only now: the new file is complete and on the disk
         return path

@@ -21,12 +21,6 @@ from dino_vit.core.text import expand_braces
 MARK = "written by dino-vit, which may replace it"
 PNG_MARK = {"Comment": MARK}  # as metadata of a picture
 _ENDS = 65_536  # bytes at the beginning and the end of a file in which its mark is
-# Files of versions without a mark are known by all texts of a row: pages, evaluations, embeddings.
-_EARLIER = (
-    (b"style-src 'nonce-", b"dino-vit"),
-    (b'{\n  "command": "', b'\n  "written": "'),
-    (b"PAR1", b"dino_vit"),
-)
 _MOST = 10**6  # files that a pattern may stand for
 _LISTS = (".txt", ".csv", ".tsv")
 _PICTURES = (".png", ".npy")  # of our files those that a folder of images would be read with
@@ -127,7 +121,7 @@ def claim(*paths: Path) -> None:
             raise StorageError(f"{path} is a folder; give the name of a file as output")
         if not is_ours(path):
             raise StorageError(
-                f"{path} already exists, and dino-vit did not write it (or an earlier version did); "
+                f"{path} already exists, and dino-vit did not write it; "
                 "give another output, or move that file away"
             )
 
@@ -152,7 +146,7 @@ def _is_marked(path: Path) -> bool:
             ends += file.read()
     except OSError:
         return False
-    return any(all(text in ends for text in texts) for texts in ((MARK.encode(),), *_EARLIER))
+    return MARK.encode() in ends
 
 
 @contextmanager

@@ -13,8 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
 
+from dino_vit.core.text import brief
+
 DIGEST = "sha256"
 OWN_KEY = "dino_vit"  # the metadata key under which our files describe themselves
+FORMAT_VERSION = 1  # of these descriptions
 
 
 class StorageError(ValueError):
@@ -91,6 +94,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if ours and digest(tensors, metadata) != expected:
         raise StorageError(f"{path} is damaged: its contents do not match its digest")
     return tensors, metadata
+
+
+def check_version(path: Path, description: Mapping[str, object]) -> None:
+    """Raise for the description of a file that another version of the library wrote."""
+    version = description.get("version")
+    if version != FORMAT_VERSION:
+        raise StorageError(
+            f"{path} has format version {brief(repr(version))}, but this dino-vit reads {FORMAT_VERSION}"
+        )
 
 
 def read_texts(path: Path) -> dict[str, str]:

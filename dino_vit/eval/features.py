@@ -47,15 +47,6 @@ from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 if TYPE_CHECKING:
     from dino_vit.config.commands import BackboneConfig
 
-# Arguments that were added later. With these values a network computes as before, so the digest omits them.
-LATER: dict[str, Any] = {"stem": "patch", "stem_width": None, "resnet_layers": (3, 4, 9), "resnet_width": 64}
-LATER |= {"qk_scale": None, "dropout": 0.0, "attention_dropout": 0.0}
-
-
-def _computing(architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a network, so that one of an earlier version has the same digest as before."""
-    return {key: value for key, value in architecture.items() if key not in LATER or value != LATER[key]}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBackbone:
@@ -84,7 +75,7 @@ class FrozenBackbone:
     @cached_property
     def weights_digest(self) -> str:
         """A digest of the tensors and the architecture, independent of the file they came from."""
-        architecture = json.dumps(_computing(self.model.architecture), sort_keys=True)
+        architecture = json.dumps(self.model.architecture, sort_keys=True)
         return digest(self.model.state_dict(), {"architecture": architecture})
 
     def check_all_equal(self) -> None:

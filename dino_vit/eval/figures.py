@@ -5,11 +5,10 @@ return (r, c), NaN where a column has nothing to judge by. An output is the scor
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +36,6 @@ class Figure:
     unit: str = "%"  # empty for columns, which are from 0 to 1
     correct: int | None = None  # images that are right, of a share of images
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return renamed_attribute(self, name, {"percent": "value"})
-
     def __str__(self) -> str:
         numbers = self.value, self.low, self.high
         value, low, high = (f"{x:.2f}" if self.unit == "%" else number_text(x) for x in numbers)
@@ -52,16 +46,6 @@ class Figure:
         name = "percent" if self.unit == "%" else "value"
         numbers = {name: self.value, "low": self.low, "high": self.high}
         return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
-
-
-def renamed_attribute(owner: object, name: str, names: Mapping[str, str]) -> Any:
-    """Return an attribute by its name of 0.3, with a warning that says the new one; 0.5 will not have it."""
-    title = type(owner).__name__
-    if name not in names:
-        raise AttributeError(f"{title!r} object has no attribute {name!r}", name=name, obj=owner)
-    text = f"{title}.{name} is called {title}.{names[name]} now; version 0.5 will not have the old name"
-    warnings.warn(text, FutureWarning, stacklevel=3)
-    return getattr(owner, names[name])
 
 
 def number_text(value: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
 from dino_vit.core.text import Result, public, public_values
-from dino_vit.eval.figures import Figure, Measured, Predictions, measured_share, renamed_attribute
-from dino_vit.reports.record import FOLDER
-
-VERSION = 1  # of the files; those of 0.3 have no number, and the same figures
+from dino_vit.eval.figures import Figure, Measured, Predictions, measured_share
+from dino_vit.reports.record import FOLDER, RESULTS_VERSION
 
 
 def output_of(config: Settings, loaded: str) -> Path:
@@ -70,7 +68,7 @@ def _beside(weights: str, loaded: str, name: str) -> Path:
 
 def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
     """Write results as JSON on rank 0, and return what the file holds."""
-    content = {"file": MARK, "version": VERSION, **plain(results)}
+    content = {"file": MARK, "version": RESULTS_VERSION, **plain(results)}
     if is_main_process():
         with after_figures():
             write_output(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
@@ -108,11 +106,6 @@ class EvaluationResult(Result):
     outputs: NDArray[np.float32] | None = field(default=None, repr=False)  # of several labels, by image
     path: Path | None  # of the JSON file, if one was written
     details: dict[str, Any] = field(repr=False)  # all that the file holds
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return renamed_attribute(self, name, {"top1": "figure", "score": "figure"})
 
 
 def conclude(

@@ -4,9 +4,7 @@ b batch, c channels, h w grid, p q height and width of a patch, d token width
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,18 +121,6 @@ def inflate(kernel: Tensor, channels: int) -> Tensor:
     """
     mean = kernel.mean(dim=1, keepdim=True) * (kernel.shape[1] / channels)
     return mean.expand(-1, channels, -1, -1).contiguous()
-
-
-def current_arguments(architecture: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments in the metadata of a file with tensors of these names, JSON's lists as tuples.
-
-    In early versions a stem was called "conv" or "unfold" that is now "patch".
-    """
-    arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in architecture.items()}
-    stem = arguments.get("stem")
-    if stem == "unfold" or (stem == "conv" and not any("patch_embed.backbone." in name for name in names)):
-        arguments["stem"] = "patch"
-    return arguments
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:

@@ -31,6 +31,7 @@ from dino_vit.reports.verdict import Verdict, judge
 
 CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
 FOLDER = "eval"  # in that of a run
+RESULTS_VERSION = 1  # of files of results
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
 
 
@@ -59,6 +60,8 @@ def read_evaluations(run: Path) -> list[Evaluation]:
 
 def _read(path: Path) -> Evaluation:
     content = json.loads(read_regular(path))
+    if (version := content.get("version")) != RESULTS_VERSION:
+        raise ValueError(f"its version is {version}, but this dino-vit reads {RESULTS_VERSION}")
     command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure
     figure = content.get("figure") or {"title": ""}
     settings = flat(content.get("settings") or {})
@@ -129,7 +132,7 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder} is not the folder of a run: {reason}{advice}")
     return RunRecord(
         folder=folder,
-        config=load(PretrainConfig, settings, skip_removed=True),
+        config=load(PretrainConfig, settings),
         history=read_records(folder / "metrics.jsonl", METRICS),
         starts=read_records(folder / "starts.jsonl", START_ADAPTER),
         baseline=next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline()),

@@ -88,5 +88,4 @@ class Interval:
         """Go on from the sums of a checkpoint."""
         for name in _SUMS:
             setattr(self, name, torch.tensor(sums[name], device=self.device))
-        # An earlier version counted the skipped steps since the last log line apart.
-        self.skipped = torch.tensor(skipped + sums.get("skipped", 0.0), device=self.device)
+        self.skipped = torch.tensor(skipped, device=self.device)

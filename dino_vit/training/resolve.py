@@ -21,7 +21,7 @@ from dino_vit.config.auto import (
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
 from dino_vit.config.sections import Model
-from dino_vit.config.settings import flat, get, given_keys, result_changes, settings_of, supported
+from dino_vit.config.settings import flat, get, given_keys, result_changes, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import from_rank_0, in_all_processes
@@ -247,11 +247,10 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         its_own = config.recipe == "auto" or "views.local_size" in given
         if not its_own and local not in config.views.local_shape:
             settings["views.local_size"] = local
-        defaults = Model()  # of what files of earlier versions do not state
+        defaults = Model()
         for name in ("stem", "stem_width", "resnet_layers", "resnet_width", "positions", "qk_scale"):
-            default = getattr(defaults, name)
-            if (value := trained.get(name, default)) != default or f"model.{name}" in given:
-                settings[f"model.{name}"] = value
+            if trained[name] != getattr(defaults, name) or f"model.{name}" in given:
+                settings[f"model.{name}"] = trained[name]
         if config.model.arch and (config.model.timm or config.model.shape != tuple(shape.values())):
             _check_agreement(config, {"model.arch": shape}, weights)
     _check_agreement(config, settings, weights)
@@ -292,8 +291,8 @@ def _check_agreement(config: PretrainConfig, values: Mapping[str, object], weigh
 
 
 def started_config(resumed: Checkpoint) -> PretrainConfig:
-    """Return the config of a run when it wrote a checkpoint, without what only earlier versions had."""
-    return load(PretrainConfig, None, supported(PretrainConfig, flat(resumed.metadata["config"])))
+    """Return the config of a run when it wrote a checkpoint."""
+    return load(PretrainConfig, None, flat(resumed.metadata["config"]))
 
 
 def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:

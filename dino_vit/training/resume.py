@@ -9,7 +9,7 @@ from shutil import copyfile
 from typing import Any
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import flat, removed_settings, result_changes
+from dino_vit.config.settings import result_changes
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.runtime import choose_precision
@@ -22,9 +22,6 @@ from dino_vit.training.state import TrainingState
 
 # What a run writes beside its checkpoints.
 RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unreadable.txt"
-# What the metadata of a checkpoint must have.
-NEEDED = {"architecture", "best", "config", "global_batch", "interval", "nonfinite_steps", "precision"}
-NEEDED |= {"scaler", "seconds", "source", "total_steps"}
 
 
 def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
@@ -36,11 +33,9 @@ def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
             "give another output, or move that folder away"
         )
     resumed = checkpoints.newest_of_rank_0()
-    if resumed and (missing := NEEDED - resumed.metadata.keys()):
-        raise ValueError(
-            f"{resumed.path} is not a checkpoint that this version resumes from: it lacks "
-            f"{', '.join(sorted(missing))}; give another output, or move that folder away"
-        )
+    if resumed and "architecture" not in resumed.metadata:  # as in the folder of a fine-tuning
+        text = f"{resumed.path} is not a checkpoint of a pretraining"
+        raise ValueError(f"{text}; give another output, or move that folder away")
     return resumed
 
 
@@ -52,8 +47,7 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or run.resume=changed to resume anyway"
         )
-    stamp = context.source.stamp  # before 0.4 it was made otherwise, and called `files`
-    if resumed.metadata.get("stamp", stamp) != stamp:
+    if resumed.metadata["stamp"] != context.source.stamp:
         text = (
             "the files of %s were moved, copied or changed since step %d, but have the same names and sizes"
         )
@@ -120,11 +114,8 @@ def _more_images(config: PretrainConfig, source: ImageSet, step: int) -> str:
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:
     """Yield what has changed: settings, what they stand for, and the batches of a forward pass."""
     metadata, before = resumed.metadata, started_config(resumed)
-    settings = flat(metadata["config"])
-    for key, advice in removed_settings(PretrainConfig, settings).items():
-        yield f"{key} was {settings[key]}, which left in 0.4 ({advice})"
-    for key, (old, new) in result_changes(config, before).items():
-        yield f"{key} was {old} and is {new}"
+    for key, (was, value) in result_changes(config, before).items():
+        yield f"{key} was {was} and is {value}"
     wanted = config.run.precision
     precision = choose_precision(wanted, context.device)
     if metadata["precision"] != precision and wanted == before.run.precision:
@@ -139,7 +130,7 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
     networks = {"frozen": f"teacher.weights={config.teacher.weights}"}
     networks |= {"gram": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():
-        if metadata.get(key) not in (None, context.weights_read[key]):
+        if metadata[key] not in (None, context.weights_read[key]):
             yield f"the weights of {name} have changed; of a run that goes on, give a checkpoint that is kept"
     batch, now = metadata["global_batch"], config.data.batch_size * context.processes
     then = batch // before.optim.accumulate

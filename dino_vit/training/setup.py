@@ -24,7 +24,6 @@ from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.stems import current_arguments
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer, ViTConfig
 from dino_vit.training.plan import BudgetEstimate, make_plan, note_on_unseen
@@ -113,7 +112,8 @@ def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext
         trained = _load_trained(config, frozen and frozen.backbone)
     architecture = trained.architecture if trained else None
     if config.init and resumed:
-        architecture = current_arguments(resumed.metadata["architecture"], resumed.tensors)
+        kept = resumed.metadata["architecture"].items()
+        architecture = {key: tuple(value) if isinstance(value, list) else value for key, value in kept}
     return RunContext(
         source=source,
         resumed=resumed,

@@ -134,7 +134,6 @@ class TrainingState:
         figures = self._timed_evaluation()
         figure = next(name for name in DECISIVE if getattr(figures, name) is not None)
         value, best = getattr(figures, figure), self.best
-        best = best if best and best["figure"] == figure else None  # before, mIoU did not decide
         # A NaN is never the best. Rank 0 decides, since figures of others may differ by rounding, and a
         # checkpoint of shards needs all.
         if broadcast_int(math.isfinite(value) and (best is None or value > best["value"])):
@@ -292,24 +291,19 @@ class TrainingState:
             "seconds": self.seconds,
         }
 
-    def _kept_before(self, checkpoint: Checkpoint) -> list[int]:
-        """Return the steps that a version before 0.4, which did not list them, has kept."""
-        every = checkpoint.metadata["config"]["run"].get("keep_every")
-        return [*range(every, checkpoint.step + 1, every)] if every else []
-
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore from a checkpoint."""
         restore(checkpoint, self._modules(), self.optimizer)
         if checkpoint.metadata["scaler"]:  # empty except in float16
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
-        self.checkpoints.kept |= {*checkpoint.metadata.get("kept", self._kept_before(checkpoint))}
+        self.checkpoints.kept |= {*checkpoint.metadata["kept"]}
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
         self.best = self.best_written = checkpoint.metadata["best"]
-        self.evaluated_by = checkpoint.metadata.get("evaluated_by")
+        self.evaluated_by = checkpoint.metadata["evaluated_by"]
         self.seconds_before = checkpoint.metadata["seconds"]
-        was = checkpoint.metadata["config"]["budget"].get("minutes")
-        if self.config.budget.minutes is not None and "schedule" in checkpoint.metadata:
+        was = checkpoint.metadata["config"]["budget"]["minutes"]
+        if self.config.budget.minutes is not None:
             self.plan = replace(self.plan, **checkpoint.metadata["schedule"])
         if self.config.budget.minutes not in (None, was) and self.step:
             is_done = self.step >= self.plan.total_steps

@@ -151,9 +151,6 @@ def _adapt(
         notes.append(f"converted {', '.join(sorted(converted))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
     check_finite(adapted, source)
-    if (flat := adapted.get("patch_embed.proj.weight")) is not None and flat.ndim == 2:  # in early versions
-        patches = stored["channels"], *height_width(stored["patch_size"])
-        adapted["patch_embed.proj.weight"] = flat.view(-1, *patches)
     patch = height_width(stored["patch_size"])
     old, new = (patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
     positions = adapted.get("pos_embed")

@@ -166,7 +166,7 @@ class StartedFrom(Stated):
 
 
 class Pretraining(Stated):
-    """What a model card says of the settings of a run, be it of another version."""
+    """What a model card says of the settings of a run."""
 
     method: Text
     data: TrainedOn

@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,16 +20,22 @@ from torch import Tensor
 from dino_vit.config.constructors import arguments_of
 from dino_vit.core import Size, height_width, log
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
+from dino_vit.core.storage import (
+    FORMAT_VERSION,
+    OWN_KEY,
+    StorageError,
+    check_version,
+    digest,
+    read_tensors,
+    write_tensors,
+)
 from dino_vit.core.text import brief, did_you_mean, plural, public_values
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.stems import current_arguments
 from dino_vit.models.timm_backbone import TimmConfig
 from dino_vit.models.vit import ViTConfig
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 from dino_vit.weights.metadata import Edges, Facts, HubFacts, PretrainedCfg, WeightsError, check, parse
 
-FORMAT_VERSION = 1  # of the metadata in our own files
 EXPORT_KEY = "dino_vit_export"  # of an export, under which it says what its tensors do not show
 PROVENANCE_FACTS = ("mean", "std", "bits", "range", "size", "preparation", "network", "step")
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
@@ -83,7 +89,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     """Return the file that was read, its content, and the fields of `RawWeights` that say more about it."""
     if path.is_dir():
         if checkpoint := Checkpoints(path).newest():
-            metadata = _check_metadata(checkpoint.path, checkpoint.metadata, checkpoint.tensors)
+            metadata = _check_metadata(checkpoint.path, checkpoint.metadata)
             return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
         files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not files:
@@ -105,7 +111,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
         content, texts = read_tensors(path)
         if OWN_KEY in texts:
             metadata = parse(f"the metadata of {path}", texts[OWN_KEY])
-            about["metadata"] = _check_metadata(path, metadata, content)
+            about["metadata"] = _check_metadata(path, metadata)
     else:
         content = _read_pickle(path)
         texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
@@ -117,19 +123,15 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     return path, content, about
 
 
-def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of one of our own files, its lists as the tuples that they were."""
-    if (version := metadata.get("version", FORMAT_VERSION)) != FORMAT_VERSION:
-        raise WeightsError(
-            f"{path} has format version {brief(repr(version))}, this dino-vit {FORMAT_VERSION}: upgrade it"
-        )
+    check_version(path, metadata)
     if metadata.get("architecture") is None:  # such as the classifier and optimiser of a fine-tuning
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
     where = f"the metadata of {path}"
     facts = check(Facts, metadata, where).stated()
-    known = current_arguments(facts["architecture"], names)
-    keywords = arguments_of(TimmConfig if "name" in known else ViTConfig)
-    arguments = check(keywords, known, where).model_dump(exclude_unset=True)
+    keywords = arguments_of(TimmConfig if "name" in facts["architecture"] else ViTConfig)
+    arguments = check(keywords, facts["architecture"], where).model_dump(exclude_unset=True)
     return {**facts, "architecture": arguments}
 
 

@@ -225,18 +225,3 @@ def test_marks_are_where_others_do_not_look(folder):
     with Image.open("maps/sheet-1.png") as sheet:
         assert "written by dino-vit" in sheet.info["Comment"]
     assert main(["attention", "photos", "w.safetensors", "output=maps"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("report.html", "<meta content=\"style-src 'nonce-x'\"><title>a run · dino-vit</title>"),
-        ("knn.json", '{\n  "command": "knn",\n  "written": "2026-11-25T10:00:00+00:00"\n}\n'),
-    ],
-)
-def test_pages_and_evaluations_of_earlier_versions_are_written_again(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    claim(tmp_path / name)
-    (tmp_path / name).write_text(content.replace("dino-vit", "another").replace("written", "made"))
-    with pytest.raises(StorageError, match="already exists"):
-        claim(tmp_path / name)

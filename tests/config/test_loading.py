@@ -12,7 +12,6 @@ from dino_vit.config.commands import KnnConfig
 from dino_vit.config.loading import load, nearest, read_yaml, replace, to_yaml, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
-from dino_vit.reports.record import read_run
 from tests.support.cake import Cake, Icing
 
 
@@ -145,26 +144,6 @@ def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) ->
         f"oven.fan = maybe ({file}): must be one of on, off",
         "icing.colour is needed: its colour",
     ]
-
-
-def test_a_setting_of_an_earlier_version_loads_as_null_and_otherwise_says_what_to_do(tmp_path: Path) -> None:
-    file = write(tmp_path, "data: {weights: null, workers: 2}\n")
-    assert load(PretrainConfig, file) == load(PretrainConfig, None, ["data.workers=2"])
-    advice = r"data.weights is not a setting; name an image twice in a list"
-    with pytest.raises(ConfigError, match=advice):
-        load(PretrainConfig, None, {"data": {"weights": "w.csv"}})
-    with pytest.raises(ConfigError, match=r"must be one of adamw, sgd; train a ResNet by sgd"):
-        load(PretrainConfig, None, ["optim.name=lars"])
-
-
-def test_a_run_that_an_earlier_version_trained_otherwise_is_still_read(tmp_path: Path) -> None:
-    write(tmp_path, "data: {source: photos, weights: w.csv}\noptim: {name: lars, lr: 0.3}\n").rename(
-        tmp_path / "config.yaml"
-    )
-    config = read_run(tmp_path).config
-    assert (config.data.source, config.optim.lr) == ("photos", 0.3)
-    with pytest.raises(ConfigError, match=r"data.weights is not a setting"):  # which trains otherwise now
-        load(PretrainConfig, tmp_path / "config.yaml")
 
 
 def test_a_mistake_hides_only_the_contradictions_it_is_part_of() -> None:

@@ -55,7 +55,13 @@ def test_the_newest_is_read(tmp_path):
     write(checkpoints, 5, 10)
     assert checkpoints.newest().step == 10
     assert torch.equal(checkpoints.newest().tensors["a"], torch.full((300,), 10.0))
-    assert checkpoints.newest().metadata == {"best": None, "kept": [], "kind": "checkpoint", "step": 10}
+    assert checkpoints.newest().metadata == {
+        "best": None,
+        "kept": [],
+        "kind": "checkpoint",
+        "step": 10,
+        "version": 1,
+    }
 
 
 def test_a_damaged_newest_is_passed_over_and_named(tmp_path, caplog):

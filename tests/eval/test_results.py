@@ -65,18 +65,17 @@ def test_the_list_is_read_from_the_files(tmp_path, caplog):
     settings = KnnConfig(**GIVEN, train="photos/train", k=(5, 20), batch_size=7).model_dump(mode="json")
     details = {"weights": {"step": 1200}, "settings": settings}
     evaluation("knn", folder / "new.json", "top-1, k=5", accuracy(3, 4), details)
-    (folder / "linear.json").write_text('{"settings": {"source": "photos"}}')  # as earlier versions wrote
-    earlier = {"title": "top-1", "percent": 75.0, "low": 30.06, "high": 95.44, "correct": 3, "images": 4}
-    (folder / "old.json").write_text(json.dumps({"command": "knn", "figure": earlier, "written": "2025"}))
+    (folder / "copydays.json").write_text('{"version": 1, "settings": {"source": "photos"}}')  # of a program
+    (folder / "other-version.json").write_text('{"version": 2, "command": "knn"}')
     (folder / "damaged.json").write_text('{"command": "kn')
     (folder / "other.json").write_text("[1]")
-    assert json.loads((folder / "new.json").read_text())["figure"].keys() == earlier.keys()
-    knn, old, linear = read_evaluations(tmp_path)
-    assert (old.figure, old.percent) == ("top-1", knn.percent), "as version 0.3 wrote"
+    knn, copydays = read_evaluations(tmp_path)
     assert (knn.command, knn.data) == ("knn, step 1,200", "photos/test by photos/train")
     assert (knn.figure, knn.percent) == ("top-1, k=5", "75.00 (30.06 to 95.44)")
     assert (knn.settings, knn.file) == ("k=[5, 20]", "new.json")
     assert json.loads((folder / "new.json").read_text())["written"].startswith(knn.written.replace(" ", "T"))
-    assert (linear.command, linear.data, linear.figure, linear.percent) == ("linear", "photos", "", "")
-    assert caplog.text.count("is not listed") == 2
+    assert (copydays.command, copydays.data) == ("copydays", "photos")
+    assert (copydays.figure, copydays.percent) == ("", "")
+    assert caplog.text.count("is not listed") == 3
+    assert "holds no results: its version is 2, but this dino-vit reads 1" in caplog.text
     assert read_evaluations(tmp_path / "elsewhere") == []

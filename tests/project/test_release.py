@@ -6,10 +6,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 import dino_vit
-from dino_vit.config.commands import KnnConfig
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import sections, settings_of
-from tests.support.documents import PROJECT, ROOT, quoted, rows
+from tests.support.documents import PROJECT, ROOT
 
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
 STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
@@ -19,7 +16,8 @@ def test_the_version_and_its_date_are_the_same_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"^## (\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert PROJECT["version"] == dino_vit.__version__ == citation["version"] == newest[1]
-    assert (str(citation["date-released"]), citation["license"]) == (newest[2], PROJECT["license"])
+    assert str(citation.get("date-released", "unreleased")) == newest[2]
+    assert citation["license"] == PROJECT["license"]
 
 
 def test_the_workflow_tests_every_python_that_is_supported():
@@ -35,18 +33,3 @@ def test_the_workflow_runs_targets_that_exist_and_pins_actions():
     run = [step["run"].split() for step in STEPS if "run" in step]
     assert {words[1] for words in run if words[0] == "make"} == {"lint", "test", "docs"} <= {*targets}
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in STEPS if "uses" in step)
-
-
-def test_the_changelog_says_what_settings_are_called_now():
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    renamed = rows(changelog.split("### Renamed")[1].split("### ")[0])
-    names = {*settings_of(PretrainConfig), *settings_of(KnnConfig)}
-    names |= {f"{section}.*" for section in sections(PretrainConfig)}
-    for before, now in ((quoted(old)[0], quoted(new)[0]) for old, new in renamed):
-        assert before not in names
-        assert now in names
-    left = changelog.split("### What left")[1].split("### ")[0]
-    assert [name for name in re.findall(r"`(\w+\.\w+)`", left) if name in names] == ["augment.module"]
-    programs = re.findall(r"`(eval/\w+\.py)`", left)
-    assert len(programs) == 6
-    assert all((ROOT / program).is_file() for program in programs)

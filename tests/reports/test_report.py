@@ -131,10 +131,3 @@ def test_one_hot_patch_does_not_make_all_others_black():
     assert brightness[1:].max() > 100
     assert brightness[1:].diff().ge(-1).all()
     assert heat(torch.zeros(4, 4)).max() <= 4
-
-
-def test_a_run_with_a_setting_that_was_removed_is_read(folder):
-    config, settings = read_run(folder).config, folder / "config.yaml"
-    settings.write_text(settings.read_text().replace("data:\n", "data:\n  weights: weights.csv\n"))
-    assert "weights.csv" in settings.read_text()
-    assert read_run(folder).config == config

@@ -1,13 +1,11 @@
 """What is in the folder of a run before it starts is not lost."""
 
-import json
 import re
 import shlex
 
 import pytest
 
 from dino_vit.cli import main
-from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
 from dino_vit.training.resume import set_earlier_run_aside
 from tests.support.images import write_synthetic
 from tests.support.runs import arguments, command_here, steps
@@ -66,18 +64,6 @@ def test_what_was_kept_stays_without_the_setting(tmp_path):
     changed = {**FEW, "run.resume": "changed"}
     trained(tmp_path, {**changed, "budget.steps": 6})
     trained(tmp_path, {**changed, "budget.steps": 8})
-    assert steps(tmp_path) == [2, 4, 7, 8]
-
-
-def test_what_an_earlier_version_kept_stays_too(tmp_path):
-    """Its checkpoints do not list what is kept; their settings say it."""
-    trained(tmp_path, {**FEW, "budget.steps": 4, "run.keep_every": 2})
-    for path in (tmp_path / "checkpoints").glob("*.safetensors"):
-        tensors, metadata = read_tensors(path)
-        stated = json.loads(metadata[OWN_KEY])
-        del stated["kept"]
-        write_tensors(path, tensors, json.dumps(stated))
-    trained(tmp_path, {**FEW, "run.resume": "changed", "budget.steps": 8})
     assert steps(tmp_path) == [2, 4, 7, 8]
 
 

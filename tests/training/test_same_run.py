@@ -6,7 +6,6 @@ import shutil
 import pytest
 
 from dino_vit.core.checkpoint import read_checkpoint
-from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
 from tests.support.images import write_synthetic
 from tests.support.runs import history, steps
@@ -120,15 +119,3 @@ def test_the_batch_of_the_statistics_is_kept(tmp_path):
         opened(tmp_path / "run", {**settings, "data.batch_size": 4})
     text = "BatchNorm and Sinkhorn-Knopp and KoLeo had 8 images per forward pass and would now have 4 (data."
     assert text in str(error.value)
-
-
-def test_what_an_earlier_version_noted_of_files_is_not_compared(tmp_path, caplog):
-    caplog.set_level("INFO", "dino_vit")
-    interrupted(tmp_path / "run", SHORT, 5)
-    path = max((tmp_path / "run" / "checkpoints").iterdir())
-    checkpoint = read_checkpoint(path)
-    metadata = {**checkpoint.metadata, "files": "a digest of it"}
-    del metadata["stamp"]
-    write_tensors(path, checkpoint.tensors, json.dumps(metadata))
-    opened(tmp_path / "run", SHORT)
-    assert "copied or changed" not in caplog.text

@@ -1,6 +1,5 @@
 """What loading infers, converts, resamples, inflates, logs and refuses; what saving keeps."""
 
-import json
 import logging
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from torch import nn
 from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
 from dino_vit import WeightsError, load_backbone, save_backbone
-from dino_vit.core.storage import write_tensors
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import IMAGES, backbone
@@ -36,22 +34,6 @@ def test_our_own_file_has_all_that_loading_needs(tmp_path):
     save_backbone(loaded, tmp_path / "again.safetensors")
     again = load_backbone(tmp_path / "again.safetensors")
     assert replace(again.provenance, source="", sha256="") == replace(known, source="", sha256="")
-
-
-@pytest.mark.parametrize("stem", ["conv", "unfold"])
-def test_a_file_of_an_earlier_version_loads(tmp_path, stem):
-    """In which the stem of patches had another name, and weights of another shape."""
-    model, path = backbone(channels=5, qk_scale=0.5), tmp_path / "earlier.safetensors"
-    tensors, architecture = model.state_dict(), {**model.architecture, "stem": stem}
-    if stem == "unfold":
-        tensors["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].flatten(1)
-    for name in ("resnet_width", "attention_dropout", "init_std"):  # may be missing
-        del architecture[name]
-    metadata = {"kind": "backbone", "version": 1, "architecture": architecture}
-    write_tensors(path, tensors, json.dumps(metadata))
-    loaded, images = load_backbone(path), torch.randn(2, 5, 32, 48)
-    assert loaded.config.stem == "patch"
-    assert torch.equal(loaded(images), model(images))
 
 
 def test_another_image_size_resamples_the_positions(caplog):

@@ -98,7 +98,7 @@ def test_training_checkpoints_of_ours_hold_both_networks(tmp_path):
     }
     tensors["teacher.head.last_layer.weight_g"] = torch.ones(4, 1)
     architecture = networks["teacher"].architecture
-    metadata = {"kind": "checkpoint", "architecture": architecture, "mean": None, "std": None}
+    metadata = {"kind": "checkpoint", "version": 1, "architecture": architecture, "mean": None, "std": None}
     write_tensors(tmp_path / "step.safetensors", tensors, json.dumps(metadata))
     for network, model in networks.items():
         loaded = load_backbone(tmp_path / "step.safetensors", network=network)
@@ -174,7 +174,7 @@ def test_a_config_of_something_else_in_the_same_folder_is_not_read(tmp_path):
     assert (loaded.position_mode, loaded.architecture["norm_eps"]) == ("dino", 1e-6)
 
 
-OWN = {"kind": "backbone", "architecture": {}}
+OWN = {"kind": "backbone", "version": 1, "architecture": {}}
 
 
 def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
@@ -187,9 +187,10 @@ def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"kind": "backbone"}, "architecture is missing"),
+        ({"kind": "backbone", "version": 1}, "architecture is missing"),
         ({**OWN, "architecture": None}, "architecture is missing"),
-        ({**OWN, "version": 2}, "has format version 2"),
+        ({**OWN, "version": 2}, "has format version 2, but this dino-vit reads 1"),
+        ({**OWN, "version": None}, "has format version None"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path, metadata, message):

@@ -40,6 +40,7 @@ Array = NDArray[Any]
 PRECISIONS = {
     str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.float16)
 }
+FORMAT = 1  # of embedding files
 _GROUP_BYTES = 64 * 2**20  # of rows that readers may read at a time
 
 
@@ -151,6 +152,8 @@ def read_embeddings(path: Path) -> Embeddings:
         with path.open("rb") as file:  # Arrow itself opens UTF-8 names only
             table = parquet.read_table(file)
         metadata = json.loads(table.schema.metadata[OWN_KEY.encode()])
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"it has format {metadata['format']}, but this dino-vit reads {FORMAT}")
         blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
         embeddings = Embeddings(
             values=np.concatenate(blocks).reshape(-1, *metadata["shape"]),
@@ -239,7 +242,7 @@ def provenance(
     named, root = is_name(weights["source"]), source.store.root
     local = root is not None and not (is_url(root) or is_url(config.source))
     return {
-        "format": 1,
+        "format": FORMAT,
         "dino_vit": __version__,
         "weights": {
             "path": weights["source"] if named else str(Path(weights["source"]).absolute()),
