@@ -219,8 +219,7 @@ class OnlineEvaluation:
 
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
-        own = self.transform
-        transform = raw_pixel_transform(own.pixels, own.mean, own.std)
+        transform = raw_pixel_transform(self.source, self.indices, self.transform.pixels)
         pixels = pixel_features(self.source, self.indices, transform=transform)
         images = pixels.values.view(-1, transform.pixels.channels, *transform.size)
         knn = self._classified(pixels.values, pixels.indices)

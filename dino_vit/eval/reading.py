@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
-from dino_vit.data.statistics import inspect_images
+from dino_vit.data.statistics import MEASURED_IMAGES, inspect_images
 from dino_vit.views.eval_transform import FAR, EvalTransform
 
 T = TypeVar("T")
@@ -36,9 +37,18 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
-def raw_pixel_transform(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> EvalTransform:
-    """Return how raw pixels are prepared; no backbone has a say in it but by the pixels that it needs."""
-    return EvalTransform(size=(PIXEL_SIDE, PIXEL_SIDE), mean=tuple(mean), std=tuple(std), pixels=pixels)
+def raw_pixel_transform(source: ImageSet, indices: Sequence[int], pixels: Pixels) -> EvalTransform:
+    """Return how raw pixels of images are prepared: small, and normalised by their own mean and std.
+
+    So the baseline is the same whatever network it is compared with.
+    """
+    size, channels = (PIXEL_SIDE, PIXEL_SIDE), pixels.channels
+    plain = EvalTransform(size=size, mean=(0.0,) * channels, std=(1.0,) * channels, pixels=pixels)
+    sample = [indices[place] for place in spread(len(indices), MEASURED_IMAGES)]
+    values = pixel_features(source, sample, transform=plain).values
+    std, mean = torch.std_mean(rearrange(values, "n (c pixel) -> c (n pixel)", c=channels), dim=1)
+    # A channel that is the same everywhere stays so.
+    return replace(plain, mean=tuple(mean.tolist()), std=tuple(std.clamp(min=1e-3).tolist()))
 
 
 def pixel_features(source: ImageSet, indices: Sequence[int], *, transform: EvalTransform) -> Features:

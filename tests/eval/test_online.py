@@ -128,7 +128,9 @@ def test_splits_are_not_classes(tmp_path):
     bank = set(evaluation.bank.tolist())
     assert {source.name(index).split("/")[0] for index in bank} == {"train"}
     assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}
-    pixels = pixel_features(source, evaluation.indices, transform=TRANSFORM).values
+    pixels = pixel_features(source, evaluation.indices, transform=TRANSFORM).values.unflatten(1, (3, -1))
+    std, mean = torch.std_mean(pixels, dim=(0, 2), keepdim=True)
+    pixels = ((pixels - mean) / std).flatten(1)
     labels = torch.tensor([source.label(index) for index in evaluation.indices])
     voting = torch.tensor([index in bank for index in evaluation.indices])
     ranked = weighted_knn(pixels[voting], labels[voting], pixels[~voting], k=[20])[20]

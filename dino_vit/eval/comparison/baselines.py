@@ -5,15 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.core import Size
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.data.image_set import ImageSet, spread
-from dino_vit.data.statistics import MEASURED_IMAGES
+from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.reading import pixel_features, raw_pixel_transform
+from dino_vit.eval.reading import raw_pixel_transform
 from dino_vit.models.backbone import Backbone, Provenance
 
 RAW_PIXELS, UNTRAINED = "raw pixels", "untrained"
@@ -58,14 +56,9 @@ class RawPixels(Backbone):
 
 
 def raw_pixels_of(source: ImageSet, frozen: FrozenBackbone) -> FrozenBackbone:
-    """Return raw pixels in the place of features, normalised by mean and std of the images themselves."""
-    pixels = frozen.transform.pixels
-    as_they_are = raw_pixel_transform(pixels, [0.0] * pixels.channels, [1.0] * pixels.channels)
-    values = pixel_features(source, spread(len(source), MEASURED_IMAGES), transform=as_they_are).values
-    std, mean = torch.std_mean(rearrange(values, "n (c pixel) -> c (n pixel)", c=pixels.channels), dim=1)
-    # A channel that is the same everywhere stays so.
-    transform = raw_pixel_transform(pixels, mean.tolist(), std.clamp(min=1e-3).tolist())
-    model = RawPixels(transform.size, pixels.channels).eval().to(frozen.device)
+    """Return the raw pixels of images in the place of the features of a backbone."""
+    transform = raw_pixel_transform(source, range(len(source)), frozen.transform.pixels)
+    model = RawPixels(transform.size, transform.pixels.channels).eval().to(frozen.device)
     return replace(frozen, model=model, transform=transform, autocast=None)
 
 
