@@ -15,10 +15,11 @@ from dino_vit.reports.metrics import BASELINE, METRICS, Baseline, read_records
 from dino_vit.reports.readings import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
-from dino_vit.weights.card import code, describe, model_card, show, usage
+from dino_vit.weights.card import code, describe, model_card, show
 from dino_vit.weights.classifier import Classifier, load_classifier
 from dino_vit.weights.export import export_backbone
 from dino_vit.weights.formats.builders import is_folder
+from dino_vit.weights.usage import usage
 
 # The last line that uses the graph of a classifier.
 SHOWN: dict[Task, str] = {

@@ -200,7 +200,7 @@ def _compare_features(exported: Backbone | Classifier, written: Path, format: st
 
 
 def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor) -> Tensor:
-    """Open a written file by another library, as `card.usage` tells users to, and return its features."""
+    """Open a written file by another library, as `usage` tells users to, and return its features."""
     if format == "onnx":
         import onnxruntime
 

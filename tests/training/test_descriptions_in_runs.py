@@ -16,7 +16,7 @@ from dino_vit.config.settings import ConfigError
 from dino_vit.models.multicrop import call_with_cast_weights
 from dino_vit.models.vit import ViTConfig
 from dino_vit.training.loop import take_step
-from dino_vit.weights.card import usage
+from dino_vit.weights.usage import usage
 from tests.support.close import assert_close_to_scale
 from tests.support.descriptions import OTHERS, PARTS, RESNET, build, each_part, each_setting
 from tests.support.documents import with_images
