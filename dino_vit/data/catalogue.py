@@ -29,7 +29,6 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import brief, public, public_text
 from dino_vit.data.index import bytes_to_arrow, fingerprint_of, to_arrow
 from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
-from dino_vit.data.limits import open_regular
 from dino_vit.data.sources.archives import ARCHIVES, FIELDS, class_names, named
 from dino_vit.data.sources.files import UNKNOWN, Refused, file_signature, is_url, read_file, remotely
 from dino_vit.data.sources.paths import suffix_of
@@ -73,7 +72,6 @@ class Catalogue(Sequence[str]):
 
     def __init__(self, folder: str, path: Path) -> None:
         self.folder, self.path = folder, path
-        open_regular(path).close()  # Arrow would wait for a pipe
         try:
             with pa.memory_map(str(path)) as file:
                 batch = pa.ipc.open_file(file).get_batch(0)

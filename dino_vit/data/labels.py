@@ -1,29 +1,19 @@
-"""Labels of any kind as class indices, splits such as train and val, and what a file says by name."""
+"""Labels of any kind as class indices, and splits such as train and val."""
 
-import csv
-import io
-import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
+from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.files import read_file
-from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
-from dino_vit.data.targets import SEPARATOR, ZERO_OR_ONE
+from dino_vit.data.targets import SEPARATOR
 
-PATH_COLUMNS = tuple(
-    ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
-)
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
     ["label", "labels", "tags", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
 )
@@ -32,11 +22,6 @@ TRAIN = ("train", "training")
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
-_IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
-_LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
-_TABBED = re.compile(r"([^\t]*)\t?(.*)", re.DOTALL)  # the same, without a suffix of an image
 
 
 class Labels(NamedTuple):
@@ -159,196 +144,3 @@ def describe_use(source: ImageSet, train: Split, held_out: Split, name: str) -> 
     """Return what a source is split into and how that is used, as a sentence."""
     sizes = (f"{split} ({plural(len(images), 'image')})" for split, images in source.splits.items())
     return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
-
-
-class Entry(NamedTuple):
-    """A line of a list: a path or a name, and its label."""
-
-    name: str
-    label: str | None
-
-
-def read_entries(path: str, data: bytes, *, labels_needed: bool = False) -> Iterator[Entry]:
-    """Read a list: CSV or TSV with or without a header, or text with a path per line and possibly a label.
-
-    A table without a column of labels is an error if they are needed, otherwise a warning.
-    """
-    if data.startswith(b"PAR1"):
-        raise ValueError(f"{path} is Parquet; a list is text, CSV, TSV or, with a label for each name, JSON.")
-    if b"\0" in data:
-        raise ValueError(f"{path} is not text in UTF-8, perhaps in UTF-16; save it in UTF-8.")
-    # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.
-    text = data.decode("utf-8-sig", errors="surrogateescape")
-    suffix = suffix_of(path)
-    if suffix in _DELIMITERS:
-        rows = _rows(path, text, _DELIMITERS[suffix])
-        _check_delimiter(path, rows, _DELIMITERS[suffix])
-        return _table_entries(path, rows, labels_needed)
-    lines = (line.strip("\r") for line in text.split("\n") if line.strip())
-    matches = ((_LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)) for line in lines)
-    return (Entry(match[1], match[2] or None) for match in matches if match)
-
-
-def _rows(path: str, text: str, delimiter: str) -> list[list[str]]:
-    """Return the rows of a table that are not empty; a quote left open would hide all that follow."""
-    table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        return [row for row in table if any(row)]
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {table.line_num}: {error}") from error
-
-
-def _check_delimiter(path: str, rows: list[list[str]], delimiter: str) -> None:
-    """Raise an error if the only cell of the first row holds the cells of a table, separated otherwise."""
-    first = rows[0][0] if rows and len(rows[0]) == 1 else ""
-    for other in _NAMES.keys() - {delimiter}:
-        cells = [cell.strip() for cell in first.split(other)]
-        is_header = _find_column([cell.lower() for cell in cells], PATH_COLUMNS) is not None
-        if len(cells) > 1 and not _is_path(first) and (is_header or any(map(_is_path, cells))):
-            line = brief(delimiter.join(cells))
-            raise ValueError(
-                f"{path} looks separated by {_NAMES[other]}: its first line is '{brief(first)}'. Save it "
-                f"separated by {_NAMES[delimiter]}, so that this line is '{line}'"
-            )
-
-
-def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Iterator[Entry]:
-    if not rows:
-        return
-    header = _header(rows)
-    start = 1 if header else 0
-    name = _find_column(header, PATH_COLUMNS)
-    if name is None:
-        name = next((index for index, cell in enumerate(rows[start]) if _is_path(cell)), 0)
-    label = _find_column(header, LABEL_COLUMNS)
-    if label is None and len(rows[0]) == 2:
-        beside = {row[1 - name] for row in rows[start:] if len(row) == 2}
-        title = header[1 - name] if header else "label"
-        is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
-        label = None if is_name or not title else 1 - name
-    problem = _why_no_labels(rows, header, name, _DELIMITERS[suffix_of(path)]) if label is None else ""
-    if problem and labels_needed:
-        raise ValueError(f"{path}: {problem}")
-    if problem:
-        log.warning("%s: %s", path, problem)
-    width = len(rows[0])
-    for number, row in enumerate(rows[start:], start + 1):
-        if len(row) <= max(name, label or 0) or any(row[width:]):
-            advice = "; write a cell with commas in quotes" if len(row) > width else ""
-            shown = brief(public_values(row), 80)
-            raise ValueError(f"{path}, row {number} has {len(row)} of {width} columns: {shown}{advice}")
-        text = "" if label is None else row[label]
-        yield Entry(row[name], text.strip() or None)
-
-
-def _why_no_labels(rows: list[list[str]], header: list[str], name: int, delimiter: str) -> str:
-    """Say why no labels are read from a table without a column of that name."""
-    others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
-    values = {row[at].strip().lower() for row in rows[1:] for at in others if at < len(row)} - {"", "nan"}
-    titles = [rows[0][at].strip() for at in others]
-    if len(others) > 1 and values and values <= ZERO_OR_ONE:
-        text = f"no labels are read from the columns {brief(', '.join(titles))}, which have only 0 and 1"
-        return f"{text}; write the labels of an image in one column, as in sea;sky"
-    if len(rows[0]) <= 2:
-        return ""
-    line = [*rows[0]] if header else [f"column{at}" for at in range(1, len(rows[0]) + 1)]
-    line[name] = line[name] if header else "name"
-    line[others[0] if others else not name] = "label"
-    columns = f"its columns are {brief(', '.join(rows[0]), 200)}" if header else "no line names the columns"
-    advice = f"name one of them label in the first line, as in '{brief(delimiter.join(line), 200)}'"
-    return f"no labels are read, as {columns}; {advice}"
-
-
-def _header(rows: list[list[str]]) -> list[str]:
-    """Return the first row if it is a header: without a path of an image, but named so or before one."""
-    first = [cell.strip().lower() for cell in rows[0]]
-    if any(map(_is_path, first)):
-        return []
-    named = _find_column(first, PATH_COLUMNS) is not None
-    return first if named or (len(rows) > 1 and any(map(_is_path, rows[1]))) else []
-
-
-def _find_column(header: list[str], names: Sequence[str]) -> int | None:
-    return next((header.index(name) for name in names if name in header), None)
-
-
-def _is_path(cell: str) -> bool:
-    return public(cell.strip()).lower().endswith(IMAGE_SUFFIXES)
-
-
-def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
-    """Label images by name from a file, and warn about names without a match."""
-    table, names = _read_table(str(path)), [images.name(index) for index in range(len(images))]
-    path = public(str(path))
-    full_names = [printable(images.full_name(index)) for index in range(len(images))]
-    surplus = list(map(public, sorted(set(table).difference(names, full_names))))
-    if len(surplus) == len(table):
-        raise ValueError(
-            f"{path} has labels for none of the images: its names are like "
-            f"'{brief(next(iter(table), ''), 200)}', those of the source like '{names[0]}', and must be equal"
-        )
-    if surplus:
-        extra = plural(len(surplus), "label")
-        log.warning("%s: %s for names not in the source: %s", path, extra, _examples(surplus))
-    values = [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
-    missing = [name for name, value in zip(names, values, strict=True) if value is None]
-    if len(missing) == len(names):
-        raise ValueError(f"{path} names images, but has a label for none of them: fill in the labels")
-    if missing:
-        text = "%s: no label for %d of %d images: %s"
-        log.warning(text, path, len(missing), len(values), _examples(missing))
-    return images.with_labels(*number_labels(values))
-
-
-def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
-    """Return the first three, as they are told to a user."""
-    return ", ".join(form % item for item in items[:3]) + ", ..." * (len(items) > 3)
-
-
-def is_label(value: object) -> bool:
-    """Tell whether a value in JSON is a label: a text, a number, or a list of these."""
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(each, str | int | float) for each in values)
-
-
-def parse_json(text: str | bytes, name: str) -> object:
-    """Return what a text in JSON means, objects as tuples of their pairs, so that no key is lost."""
-    try:
-        return json.loads(text, object_pairs_hook=tuple)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
-
-
-def _read_table(path: str) -> dict[str, object]:
-    """Read a label for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
-    try:
-        data, path = read_file(path), public(path)
-    except FileNotFoundError:
-        advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
-        raise ValueError(f"{path} does not exist{advice}") from None
-    if suffix_of(path) == ".json":
-        entries = parse_json(data, path)
-        if not isinstance(entries, tuple):
-            raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-        for name, value in entries:
-            if value is not None and not is_label(value):
-                text = "is neither a text nor a number, nor a list of these"
-                raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
-    else:
-        entries = read_entries(path, data, labels_needed=True)
-    return by_name(path, entries)
-
-
-def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Return the label of each name; raise an error if a name has two."""
-    table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
-    for name, value in entries:
-        name, value = printable(name), printable(value) if isinstance(value, str) else value
-        if (first := table.setdefault(name, value)) is not value and first != value:  # NaN is not itself
-            contradictions[name] = first, value
-    if contradictions:
-        pairs = [(name, *values) for name, values in public_values([*contradictions.items()])]
-        examples = _examples(pairs, "%.200r has %.200r and %.200r")
-        text = f"{path} has two values for {plural(len(pairs), 'name')}: {examples}"
-        raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky")
-    return table

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.cache import SHARDS, cache_folder
 from dino_vit.core.text import brief, public
-from dino_vit.data.limits import open_regular
 from dino_vit.data.sources.files import (
     UNKNOWN,
     ChangedFile,
@@ -66,8 +65,7 @@ class ByteRangeReader:
         if status.st_size != self.file_signatures[file, 0]:
             raise changed(path)
         # Without moving a position, so that processes can share the open file.
-        within = min(size, max(0, status.st_size - start))  # a damaged archive may state any size
-        return check_length(os.pread(opened.number, within, start), size, path)
+        return check_length(os.pread(opened.number, size, start), size, path)
 
     def request(self, file: int, start: int, size: int) -> bytes:
         """Read a range of a remote file by one request, after a look whether it is still the same."""
@@ -94,8 +92,7 @@ class _Descriptor:
     """An open file, closed when it is no longer used: opening one takes a request to a file server."""
 
     def __init__(self, path: str) -> None:
-        with open_regular(path) as file:
-            self.number = os.dup(file.fileno())
+        self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

@@ -18,8 +18,7 @@ from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image, read_item
 from dino_vit.data.images.formats import format_of
-from dino_vit.data.images.pixels import NOT_FINITE, Pixels, kind_of, unit_scale
-from dino_vit.data.limits import MAX_PIXELS, one_image
+from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.files import raise_if_lost
 
 INSPECTED_IMAGES = 64  # at most, where nothing is measured
@@ -142,7 +141,6 @@ def inspect_images(source: ImageSet, indices: Sequence[int], *, max_pixels: int 
     return ImageSummary(images=images, unreadable=unreadable)
 
 
-@one_image()
 def _inspect(
     source: ImageSet, index: int, *, compared: Collection[int], max_pixels: int
 ) -> ImageInfo | UnreadableImage:
@@ -154,7 +152,6 @@ def _inspect(
         values = image.numpy().real  # NumPy has min and max of more types than torch
         low, high = float(values.min()), float(values.max())
         layout = _layout(image) if index in compared and isfinite(low) and isfinite(high) else None
-        del image, values  # before it is decoded again
         color = channels
         if not isinstance(item, Tensor) and channels in (2, 4):
             color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
@@ -213,7 +210,6 @@ def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels)
     )
 
 
-@one_image()
 def _image_statistics(source: ImageSet, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
     try:

@@ -15,7 +15,6 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Settings, flat, settings_of, values
 from dino_vit.core import log
 from dino_vit.core.text import did_you_mean, plural, public, public_values
-from dino_vit.data.limits import read_regular
 from dino_vit.reports.metrics import (
     BASELINE,
     METRICS,
@@ -59,7 +58,7 @@ def read_evaluations(run: Path) -> list[Evaluation]:
 
 
 def _read(path: Path) -> Evaluation:
-    content = json.loads(read_regular(path))
+    content = json.loads(path.read_bytes())
     if (version := content.get("version")) != RESULTS_VERSION:
         raise ValueError(f"its version is {version}, but this dino-vit reads {RESULTS_VERSION}")
     command = content.get("command", path.stem)  # programs of eval/ have a name, but no single figure

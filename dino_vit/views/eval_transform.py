@@ -14,7 +14,6 @@ from dino_vit.core import Size, log
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
-from dino_vit.data.limits import one_image
 from dino_vit.models.backbone import Backbone
 
 FAR = 2  # times the trained side, or a half of it, beyond which a size is said to be another
@@ -38,8 +37,7 @@ class EvalTransform:
         Tensors are (channels, height, width); of an array the shorter of first and last axis has the
         channels. Values are those of the type, from 0 to 1 in floating point.
         """
-        with one_image():
-            resized = self.resize(read_given(image, self.pixels))
+        resized = self.resize(read_given(image, self.pixels))
         return self.normaliser(resized.device)(resized)
 
     def empty(self, images: int, *, pin: bool = False) -> Tensor:
@@ -49,8 +47,7 @@ class EvalTransform:
 
     def read(self, source: ImageSet, index: int) -> Tensor:
         """Read an image of a source: (C, *size), uint8, or float32 from 0 to 1 if it is deeper."""
-        with one_image():
-            return self.resize(read_image(source, index, self.pixels))
+        return self.resize(read_image(source, index, self.pixels))
 
     def resize(self, image: Tensor) -> Tensor:
         """Resize and crop an image (C, H, W) of these pixels to the size."""

@@ -5,14 +5,13 @@ import zipfile
 
 import pytest
 
+from dino_vit.data.label_files import join_labels, read_entries
 from dino_vit.data.labels import (
     choose_splits,
     describe_use,
     find_splits,
     folder_labels,
-    join_labels,
     number_labels,
-    read_entries,
 )
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, write_folder

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.statistics import channel_statistics, inspect_images
 from tests.support.images import npy, saved, smooth, tiff
 
@@ -124,3 +126,13 @@ def test_images_of_nothing_are_like_no_other():
     assert abs(inspect_images(Items(*map(npy, noise)), range(30)).likeness) < 0.05
     copies = [npy(noise[0])] * 4
     assert inspect_images(Items(*copies), range(4)).likeness == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(("brightest", "bits"), [((200, 255), 8), ((200, 60_000), 16)])
+def test_wide_integers_have_one_white_in_a_folder(tmp_path, brightest, bits):
+    for number, top in enumerate(brightest):
+        np.save(tmp_path / f"{number}.npy", np.array([[0, 200, top]] * 2, np.int32))
+    source = open_folder(tmp_path)
+    assert inspect_images(source, range(2)).bits == bits
+    images = [read_image(source, index, Pixels(channels=1, bits=bits)) for index in range(2)]
+    assert images[0][0, 0, 1] == images[1][0, 0, 1]

@@ -17,7 +17,6 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
-from tests.fuzz.bombs import bomb
 from tests.fuzz.commands import embeddings, resumes, runs, settings, weights
 from tests.fuzz.metadata import metadata
 from tests.fuzz.outputs import outputs
@@ -140,14 +139,7 @@ def _column(rng: Random, rows: int) -> pa.Array:
     return pa.array([rng.choice([value, None]) for _ in range(rows)], kind)
 
 
-def bombs(rng: Random, folder: Path) -> Action:
-    """Little that would become much, or never end: one that expands, a pipe, links that lead in circles."""
-    source = bomb(rng, folder)
-    return lambda: use(source)
-
-
 GENERATORS: dict[str, Generator] = {
-    "bombs": bombs,
     "images": images,
     "archives": archives,
     "lists": lists,

@@ -2,6 +2,7 @@
 
 import os
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 from PIL.Image import Image
@@ -10,8 +11,7 @@ from torch import Tensor
 from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images import formats
-from dino_vit.data.images.pixels import RGB, Pixels
-from dino_vit.data.limits import MAX_PIXELS, one_image, read_regular
+from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
 
 
 class UnreadableImage(Exception):
@@ -67,7 +67,7 @@ def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | os.PathLike):
-        return read_regular(image)
+        return Path(image).read_bytes()
     if isinstance(image, Image):
         return formats.by_pillow(image, pixels.keeps_alpha, pixels.max_pixels)
     if isinstance(image, np.ndarray):
@@ -106,13 +106,12 @@ def decode(
         kinds = ", ".join(sorted({*formats.KINDS.values(), *formats.BRANDS.values()}, key=str.lower))
         raise UnreadableImage(name, f"its format is none of {kinds}")
     try:
-        with one_image():
-            if kind == "JPEG":
-                return formats.read_jpeg(data, alpha, max_pixels, reduction)
-            reader = formats.READERS[kind]
-            if isinstance(reader, type):
-                return formats.by_pillow(reader(BytesIO(data)), alpha, max_pixels)
-            return reader(data, alpha, max_pixels)
+        if kind == "JPEG":
+            return formats.read_jpeg(data, alpha, max_pixels, reduction)
+        reader = formats.READERS[kind]
+        if isinstance(reader, type):
+            return formats.by_pillow(reader(BytesIO(data)), alpha, max_pixels)
+        return reader(data, alpha, max_pixels)
     except Exception as error:  # decoders raise anything on damaged files
         message = str(error).partition("\n")[0]
         reason = message if " " in message else f"{type(error).__name__} {message}".strip()

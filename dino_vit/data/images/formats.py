@@ -7,10 +7,10 @@ the rest.
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from io import BytesIO
-from itertools import chain
+from itertools import pairwise
 from math import ceil
 from multiprocessing import parent_process
 from threading import Lock
@@ -38,7 +38,6 @@ from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.data.limits import PIXELS, hold
 
 if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
@@ -238,28 +237,11 @@ def by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
     file.load()
     turned = file.getexif().get(_ORIENTATION) in range(2, 9)  # or a copy would be made of each
     image = ImageOps.exif_transpose(file) if turned else file
-    parts = (image.crop(box) for box in _strips(*image.size))
-    arrays = (np.array(part if part.mode == mode else part.convert(mode)) for part in parts)
-    return _joined(arrays, image.height)
-
-
-def _strips(width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield boxes of some rows each, as Pillow makes copies of what it converts."""
-    rows = max(1, _STRIP // width)
-    return ((0, top, width, min(top + rows, height)) for top in range(0, height, rows))
-
-
-def _joined(strips: Iterator[NDArray[Any]], height: int) -> Tensor:
-    """Return strips (h, W) or (h, W, C) of an image as a tensor (C, H, W)."""
-    first = _to_tensor(next(strips))
-    if first.shape[1] == height:
-        return first
-    image = first.new_empty(first.shape[0], height, first.shape[2])
-    top = 0
-    for strip in chain([first], map(_to_tensor, strips)):
-        image[:, top : top + strip.shape[1]] = strip
-        top += strip.shape[1]
-    return image
+    rows = max(1, _STRIP // image.width)  # at a time, as Pillow makes copies of what it converts
+    edges = [*range(0, image.height, rows), image.height]
+    parts = (image.crop((0, top, image.width, bottom)) for top, bottom in pairwise(edges))
+    strips = [_to_tensor(np.array(part if part.mode == mode else part.convert(mode))) for part in parts]
+    return strips[0] if len(strips) == 1 else torch.cat(strips, dim=1)
 
 
 @cache
@@ -280,13 +262,12 @@ def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
 
 
 def _check_size(width: int, height: int, channels: int, max_pixels: int) -> None:
-    """Refuse an empty image, and one that would fill the memory; wait until others leave room for it."""
+    """Refuse an empty image, and one that would fill the memory."""
     if not width * height * channels:
         raise ValueError("the image has no pixels")
     pixels = width * height * ceil(channels / 4)
     if pixels > max_pixels:
         raise ValueError(f"{width} × {height} pixels exceed data.max_pixels={max_pixels}")
-    hold(PIXELS, pixels)
 
 
 def _to_tensor(array: NDArray[Any]) -> Tensor:

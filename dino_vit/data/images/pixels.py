@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.data.limits import MAX_PIXELS
 
-_STRIP = 2**22  # values that are converted at a time
+MAX_PIXELS = 200_000_000  # of an image
 NOT_FINITE = "it contains infinite or NaN values; replace them first"
 IMAGENET_NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of RGB
 
@@ -46,23 +45,17 @@ class Pixels:
         if image.dtype == torch.uint8 and self.bits == 8 and self.range is None:
             return image
         low, high = self._ends(image)
-        conformed = torch.empty(image.shape, dtype=self.dtype)
-        rows = max(1, _STRIP // (len(image) * image.shape[2]))
-        lowest, highest = inf, -inf
-        for top in range(0, image.shape[1], rows):
-            values = image[:, top : top + rows].to(_exact(image.dtype), copy=True)
-            least, most = (float(value) for value in values.aminmax())
-            if not -inf < least <= most < inf:
-                raise ValueError(NOT_FINITE)
-            lowest, highest = min(lowest, least), max(highest, most)
-            scaled = values.sub_(low).div_(high - low).clamp_(0, 1)
-            conformed[:, top : top + rows] = scaled.mul_(255).round_() if self.bits == 8 else scaled
+        values = image.to(_exact(image.dtype), copy=True)
+        lowest, highest = (float(value) for value in values.aminmax())
+        if not -inf < lowest <= highest < inf:
+            raise ValueError(NOT_FINITE)
         if self.range is None and (lowest < low or highest > high):
             raise ValueError(
                 f"its {kind_of(image)} values go from {lowest:g} to {highest:g}, beyond {low:g} to {high:g}; "
                 "set data.range=[low, high], the values that become 0 and 1"
             )
-        return conformed
+        scaled = values.sub_(low).div_(high - low).clamp_(0, 1)
+        return (scaled.mul_(255).round_() if self.bits == 8 else scaled).to(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

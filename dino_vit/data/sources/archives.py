@@ -18,16 +18,14 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.image_set import ImageSet, ShardLayout, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
+from dino_vit.data.label_files import is_label, parse_json
 from dino_vit.data.labels import (
     LABEL_COLUMNS,
     NO_LABEL,
     folder_labels,
-    is_label,
     label_text,
     number_labels,
-    parse_json,
 )
-from dino_vit.data.limits import check_bytes
 from dino_vit.data.shards import ByteRangeReader, Shards
 from dino_vit.data.sources.files import changed, exists, open_file, read_file
 from dino_vit.data.sources.paths import file_identity, folder_of, is_image, short_names
@@ -153,7 +151,6 @@ def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
 def read_member(shards: Shards, shard: int, member: Mapping[str, int]) -> bytes:
     """Return a member that has the checksum in the index, which in a tar is mostly that of its header."""
     header = TAR_BLOCK if member["method"] == HEADER else 0
-    check_bytes(max(member["stored"], member["size"]), "it")
     data = shards.read(shard, member["start"] - header, member["stored"] + header)
     if not header:
         return decompress(data, member["method"], member["size"], member["crc"])
@@ -199,8 +196,7 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
     try:
         while position < length:
             file.seek(position)
-            headers: Any = _Headers(file)
-            with tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape") as tar:
+            with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
                 for info in tar:
                     if info.isreg() or info.islnk():
                         member = _tar_member(info, members, file)
@@ -280,7 +276,7 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
 def zip_images(path: str) -> list[Member]:
     """List the images of a zip archive."""
     try:
-        with open_file(path, HEADERS) as file, zipfile.ZipFile(_Headers(file)) as archive:
+        with open_file(path, HEADERS) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if is_image(info.filename)]
             images = [_zip_member(file, info) for info in infos]
     except OSError:
@@ -299,20 +295,6 @@ def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
     start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
     name = os.fsencode(info.filename.removeprefix("./"))
     return Member(name, start, info.compress_size, info.file_size, info.compress_type, info.CRC)
-
-
-class _Headers:
-    """An archive of which headers are read, no more than a file may have at a time."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.seek, self.tell = file, file.seek, file.tell
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        check_bytes(size, "a header of it")
-        return self._file.read(size)
 
 
 ARCHIVES = {".tar": tar_images, ".zip": zip_images}

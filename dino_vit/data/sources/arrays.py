@@ -12,7 +12,6 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.text import brief, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.limits import open_regular
 from dino_vit.data.sources.files import file_signature, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
@@ -63,7 +62,6 @@ def _fingerprint(images: NDArray[Any]) -> str:
 
 def _load(path: str) -> NDArray[Any]:
     """Map an array of images into memory."""
-    open_regular(path).close()
     try:
         images = open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:

@@ -8,11 +8,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
 from itertools import chain, count
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.process import REQUEUE, in_threads
 from dino_vit.core.text import brief, progress, public, public_text
-from dino_vit.data import limits
 
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
@@ -29,7 +28,6 @@ FileSignature = tuple[int, int, int]  # size, version and time of change
 UNKNOWN = -1  # version of a remote file that no one tells, or in a catalogue that was written elsewhere
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
-AT_ONCE = 2**24  # bytes of a file that one of several threads may read before it asks for more
 RETRYABLE_STATUS = (408, 425, 429)  # HTTP: of the refusals (400 to 499), those after which to ask again
 PER_IMAGE_TIMEOUT_S = 30  # for which an image is requested that may be on a server of its own
 # What file systems call the version of a file, or the time of its last change. Not fsspec's `ukey`, which
@@ -66,6 +64,10 @@ class Refused(SourceLost):
     """A server says that a file is not there, or may not be read; asking again would not help."""
 
     exit_code = 2
+
+
+class RangeNotSupported(OSError):
+    """A server does not know how to send a part of a file."""
 
 
 class ChangedFile(OSError):
@@ -160,7 +162,7 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: f
     for attempt in count():
         try:
             return work()
-        except (ChangedFile, limits.LongFile):
+        except ChangedFile:
             raise
         except OSError as error:
             shown = public(path)
@@ -190,15 +192,13 @@ def _refusal(path: str, error: OSError) -> str | None:
         return "no host has this name"
     if type(cause).__name__ == "NoCredentialsError":  # botocore's
         return str(cause)
-    if type(cause).__name__.startswith("NonHttpUrl"):  # aiohttp's, of a redirect
-        return f"no address of the web: {brief(cause, 200)}"
     if status := getattr(cause, "status", 0):
         return f"HTTP {status}" if 400 <= status < 500 and status not in RETRYABLE_STATUS else None
     # fsspec also calls a file not found whose website does not answer; botocore's errors have a response.
     unreachable = cause is not None and not hasattr(cause, "response") and not isinstance(cause, LookupError)
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden:")  # as gcsfs says
     refused = (isinstance(error, FileNotFoundError) and not unreachable) or forbidden
-    refused = refused or isinstance(error, limits.RangeNotSupported)
+    refused = refused or isinstance(error, RangeNotSupported)
     return brief(without(path, error), 200) if refused else None
 
 
@@ -235,17 +235,27 @@ def request(url: str, start: int, size: int) -> bytes:
     """Return a range of a remote file; what fails is an OSError."""
 
     def ask(system: Any, inner: str) -> Any:
-        if is_http(url):
-            return limits.read_range(system, inner, start, size, time_limit(system))
+        settings = {**time_limit(system), **(_for_a_range(system, size) if is_http(url) else {})}
         # By name: another argument comes first on S3.
-        return system.cat_file(inner, start=start, end=start + size, **time_limit(system))
+        return system.cat_file(inner, start=start, end=start + size, **settings)
 
     return check_length(remotely(url, ask), size, url)
 
 
+def _for_a_range(system: Any, size: int) -> dict[str, Any]:
+    """Return the arguments of aiohttp with which a server that sends more is refused before it does."""
+
+    async def check(answer: Any) -> None:
+        if answer.status == 200 and (answer.content_length is None or answer.content_length > size):
+            raise RangeNotSupported("the server sends whole files only, not the parts that it is asked for")
+
+    headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    return {"headers": headers, "raise_for_status": check}
+
+
 def check_length(data: bytes, size: int, path: str) -> bytes:
     if len(data) != size:
-        raise OSError(f"{public(path)} is truncated: {len(data):,} bytes instead of {size:,}")
+        raise OSError(f"{public(path)} has {len(data):,} bytes where it should have {size:,}")
     return data
 
 
@@ -272,29 +282,14 @@ def is_folder(path: str) -> bool:
 
 
 def read_file(path: str, seconds: float | None = None) -> bytes:
-    """Read a file of at most `limits.MAX_BYTES`; of a large remote one no other thread reads meanwhile."""
+    """Read a whole file; a remote one for so many seconds at most."""
     if not is_url(path):
-        return limits.read_regular(path)
-    for limit in (AT_ONCE, limits.MAX_BYTES):
-        limits.hold(limits.BYTES, limit)
-        with suppress(limits.LongFile):
-            return retry(partial(_request_whole, path, limit), path, seconds=seconds)
-    raise ValueError(f"{public(path)} has more than the {limits.MAX_BYTES:,} bytes that a file may have")
+        return Path(path).read_bytes()
 
+    def ask() -> Any:
+        return remotely(path, lambda system, inner: system.cat_file(inner, **time_limit(system)))
 
-def _request_whole(url: str, limit: int) -> bytes:
-    """Return a remote file of up to `limit` bytes."""
-
-    def ask(system: Any, inner: str) -> Any:
-        seconds = time_limit(system)
-        if is_http(url):
-            return limits.read_whole(system, inner, limit, seconds)
-        size = system.info(inner, **seconds).get("size")
-        if size and size > limit:
-            raise limits.LongFile(f"{public(url)} has more than {limit:,} bytes")
-        return system.cat_file(inner, **({"start": 0, "end": size} if size else {}), **seconds)
-
-    return remotely(url, ask)
+    return bytes(retry(ask, path, seconds=seconds))
 
 
 def read_image_file(path: str, seconds: float | None) -> bytes:
@@ -317,7 +312,7 @@ def raise_if_lost(unreadable: Exception) -> None:
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
     """Open a file for random access; of a remote one at least `buffer` bytes are requested at a time."""
     if not is_url(path):
-        return limits.open_regular(path)
+        return open(path, "rb")
     size = retry(lambda: remote_info(path), path).get("size")
     if size is None:
         raise OSError(f"{public(path)} has no known size, so it cannot be read at random")

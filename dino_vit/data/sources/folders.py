@@ -14,7 +14,8 @@ from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import brief, plural, printable, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.labels import by_name, number_labels, read_entries
+from dino_vit.data.label_files import by_name, read_entries
+from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.files import (
     PER_IMAGE_TIMEOUT_S,
     file_signatures,

@@ -23,15 +23,13 @@ from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, WriteImages, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels
-from dino_vit.data.limits import check_bytes
 from dino_vit.data.sources.files import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
 from dino_vit.data.sources.paths import short_names
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
 PIECE = 4096  # bytes of an image that tell it from others of its size
-BATCH = 32  # rows of a Parquet file that are read together, unless they may be the same bytes many times
-JOINED_BYTES = 2**24  # of rows that were read one by one and are taken together; a larger one is alone
+BATCH = 32  # rows of a Parquet file that are read together
 BINARY = (pa.binary(), pa.large_binary())
 # OWNER/NAME, then possibly [SPLIT] or :SPLIT, then possibly @REVISION.
 _HUB_NAME = re.compile(r"(.*?)(?:[\[:]([^\[\]:/@]+)\]?)?(?:@([^@]+))?", re.DOTALL)
@@ -71,9 +69,7 @@ class Rows:
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
         self.labels += labels.to_pylist()
         images = images.cast(pa.large_binary())
-        sizes = pc.binary_length(images).fill_null(0).to_pylist()
-        check_bytes(max(sizes, default=0), f"an image in column {columns.image}")
-        self.sizes += sizes
+        self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
         return images
 
     def index_contents(self, tables: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> IndexContents:
@@ -223,31 +219,10 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
             image = columns.image
             read = [f"{image}.bytes", f"{image}.path"] if columns.nested else [image]
             read += filter(None, (columns.name, columns.label))
-            for group in range(table.num_row_groups):
-                rows = 1 if _has_dictionary(table.metadata.row_group(group), read[0]) else BATCH
-                for batch in _joined(table.iter_batches(rows, row_groups=[group], columns=read)):
-                    yield columns, batch
+            for batch in table.iter_batches(BATCH, columns=read):
+                yield columns, batch
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{public(path)} is damaged or not a Parquet file: {brief(error, 300)}") from error
-
-
-def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Join batches of small rows, as each costs the same time whatever is in it."""
-    waiting, size = list[pa.RecordBatch](), 0
-    for batch in batches:
-        if waiting and (len(waiting) == BATCH or size + batch.nbytes > JOINED_BYTES):
-            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
-            waiting, size = [], 0
-        waiting.append(batch)
-        size += batch.nbytes
-    if waiting:
-        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
-
-
-def _has_dictionary(group: Any, column: str) -> bool:
-    """Tell whether a column has its values in a dictionary: some kilobytes may then stand for any number."""
-    chunks = (group.column(number) for number in range(group.num_columns))
-    return any(chunk.has_dictionary_page for chunk in chunks if chunk.path_in_schema == column)
 
 
 class HubStore(Store):

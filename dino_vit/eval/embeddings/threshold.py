@@ -19,7 +19,6 @@ from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.limits import one_image
 from dino_vit.eval.embeddings.embed import Array, Embeddings
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import nearest, unit
@@ -73,8 +72,7 @@ class CopyTransform(EvalTransform):
     alter: Callable[[Tensor, int], Tensor]  # the image and its index
 
     def read(self, source: ImageSet, index: int) -> Tensor:
-        with one_image():
-            return self.resize(self.alter(read_image(source, index, self.pixels), index))
+        return self.resize(self.alter(read_image(source, index, self.pixels), index))
 
 
 def crop(image: Tensor, index: int) -> Tensor:

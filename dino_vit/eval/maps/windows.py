@@ -21,7 +21,6 @@ from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.limits import one_image
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.models.backbone import FeatureSpec
@@ -47,9 +46,8 @@ def read_resized(
 ) -> tuple[Tensor, Tensor]:
     """Return an image at the size at which the crop covers its shorter side, times a scale, and its mask."""
     mask = source.mask(index)
-    with one_image():
-        image = read_image(source, index, transform.pixels)
-        return resize(image, transform.cover_size(mask.shape, scale), transform.interpolation), mask
+    image = read_image(source, index, transform.pixels)
+    return resize(image, transform.cover_size(mask.shape, scale), transform.interpolation), mask
 
 
 def read_windows(transform: EvalTransform, source: ImageSet, index: int) -> Windows:

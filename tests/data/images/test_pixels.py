@@ -97,13 +97,3 @@ def test_the_white_of_wide_integers_is_that_of_the_bits_whatever_an_image_holds(
     for pixels, white in ((Pixels(channels=1), 255), (GREY16, 65535)):
         with pytest.raises(ValueError, match=rf"beyond 0 to {white}; set data.range=\[low, high\]"):
             pixels.conform(wide(0, white + 1))
-
-
-@pytest.mark.parametrize("pixels", [GREY16, Pixels(channels=1), Pixels(channels=1, range=(100, 50_000))])
-def test_tall_images_are_converted_as_small_ones_are(pixels, monkeypatch):
-    values = torch.from_numpy(np.random.default_rng(0).integers(0, 65536, (1, 301, 7)).astype(np.uint16))
-    expected = pixels.conform(values)
-    monkeypatch.setattr("dino_vit.data.images.pixels._STRIP", 100)
-    assert torch.equal(pixels.conform(values), expected)
-    with pytest.raises(ValueError, match="go from 0 to 70000, beyond 0 to 65535"):
-        GREY16.conform(torch.arange(70_001, dtype=torch.int32).reshape(1, -1, 1))

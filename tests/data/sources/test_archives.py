@@ -192,13 +192,3 @@ def test_a_later_time_is_no_change_of_an_archive_and_another_member_is(tmp_path)
     os.utime(path, (2.1e9, 2.1e9))
     with pytest.raises(files.ChangedFile, match="changed after it was indexed"):
         source.read(0)
-
-
-def test_a_range_beyond_the_end_of_a_file_is_truncated(tmp_path):
-    """A damaged archive may state any size, which must not be taken from memory."""
-    path = str(tmp_path / "a.tar")
-    (tmp_path / "a.tar").write_bytes(b"abc")
-    reader = shards.ByteRangeReader([path], files.file_signatures([path]))
-    assert reader.read(0, 1, 2) == b"bc"
-    with pytest.raises(OSError, match="truncated: 2 bytes instead of 1,125,899,906,842,624"):
-        reader.read(0, 1, 2**50)

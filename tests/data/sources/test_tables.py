@@ -8,10 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dino_vit.data.sources import files
-from dino_vit.data.sources import tables as tables_module
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.tables import BATCH, find_columns
+from dino_vit.data.sources.tables import find_columns
 from tests.support.remote import serving
 
 PICTURES = [os.urandom(30) for _ in range(8)]
@@ -56,16 +55,6 @@ def test_remote_tables_of_all_layouts_are_as_local_ones(tables, name, monkeypatc
     in_order = sorted(range(8), reverse=True) if name in ("named", "hub") else range(8)
     images = [ONE_MISSING, PICTURES][name in ("named", "hub")]
     assert [data for *_, data in items(local)] == [images[row] or b"" for row in in_order]
-
-
-@pytest.mark.parametrize(("together", "lengths"), [(2**24, [BATCH, 8]), (2 * 38, [2] * 20), (10, [1] * 40)])
-def test_small_rows_of_a_dictionary_are_taken_together(tmp_path, monkeypatch, together, lengths):
-    monkeypatch.setattr(tables_module, "JOINED_BYTES", together)
-    images = [os.urandom(30) for _ in range(40)]
-    pq.write_table(pa.table({"image": images}), path := tmp_path / "a.parquet")
-    batches = [batch for _, batch in tables_module._read_batches(str(path))]
-    assert [len(batch) for batch in batches] == lengths
-    assert [image for batch in batches for image in batch["image"].to_pylist()] == images
 
 
 def test_a_table_that_is_damaged_or_out_of_reach_is_a_sentence(tables, monkeypatch):
