@@ -4,17 +4,19 @@ import csv
 import io
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import eq
 from pathlib import Path
 from typing import NamedTuple
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import LABEL_COLUMNS, number_labels
+from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, number_labels
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
-from dino_vit.data.targets import ZERO_OR_ONE
+from dino_vit.data.targets import SEPARATOR, ZERO_OR_ONE
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
@@ -147,6 +149,12 @@ def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
     path = public(str(path))
     full_names = [printable(images.full_name(index)) for index in range(len(images))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
+    values = [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
+    missing = [name for name, value in zip(names, values, strict=True) if value is None]
+    if meant := _meant(surplus, missing):
+        differ = plural(len(meant), "name differs", "names differ")
+        examples = _examples([(image, name) for name, image in meant.items()], "'%.200s', not '%.200s'")
+        raise ValueError(f"{path}: {differ} from the names of the images: write {examples}")
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has labels for none of the images: its names are like "
@@ -155,14 +163,38 @@ def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
     if surplus:
         extra = plural(len(surplus), "label")
         log.warning("%s: %s for names not in the source: %s", path, extra, _examples(surplus))
-    values = [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
-    missing = [name for name, value in zip(names, values, strict=True) if value is None]
     if len(missing) == len(names):
         raise ValueError(f"{path} names images, but has a label for none of them: fill in the labels")
     if missing:
-        text = "%s: no label for %d of %d images: %s"
-        log.warning(text, path, len(missing), len(values), _examples(missing))
+        labelled, images_ = len(names) - len(missing), plural(len(names), "image")
+        log.info("%s: labels for %s of %s, none for %s", path, f"{labelled:,}", images_, _examples(missing))
     return images.with_labels(*number_labels(values))
+
+
+def _meant(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return which image each given name may mean, if it is only one and no other name means it.
+
+    They may differ by spaces around them, a suffix, capital letters, and folders before them.
+    """
+    images = defaultdict[str, list[tuple[list[str], str]]](list)
+    for name in names:
+        last, *folders = _plain_parts(name)
+        images[last].append((folders, name))
+    meant = dict[str, str]()
+    for name in given:
+        last, *folders = _plain_parts(name)
+        alike = [image for others, image in images[last] if all(map(eq, folders, others))]
+        if len(alike) == 1:
+            meant[name] = alike[0]
+    counts = Counter(meant.values())
+    return {name: image for name, image in meant.items() if counts[image] == 1}
+
+
+def _plain_parts(name: str) -> list[str]:
+    """Return the last part of a path without its suffix, then its folders upwards, in small letters."""
+    name = name.strip().replace("\\", "/").casefold()
+    stem = name.rpartition(".")[0] if name.endswith(IMAGE_SUFFIXES) else name
+    return stem.split("/")[::-1]
 
 
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
@@ -216,4 +248,19 @@ def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, objec
         examples = _examples(pairs, "%.200r has %.200r and %.200r")
         text = f"{path} has two values for {plural(len(pairs), 'name')}: {examples}"
         raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky")
+    _check_spelling(path, table.values())
     return table
+
+
+def _check_spelling(path: str, values: Iterable[object]) -> None:
+    """Raise an error if labels differ by capital letters alone."""
+    texts = (text for value in values for text in (value if isinstance(value, list) else [value]))
+    parts = (text.split(SEPARATOR) for text in texts if isinstance(text, str))
+    counts = Counter(name.strip() for names in parts for name in names)
+    spellings = defaultdict[str, list[str]](list)
+    for name in sorted(counts):
+        spellings[name.casefold()].append(f"'{brief(name)}' ({plural(counts[name], 'image')})")
+    if alike := [names for plain, names in spellings.items() if len(names) > 1 and plain not in NO_LABEL]:
+        shown = ", ".join(" and ".join(names) for names in alike[:3]) + ", ..." * (len(alike) > 3)
+        advice = "write one of them, or other names if they are two classes"
+        raise ValueError(f"{path} has labels that differ by capital letters alone: {shown}; {advice}")

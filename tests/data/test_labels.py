@@ -152,11 +152,11 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
     else:
         header = "filename,label\n" if name.endswith("csv") else ""
         path.write_text(header + "".join(f"{key},{value}\n" for key, value in table.items()))
-    with caplog.at_level(logging.WARNING, "dino_vit"):
+    with caplog.at_level(logging.INFO, "dino_vit"):
         source = open_source(str(root), labels=path)
     assert [source.label(index) for index in range(3)] == [None, 1, 0]
     assert source.classes == ["4", "30"]
-    assert "no label for 1 of 3 images: 'cat/é.jpg'" in caplog.text
+    assert "labels for 2 of 3 images, none for 'cat/é.jpg'" in caplog.text
     assert "1 label for names not in the source: 'missing.png'" in caplog.text
     plain = open_source(str(root))
     assert (source.fingerprint, source.name(1), source.read(1)) == (
@@ -168,14 +168,67 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
         source.label(3)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["cat/1.jpg "], ["cat/1.jpg"]),
+        (["cat/1", "dog/2"], ["cat/1.jpg", "dog/2.png"]),
+        (["Cat/1.JPG", "dog/2.png"], ["cat/1.jpg"]),
+        (["dog/2.jpg"], ["dog/2.png"]),
+        (["2.png"], ["dog/2.png"]),
+        (
+            ["photos/cat/1.jpg", "./dog/2.png", "C:\\photos\\cat\\3.jpg"],
+            ["dog/2.png", "cat/3.jpg", "cat/1.jpg"],
+        ),
+    ],
+)
+def test_a_name_that_is_nearly_that_of_one_image_is_refused_with_it(tmp_path, given, meant):
+    for name in ("cat/1.jpg", "cat/3.jpg", "dog/1.jpg", "dog/2.png"):
+        write_synthetic(tmp_path / "photos" / name, 0)
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(dict.fromkeys(given, "x")))
+    with pytest.raises(ValueError, match=r"names? differs? from the names of the images: write ") as error:
+        open_source(str(tmp_path / "photos"), path)
+    assert re.findall(r"'([^']+)', not", str(error.value)) == meant
+
+
+@pytest.mark.parametrize(
+    "given", [["1.jpg"], ["dog/2", "dog/2.jpg"], ["old/1.jpg", "dog/2.png"], ["none.png"]]
+)
+def test_a_name_that_may_be_of_two_images_or_of_none_has_no_proposal(tmp_path, given):
+    for name in ("cat/1.jpg", "dog/1.jpg", "dog/2.png"):
+        write_synthetic(tmp_path / "photos" / name, 0)
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(dict.fromkeys(given, "x")))
+    if "dog/2.png" in given:
+        assert open_source(str(tmp_path / "photos"), path).classes == ["x"]
+        return
+    with pytest.raises(ValueError, match=r"labels for none of the images: its names are like"):
+        open_source(str(tmp_path / "photos"), path)
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.json"])
+def test_labels_that_differ_by_capital_letters_alone_are_refused(tmp_path, name):
+    root = write_folder(tmp_path / "photos", dict.fromkeys(["1.png", "2.png", "3.png", "4.png"], b""))
+    table = {"1.png": "Cat", "2.png": "cat;Dog", "3.png": "cat", "4.png": "NaN"}
+    text = "".join(f"{key},{value}\n" for key, value in table.items())
+    (tmp_path / name).write_text(json.dumps(table) if name.endswith("json") else text)
+    with pytest.raises(ValueError, match=r"alone: 'Cat' \(1 image\) and 'cat' \(2 images\); write one"):
+        open_source(str(root), labels=tmp_path / name)
+    (root / "list.csv").write_text(text)
+    with pytest.raises(ValueError, match=r"list\.csv has labels that differ by capital letters alone"):
+        open_source(str(root / "list.csv"))
+
+
 def test_names_without_a_match_and_two_values_for_a_name_are_said(tmp_path, caplog):
     for name in ("a.png", "b.png", "c.png", "d.png", "é.png"):
         write_synthetic(tmp_path / "photos" / name, 0)
     path = tmp_path / "labels.csv"
-    path.write_text("a.png,0\nB.png,1\nC.PNG,1\nD.png,1\ne\u0301.png,1\nz.png,1\n")
+    path.write_text("a.png,0\nx.png,1\ny.png,1\nye.png,1\ne\u0301.png,1\nz.png,1\n")
+    caplog.set_level("INFO", "dino_vit")
     assert open_source(str(tmp_path / "photos"), path).label(0) == 0
-    assert "no label for 4 of 5 images: 'b.png', 'c.png', 'd.png', ...\n" in caplog.text
-    assert "5 labels for names not in the source: 'B.png', 'C.PNG', 'D.png', ..." in caplog.text
+    assert "labels for 1 of 5 images, none for 'b.png', 'c.png', 'd.png', ...\n" in caplog.text
+    assert "5 labels for names not in the source: 'e\u0301.png', 'x.png', 'y.png', ..." in caplog.text
     path.write_text("".join(f"{name},{label}\n" for name in "abcde" for label in (1, 2)))
     with pytest.raises(ValueError, match=r"two values for 5 names: 'a' has '1' and '2', 'b' .*, \.\.\.;"):
         open_source(str(tmp_path / "photos"), path)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dino_vit.data.custom import wrap
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.targets import read_targets
+from dino_vit.data.targets import doubts_about, read_targets
 from tests.support.images import saved
 
 PNG = saved(Image.new("RGB", (8, 8)), "PNG")
@@ -35,13 +35,17 @@ def read(tmp_path):
         ("three,three,two,two,thre", "; with a single image, perhaps mistyped: thre (three?)"),
         ("x,x,y,y,bird", "; with a single image, perhaps mistyped: bird"),
         ("a;b,a;b,a;bb,,", "; with a single image, perhaps mistyped: bb (b?)"),
-        ("Cat,cat,cat,dog,dog", "; perhaps the same but for capital letters: Cat, cat"),
         ("a,b,c,c,", "4 images, 3 classes: a, b, c"),
     ],
 )
 def test_labels_that_may_be_typing_errors_are_named(read, labels, said):
     rows = zip("abcde", labels.split(","), strict=True)
     assert str(read("".join(f"{name}.png,{label}\n" for name, label in rows))).endswith(said)
+
+
+def test_folders_that_differ_by_capital_letters_are_named():
+    """In a file of labels they are refused."""
+    assert list(doubts_about({"Cat": 1, "cat": 2})) == ["perhaps the same but for capital letters: Cat, cat"]
 
 
 @pytest.mark.parametrize(
