@@ -1,17 +1,15 @@
-"""Training steps on a GPU: ours, the 2021 code's, other kernels of attention, compiled, as CUDA graphs."""
+"""Training steps on a GPU: ours, the 2021 code's, other kernels of attention, compiled."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import einops
 import torch
@@ -25,9 +23,7 @@ from benchmarks.measure import Work
 from benchmarks.step import FIXED, Case, Reference
 from dino_vit.config.loading import replace as with_settings
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.fused import _State
 from dino_vit.core.runtime import start_processes, wait_for_device
-from dino_vit.models.faster import WARM_UP
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
@@ -36,8 +32,7 @@ from tests.support.kernels import PEAK
 
 READ = size(64, 2)  # images that are cut into views; a larger batch has them several times
 TITLES = {"vit_small": "ViT-S/16", "vit_base": "ViT-B/16"}
-GRAPHS = "CUDA graphs"
-RECORDED = WARM_UP + 2  # steps until the passes are recorded and replayed once
+WARM_UP = 5  # steps
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -63,7 +58,7 @@ class StepCase:
     @property
     def settings(self) -> dict[str, Any]:
         own = {"model.arch": self.arch, "method": self.method.lower(), "run.compile": False}
-        own |= {"run.cuda_graphs": GRAPHS in self.how, **self.changes}
+        own |= self.changes
         return own if ON_GPU else {**own, **SMALL}
 
 
@@ -115,7 +110,7 @@ def tiled(batch: Batch, times: int) -> Batch:
 
 def measured(step: Work, images: int, *, queued: int = 10, rounds: int = 3) -> dict[str, float]:
     """Time steps in a queue, as the loop takes them, then one by itself and the host in it."""
-    for _ in range(size(RECORDED, 1)):
+    for _ in range(size(WARM_UP, 1)):
         step()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -172,30 +167,16 @@ def published(record: Record, case: StepCase) -> None:
 def steps(record: Record, _: float) -> None:
     """Measure steps as they are, the most telling first."""
     ours(record, SMALL_STEP)
-    ours(record, replace(SMALL_STEP, how=GRAPHS))
-    with nothing_compiled():
-        ours(record, replace(SMALL_STEP, how="nothing compiled"))
-        ours(record, replace(SMALL_STEP, how=f"nothing compiled, {GRAPHS}"))
     published(record, SMALL_STEP)
     ours(record, BASE_STEP)
     ours(record, replace(SMALL_STEP, batch=256))
     ours(record, DINOV2_STEP)
-    with nothing_compiled():
-        ours(record, replace(BASE_STEP, how="nothing compiled"))
-        ours(record, replace(SMALL_STEP, batch=256, how="nothing compiled"))
     published(record, BASE_STEP)
     ours(record, replace(BASE_STEP, method="DINOv2"))
     ours(record, replace(BASE_STEP, batch=256))
     published(record, replace(SMALL_STEP, batch=256))
     with sdpa_kernel(list(WITHOUT_CUDNN)) if ON_GPU else nullcontext():
         ours(record, replace(SMALL_STEP, how="without cuDNN's attention"))
-
-
-@contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Leave the small functions of a step to PyTorch's operators, as TORCH_COMPILE_DISABLE=1 does."""
-    with patch.object(_State, "works", False):
-        yield
 
 
 def compiled(record: Record, _: float) -> None:
@@ -210,10 +191,9 @@ def compiled(record: Record, _: float) -> None:
         case = replace(case, how=how, changes={"run.compile": COMPILED[how]})
         torch._dynamo.reset()  # what it keeps of the case before counts to its limit
         counters.clear()
-        # Wide networks too, whose blocks `auto` leaves alone.
-        with record.attempt("compiled", case.name), patch("dino_vit.core.runtime.WIDE", math.inf):
+        with record.attempt("compiled", case.name):
             step, start = WholeStep(case), time.perf_counter()
-            for _ in range(RECORDED):
+            for _ in range(WARM_UP):
                 step()
             wait_for_device(DEVICE)
             took = round(time.perf_counter() - start, 1)

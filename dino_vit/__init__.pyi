@@ -183,7 +183,6 @@ class _Run(TypedDict, total=False):
 
     precision: Literal["auto", "no", "bf16", "fp16"]
     compile: bool | Literal["auto"]
-    cuda_graphs: bool
     sharded: bool
     log_every: int
     eval_every: float | None
@@ -427,7 +426,6 @@ def pretrain(
       budget.minutes=null                 minutes of training and evaluations; the schedules follow
       run.precision=auto                  auto: bf16 where it is native [auto|no|bf16|fp16]
       run.compile=auto                    torch.compile the networks; auto: their blocks, in long runs on CUDA
-      run.cuda_graphs=false               replay passes as CUDA graphs, on one GPU
       run.sharded=false                   shard networks and optimiser among processes (FSDP2)
       run.log_every=50                    steps between log lines
       run.eval_every=10                   epochs between evaluations; null: never

@@ -320,7 +320,6 @@ class Run(Settings):
     compile: bool | Literal["auto"] = setting(
         "auto", "torch.compile the networks; auto: their blocks, in long runs on CUDA", resumable=True
     )
-    cuda_graphs: bool = setting(False, "replay passes as CUDA graphs, on one GPU", resumable=True)
     sharded: bool = setting(False, "shard networks and optimiser among processes (FSDP2)", resumable=True)
     log_every: Count = setting(50, "steps between log lines", resumable=True)
     eval_every: Positive | None = setting(10.0, "epochs between evaluations; null: never", resumable=True)

@@ -5,9 +5,7 @@ import logging
 import os
 import platform
 import re
-import shutil
 import socket
-import sysconfig
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Literal
@@ -21,10 +19,6 @@ from dino_vit.core import log
 from dino_vit.core.distributed import SETUP_TIMEOUT, end_processes
 
 Precision = Literal["no", "bf16", "fp16"]
-# A guess: with ViT-S/16 and 64 images on an H200, 18 s of compiling made steps of 71 ms, or of 49 without any
-# compiled function, take 45: repaid by 700 steps, or by 4,000.
-COMPILED_STEPS = 3_000
-WIDE = 768  # channels from which a step of ViT-B on an H200 is slower with compiled blocks: 81 ms, not 77
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -190,30 +184,6 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
     if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "bf16"
     return "no"
-
-
-def choose_compile(wanted: bool | Literal["auto"], device: torch.device, steps: int, width: int) -> bool:
-    """Return whether to compile the networks; "auto" is for long runs of narrow networks on CUDA.
-
-    Compiled blocks start fewer kernels, which small steps wait for. In wide networks they are no faster.
-    """
-    auto = device.type == "cuda" and steps >= COMPILED_STEPS and width < WIDE
-    return auto if wanted == "auto" else wanted
-
-
-def missing_for_compile() -> str | None:
-    """Return what this machine lacks to compile for a GPU; None if it has all."""
-    from torch.utils._triton import has_triton
-
-    if not has_triton():
-        return "there is no Triton for this GPU"
-    # Triton compiles what starts a kernel, against Python's headers.
-    compilers = os.environ.get("CC", "gcc clang cc").split()
-    if not any(map(shutil.which, compilers)):
-        return "there is no C compiler (gcc or clang)"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "Python's headers are not installed (python3-dev)"
-    return None
 
 
 def wait_for_device(device: torch.device) -> None:

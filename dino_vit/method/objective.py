@@ -65,6 +65,7 @@ class Objective:
         gram_teacher: Backbone | None = None,
         frozen: Network | Backbone | None = None,
     ) -> None:
+        self.compiled = False  # the losses; a run on CUDA that compiles sets it
         self.views, self.global_views = views, global_views
         self.global_size, self.grid = global_size, grid
         self.student_temperature = student_temperature
@@ -172,6 +173,7 @@ class Objective:
             global_views=self.global_views,
             student_temperature=self.student_temperature,
             teacher_temperature=teacher_temperature,
+            compiled=self.compiled,
         )
         if out.patch_features is None or out.patch_prototypes is None or "patch_loss" not in logits:
             return cls, None
@@ -185,6 +187,7 @@ class Objective:
             views=rows,
             student_temperature=self.student_temperature,
             teacher_temperature=teacher_temperature,
+            compiled=self.compiled,
         )
         return cls, patch
 

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_vit.core.distributed import to_device
-from dino_vit.core.fused import fuses
-from dino_vit.models.layers import MLP, LayerNorm, LayerScale, add_norm, add_residual, dropout
+from dino_vit.models.layers import MLP, LayerNorm, LayerScale, add_residual, dropout
 from dino_vit.models.positions import Rotation, rotate
 
 EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, which never stores them
@@ -93,18 +91,11 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        parts = self._split(self._project(x), sequences)
-        sizes = zip(parts, sequences.rotations, sequences.only_cls, strict=True)
+        parts = sequences.split(self._project(x), 3, self.heads, -1)
+        sizes = zip(map(_heads, parts), sequences.rotations, sequences.only_cls, strict=True)
         attended = [self._attend(qkv, rotation, only_cls) for qkv, rotation, only_cls in sizes]
         x = self.proj(sequences.join(attended))
         return dropout(x, self.dropout, self.training)
-
-    def _split(self, projected: Tensor, sequences: Sequences) -> list[tuple[Tensor, ...]]:
-        """Return queries, keys and values of each size, (B, h, T, d) each."""
-        if fuses(projected) and torch.is_grad_enabled():
-            qkv = _SplitHeads.apply(projected, sequences, self.heads)
-            return [qkv[i : i + 3] for i in range(0, len(qkv), 3)]
-        return [_heads(part) for part in sequences.split(projected, 3, self.heads, -1)]
 
     def _attend(self, qkv: tuple[Tensor, ...], rotation: Rotation | None, only_cls: bool) -> Tensor:
         q, k, v = qkv
@@ -139,24 +130,6 @@ def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
     # Without einops, whose calls cost the host more than these. Unbinding (b, n, 3, h, d) before the
     # transposition makes the backward pass one copy instead of two.
     return tuple(part.transpose(1, 2) for part in qkv.unbind(2))
-
-
-class _SplitHeads(torch.autograd.Function):
-    """Split all sizes at once, so that one copy puts their gradients together instead of two."""
-
-    @staticmethod
-    def forward(ctx: Any, projected: Tensor, sequences: Sequences, heads: int) -> tuple[Tensor, ...]:
-        ctx.sequences, ctx.shape = sequences, projected.shape
-        parts = sequences.split(projected, 3, heads, -1)
-        return tuple(part for qkv in parts for part in _heads(qkv))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out = grads[0].new_empty(ctx.shape)
-        for i, part in enumerate(ctx.sequences.split(out, 3, grads[0].shape[1], -1)):
-            torch.stack([grad.transpose(1, 2) for grad in grads[3 * i : 3 * i + 3]], dim=2, out=part)
-        return out, None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -205,10 +178,9 @@ class Block(nn.Module):
         """
         sequences = sequences or Sequences([(x.shape[0], x.shape[1])])
         attention_drop, mlp_drop = (None, None) if drop is None else drop.unbind()
-        x, normed = add_norm(x, None, None, None, self.norm1)
-        attended = self.attn(normed, sequences)
-        x, normed = add_norm(sequences.output_tokens(x), attended, self.ls1, attention_drop, self.norm2)
-        return add_residual(x, self.mlp(normed), self.ls2, mlp_drop)
+        attended = self.attn(self.norm1(x), sequences)
+        x = add_residual(sequences.output_tokens(x), attended, self.ls1, attention_drop)
+        return add_residual(x, self.mlp(self.norm2(x)), self.ls2, mlp_drop)
 
 
 def sequences_by_block(

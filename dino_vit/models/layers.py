@@ -6,15 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-
-from dino_vit.core.fused import fused, fuses
-
-# Numbers in a pass's tokens. Each call of a compiled function costs the host some 0.1 ms: with 17 million
-# (ViT-S/16, 64 images) a step on an H200 waited for the host, 71 ms, and took 49 with PyTorch's operators;
-# with 34 million (ViT-B/16) the GPU was the slower one. A teacher's pass has fewer than its student's.
-FUSED_FROM = 24_000_000
 
 
 class LayerNorm(nn.LayerNorm):
@@ -58,155 +50,11 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-def add_norm(
-    x: Tensor, branch: Tensor | None, layer_scale: LayerScale | None, drop: Tensor | None, norm: LayerNorm
-) -> tuple[Tensor, Tensor]:
-    """Add a branch to the tokens; return them and their LayerNorm.
-
-    Use the returned tokens also where nothing was added: then one kernel sums their gradients.
-    """
-    if not fuses(x, FUSED_FROM):
-        x = x if branch is None else add_residual(x, branch, layer_scale, drop)
-        return x, norm(x)
-    device, gamma = x.device.type, None if layer_scale is None else layer_scale.gamma
-    dtype = torch.promote_types(x.dtype, norm.weight.dtype)
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-    return _AddNorm.apply(x, branch, gamma, drop, norm.weight, norm.bias, norm.eps, dtype)
-
-
 def add_residual(x: Tensor, branch: Tensor, layer_scale: LayerScale | None, drop: Tensor | None) -> Tensor:
     """Add a branch, scaled by channel and by image, to the tokens."""
-    if fuses(x, FUSED_FROM):
-        gamma = None if layer_scale is None else layer_scale.gamma
-        return _Add.apply(x, branch, gamma, drop)
     if layer_scale is not None:
         branch = layer_scale(branch)
     return x + branch if drop is None else torch.addcmul(x, branch, drop)
-
-
-class _Add(torch.autograd.Function):
-    """`add_residual` of a GPU: one kernel in each direction."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | None) -> Tensor:
-        ctx.dtypes = x.dtype, branch.dtype
-        ctx.save_for_backward(None if gamma is None else branch, gamma, drop)
-        return _add(x, branch, gamma, drop)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_dtype, dtype = ctx.dtypes
-        branch, gamma, drop = ctx.saved_tensors
-        grad_gamma = None if gamma is None else _gamma_backward(grad, branch, drop, gamma)
-        return grad.to(x_dtype), _add_backward(grad, gamma, drop, dtype), grad_gamma, None
-
-
-class _AddNorm(torch.autograd.Function):
-    """`add_norm` of a GPU: one kernel in each direction, whose numbers are those of `LayerNorm`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-        gamma, drop, weight, bias, eps, dtype = others
-        ctx.dtypes = x.dtype, None if branch is None else branch.dtype
-        if branch is None:
-            out, (normed, mean, scale) = x.view_as(x), _norm(x, weight, bias, eps, dtype)
-        else:
-            out, normed, mean, scale = _add_and_norm(x, branch, gamma, drop, weight, bias, eps, dtype)
-        ctx.save_for_backward(out, weight, mean, scale, None if gamma is None else branch, gamma, drop)
-        return out, normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, mean, scale, branch, gamma, drop), (x_dtype, dtype) = ctx.saved_tensors, ctx.dtypes
-        given = grad_normed, grad, x, weight, mean, scale
-        if dtype is None:
-            grad, grad_weight, grad_bias = _norm_backward(*given)
-            return grad.to(x_dtype), None, None, None, grad_weight, grad_bias, None, None
-        if gamma is None:
-            grad, grad_branch, *of_norm = _add_and_norm_backward(*given, drop, dtype)
-            return grad.to(x_dtype), grad_branch, None, None, *of_norm, None, None
-        grad, *of_norm = _norm_backward(*given)  # Inductor does not fuse all of it either
-        grad_branch = _add_backward(grad, gamma, drop, dtype)
-        grad_gamma = _gamma_backward(grad, branch, drop, gamma)
-        return grad.to(x_dtype), grad_branch, grad_gamma, None, *of_norm, None, None
-
-
-def _accurate(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.flatten(0, -2).sum(0).to(dtype)
-
-
-def _scaled(branch: Tensor, gamma: Tensor | None, drop: Tensor | None) -> Tensor:
-    branch = _accurate(branch) if gamma is None else _accurate(branch) * gamma
-    return branch if drop is None else branch * drop
-
-
-@fused
-def _add(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | None) -> Tensor:
-    dtype = x.dtype
-    for other in (branch, gamma, drop):
-        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
-    return (_accurate(x) + _scaled(branch, gamma, drop)).to(dtype)
-
-
-@fused
-def _add_backward(grad: Tensor, gamma: Tensor | None, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return _scaled(grad, gamma, drop).to(dtype)
-
-
-@fused
-def _gamma_backward(grad: Tensor, branch: Tensor, drop: Tensor | None, gamma: Tensor) -> Tensor:
-    return _sum_rows(_scaled(grad, None, drop) * branch, gamma.dtype)  # Inductor would compute it apart
-
-
-@fused
-def _norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    accurate = _accurate(x)
-    mean = accurate.mean(-1, keepdim=True)
-    centred = accurate - mean
-    scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (centred * scale * weight + bias).to(dtype), mean, scale
-
-
-@fused
-def _norm_backward(
-    grad_normed: Tensor, grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_normed, normed = _accurate(grad_normed), (x - mean) * scale
-    through = grad_normed * weight
-    centred = through - through.mean(-1, keepdim=True) - normed * (through * normed).mean(-1, keepdim=True)
-    grad_weight = _sum_rows(grad_normed * normed, weight.dtype)
-    return grad + centred * scale, grad_weight, _sum_rows(grad_normed, weight.dtype)
-
-
-@fused
-def _add_and_norm(
-    x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | None, *norm: Any
-) -> tuple[Tensor, ...]:
-    out = _add(x, branch, gamma, drop)
-    return out, *_norm(out, *norm)
-
-
-@fused
-def _add_and_norm_backward(
-    grad_normed: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    drop: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad, grad_weight, grad_bias = _norm_backward(grad_normed, grad, x, weight, mean, scale)
-    return grad, _add_backward(grad, None, drop, dtype), grad_weight, grad_bias
 
 
 def dropout(x: Tensor, rate: float, training: bool) -> Tensor:

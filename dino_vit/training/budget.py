@@ -78,7 +78,6 @@ def measured_seconds(config: PretrainConfig, context: RunContext, steps: int = 1
         changes |= {key: 0 for key in PHASES if get(config, key)}  # which no length of a run fits for sure
         if config.run.compile == "auto":
             changes["run.compile"] = False  # the pace of the run itself tells how much faster it is
-        changes["run.cuda_graphs"] = False  # the same; and their memory would not be free again at once
         state = set_up(replace(config, changes), start_processes(), context).state
         with contextlib.closing(state.loader.batches()) as batches:
             step_seconds = seconds_per_step(state, partial(take_step, state, batches), limit)

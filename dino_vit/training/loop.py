@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.distributed import any_process, broadcast_int, limit_waits
-from dino_vit.core.fused import fused_step
 from dino_vit.core.process import Interruption
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import StorageError
@@ -84,7 +83,6 @@ def stop_without_batch(state: TrainingState, reporter: Reporter) -> None:
     reporter.warn(f"step {state.step:,}: stopped while no images came")
 
 
-@fused_step()
 def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     """Take one optimiser step, and update the teacher."""
     config = state.config

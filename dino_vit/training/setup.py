@@ -18,12 +18,13 @@ from dino_vit.config.settings import given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import DTYPES, choose_compile, choose_precision, launched_for_shards
+from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.compiling import choose_compile, compile_networks, missing_for_compile
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer, ViTConfig
 from dino_vit.training.plan import BudgetEstimate, make_plan, note_on_unseen
@@ -54,7 +55,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, context: RunContext
     if context.resumed:
         check_same_run(config, context, context.resumed)
     state = _build_state(config, context, accelerator)
-    notes += _make_faster(state)
+    notes += _compile(state)
     if config.data.keep_decoded and (kept := keep_decoded(state.loader, resolution.summary)):
         notes.append(kept)
     state.seconds_before = context.estimate.seconds
@@ -231,27 +232,21 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     )
 
 
-def _make_faster(state: TrainingState) -> Iterator[str]:
-    """Compile and record the networks as `run.compile` and `run.cuda_graphs` say; yield notes on it."""
-    run, networks = state.config.run, (state.student, state.teacher)
-    if choose_compile(run.compile, state.device, state.plan.total_steps, state.student.backbone.width):
-        from dino_vit.models.faster import compile_networks
-
-        # FSDP gathers the weights of a block outside its graph.
-        whole = run.compile is True and not state.sharded
-        yield from compile_networks(networks, whole=whole, if_possible=run.compile == "auto")
-    obstacles = {
-        f"on {state.device.type}": state.device.type != "cuda",
-        "in several processes": state.accelerator.num_processes > 1,
-        "with model.grad_checkpointing=true": state.config.model.grad_checkpointing,
-        "with a model of timm": not isinstance(state.student.backbone, VisionTransformer),
-    }
-    if run.cuda_graphs and (obstacle := next((name for name, holds in obstacles.items() if holds), None)):
-        yield f"run.cuda_graphs=true has no effect {obstacle}"
-    elif run.cuda_graphs:
-        from dino_vit.models.faster import record_networks
-
-        record_networks(networks)
+def _compile(state: TrainingState) -> Iterator[str]:
+    """Compile networks and losses as `run.compile` says; yield a note on it."""
+    wanted, auto = state.config.run.compile, state.config.run.compile == "auto"
+    if not choose_compile(wanted, state.device, state.plan.total_steps):
+        return
+    if auto and not isinstance(state.student.backbone, VisionTransformer):
+        return
+    if auto and (missing := missing_for_compile()):
+        yield f"blocks are not compiled (run.compile=auto), which would make steps faster: {missing}"
+        return
+    if auto:
+        yield "the first step compiles the blocks, so that others are faster; run.compile=false turns it off"
+    # FSDP gathers the weights of a block outside of its graph.
+    compile_networks((state.student, state.teacher), whole=not auto and not state.sharded)
+    state.objective.compiled = state.device.type == "cuda"  # a CPU computes them part by part, in its cache
 
 
 def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[Network, Network]:

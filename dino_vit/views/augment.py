@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_vit.core.distributed import to_device
-from dino_vit.core.fused import fuses
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.images.pixels import unit_scale
 
@@ -125,8 +124,7 @@ class Augment(nn.Module):
     ) -> None:
         super().__init__()
         self.sigma_max, self.colour = sigma_max, len(mean) == 3
-        self.turns = max(1, math.ceil(6 * hue_max))
-        self.hue = partial(_hue_, turns=self.turns)
+        self.hue = partial(_hue_, turns=max(1, math.ceil(6 * hue_max)))
         levels = 255 * rearrange(torch.tensor([mean, std]), "two c -> two c 1 1")
         self.register_buffer("mean", levels[0], persistent=False)
         self.register_buffer("std", levels[1], persistent=False)
@@ -135,8 +133,6 @@ class Augment(nn.Module):
     def forward(self, images: Tensor, rows: Tensor) -> Tensor:
         assert images.dtype in (torch.uint8, torch.float32), images.dtype
         assert images.shape[1] == len(self.mean), images.shape
-        if self.colour and fuses(images):
-            return self._fused(images, rows.numpy())
         x = images * 255 if images.is_floating_point() else images.float()
         if steps := [step for step in self._steps(rows.numpy(), min(x.shape[-2:])) if len(step[1])]:
             # The indices of all steps move to the device in one copy, their parameters in another.
@@ -186,21 +182,6 @@ class Augment(nn.Module):
                 factor = np.select([number == kind for kind in range(_HUE)], list(factors), 1.0)
                 greys = [(1 - factor) * (number == kind) for kind in (_SATURATION, _CONTRAST)]
                 yield False, number < _NOTHING, [factor, *greys]
-
-    def _fused(self, images: Tensor, rows: NDArray[np.float32]) -> Tensor:
-        """Compute all operations for all images, in the few kernels of `fused_augment.py`."""
-        from dino_vit.views.fused_augment import augment  # on a GPU alone
-
-        # Without a blur, the centre alone counts.
-        sigma, most = np.maximum(rows[:, Column.SIGMA], _NEGLIGIBLE), min(images.shape[-2:]) - 1
-        switches = (rows[:, [Column.FLIP, Column.GREY, Column.SOLARISE]] > 0).T
-        steps = self._jitters(rows)
-        jitters = [own * chosen if is_hue else own for is_hue, chosen, each in steps for own in each]
-        numbers = [_gaussian(sigma, self.sigma_max, most), switches, np.array(jitters)]
-        on_device = _on_device([part.astype(np.float32).ravel() for part in numbers], images.device)
-        taps, (flip, grey, solarise), jitter = (part.view(-1, len(images)) for part in on_device)
-        on_gpu = jitter, flip, grey, taps, solarise, self.mean, self.std
-        return augment(images, *on_gpu, JITTERS, self.turns, _LUMA)
 
 
 def _on_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Sequence[Tensor]:

@@ -6,13 +6,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from benchmarks import gpu, gpu_steps
+from benchmarks import gpu
 from benchmarks.gpu_profile import union
 from benchmarks.gpu_record import Record
 from benchmarks.gpu_summary import H200_FIGURES, page
-from dino_vit.core.runtime import choose_compile
 
 STEP = {"kind": "step", "name": "ViT-S/16, DINO, 64 images", "images_s": 3675.0, "ms": 20.0, "ms_host": 9.0}
 
@@ -37,10 +35,10 @@ def test_facts_and_steps_are_measured_on_a_cpu(tmp_path):
     assert of_kind(lines, "part") == ["facts", "steps"]
     assert len(of_kind(lines, "machine")) == len(of_kind(lines, "host")) == 1
     assert (len(of_kind(lines, "product")), len(of_kind(lines, "attention"))) == (9, 5)
-    assert len(set(of_kind(lines, "step"))) == 15
+    assert len(set(of_kind(lines, "step"))) == 10
     names = {(line["kind"], line["name"]) for line in lines}
     measured = [what for what in H200_FIGURES if what.kind in ("copy", "host", "product", "step")]
-    assert names >= {(what.kind, what.name) for what in measured}
+    assert names >= {(what.kind, what.name) for what in measured if "nothing compiled" not in what.name}
     assert "A rehearsal on a CPU" in (tmp_path / "summary.md").read_text()
 
 
@@ -138,15 +136,3 @@ def test_an_error_is_written_down_and_the_next_measurement_is_made(tmp_path):
 
 def test_time_in_which_kernels_overlap_counts_once():
     assert union([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
-
-
-def test_blocks_are_compiled_that_auto_leaves_alone(tmp_path, monkeypatch):
-    compiled = []
-
-    def build(case):
-        compiled.append(choose_compile(case.settings["run.compile"], torch.device("cuda"), 100_000, 768))
-        raise RuntimeError
-
-    monkeypatch.setattr(gpu_steps, "WholeStep", build)
-    gpu_steps.compiled(Record(tmp_path / "results.jsonl"), 0)
-    assert compiled == [True] * 5

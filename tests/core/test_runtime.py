@@ -7,15 +7,12 @@ import torch
 
 import dino_vit.core.runtime
 from dino_vit.core.runtime import (
-    COMPILED_STEPS,
     adopt_slurm,
     check_trackers,
-    choose_compile,
     choose_interface,
     choose_precision,
     cores_of_a_process,
     first_host,
-    missing_for_compile,
 )
 
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456"}
@@ -171,30 +168,3 @@ def test_trackers_must_be_installed(monkeypatch):
     for name in ("tensorbord", "wandb"):
         with pytest.raises(ValueError, match=rf"{name} is not installed. .* \(tensorboard\)"):
             check_trackers(["tensorboard", name])
-
-
-def test_auto_compiles_long_runs_on_cuda():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose_compile("auto", cuda, COMPILED_STEPS, 384)
-    assert not choose_compile("auto", cuda, COMPILED_STEPS, 768)
-    assert not choose_compile("auto", cuda, COMPILED_STEPS - 1, 384)
-    assert not choose_compile("auto", cpu, 100_000, 384)
-    assert not choose_compile("auto", torch.device("mps"), 100_000, 384)
-    assert choose_compile(True, cpu, 100, 768)
-    assert not choose_compile(False, cuda, 100_000, 384)
-
-
-def test_what_compiling_for_a_gpu_needs_is_found(tmp_path, monkeypatch):
-    compiler = tmp_path / "a-compiler"
-    compiler.touch(mode=0o755)
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setenv("CC", f"{compiler} -O2")
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr("sysconfig.get_path", lambda _: tmp_path)
-    assert missing_for_compile() is None
-    (tmp_path / "Python.h").unlink()
-    assert "headers" in missing_for_compile()
-    monkeypatch.setenv("CC", str(tmp_path / "none"))
-    assert "C compiler" in missing_for_compile()
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
-    assert "Triton" in missing_for_compile()

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dino_vit.method import loss as loss_module
 from dino_vit.method.cross_entropy import logits_of, teacher_targets
 from dino_vit.method.loss import dino_loss, loss_statistics
 
@@ -35,11 +36,15 @@ def double_loop(features, weight, teacher_logits, center, *, views, global_views
     return total / pairs
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("global_views", "views"), VIEWS)
 @pytest.mark.parametrize("images_at_once", [1, 2, 3])
-def test_value_and_gradients_are_those_of_the_double_loop(global_views, views, images_at_once):
+def test_value_and_gradients_are_those_of_the_double_loop(
+    monkeypatch, global_views, views, images_at_once, compiled
+):
+    monkeypatch.setattr(loss_module, "_compiled", lambda function, **_: function)  # which takes seconds
     sizes = {"views": views, "global_views": global_views}
-    chunks = {"chunk_bytes": 4 * views * 40 * images_at_once}
+    chunks = {"chunk_bytes": 4 * views * 40 * images_at_once, "compiled": compiled}
     batch = make_batch(global_views, views)
     loss = dino_loss(*batch, **sizes, **TEMPERATURES, **chunks)
     assert loss.dtype == torch.float32

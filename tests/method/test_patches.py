@@ -1,8 +1,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
+from torch._inductor.utils import run_and_get_code
 
 from dino_vit.method import cross_entropy
+from dino_vit.method import loss as loss_module
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.loss import loss_statistics, patch_loss
@@ -42,8 +45,10 @@ def patch_by_patch(features, weight, teacher, center):
     return total / VIEWS
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rows_at_once", [1, 2, 4, 6])
-def test_value_and_gradients_are_those_of_the_loop(rows_at_once):
+def test_value_and_gradients_are_those_of_the_loop(monkeypatch, rows_at_once, compiled):
+    monkeypatch.setattr(loss_module, "_compiled", lambda function, **_: function)  # which takes seconds
     features, weight, teacher, center, weights = make_batch()
     expected = patch_by_patch(features, weight, teacher, center)
     gradients = torch.autograd.grad(3 * expected, (features, weight))
@@ -55,6 +60,7 @@ def test_value_and_gradients_are_those_of_the_loop(rows_at_once):
         weights,
         views=VIEWS,
         chunk_bytes=4 * 40 * rows_at_once,
+        compiled=compiled,
         **TEMPERATURES,
     )
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
@@ -126,3 +132,41 @@ def test_chunks_of_logits_are_balanced_and_measured_as_one():
     whole_statistics = loss_statistics(loss, [logits], center, teacher_temperature=0.1)
     statistics = loss_statistics(loss, logits.split(4), center, teacher_temperature=0.1)
     torch.testing.assert_close(statistics, whole_statistics)
+
+
+def test_compiled_losses_have_one_graph_for_all_numbers_of_masked_patches(monkeypatch):
+    """The first one is compiled as it is, the second for any number."""
+    compile, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, *, dynamic, **_: compile(function, dynamic=dynamic, backend=counter),
+    )
+    loss_module._compiled.cache_clear()
+    torch._dynamo.reset()
+    graphs = []
+    for count in (6, 5, 4, 3, 2):
+        features, weight, teacher, center, weights = make_batch(dtype=torch.float32)
+        teacher = LazyLogits(teacher.features[:count], teacher.prototypes)
+        given = features[:count], weight, teacher, center, weights[:count]
+        patch_loss(*given, views=VIEWS, compiled=True, **TEMPERATURES)
+        graphs.append(counter.frame_count)
+    loss_module._compiled.cache_clear()
+    assert graphs == [1, 2, 2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own modules
+def test_compiled_losses_are_those_of_the_plain_functions_in_one_kernel():
+    """By Inductor's code for CPUs."""
+    logits, teacher, center = torch.randn(10, 8, 256), torch.rand(2, 8, 256), torch.rand(1, 256)
+    common = center, torch.full((), 25.0), 1.0, torch.bfloat16
+    rows = logits[0], teacher[0], center, torch.rand(8, 1), *common[1:]
+    for function, arguments in (
+        (loss_module.pairs_loss_and_gradient, (logits, teacher, *common)),
+        (loss_module.rows_loss_and_gradient, rows),
+    ):
+        out, code = run_and_get_code(loss_module._compiled(function), *arguments)
+        for found, expected in zip(out, function(*arguments), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)  # of bfloat16
+        assert sum(text.count("async_compile.cpp") for text in code) == 1

@@ -47,7 +47,6 @@ def second_step(mode, accelerator, folder, settings):
 
 @pytest.mark.parametrize("settings", CASES, ids=" ".join)
 def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, settings):
-    monkeypatch.setattr("dino_vit.core.fused._State.works", False)  # the operators that a CPU takes
     rehearsal = Rehearsal(answers=True)
     ours, memory = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
 

@@ -32,7 +32,6 @@ BANDWIDTH, PEAK = (
 )  # an H100's bytes a second, rounded, and its operations in bf16, by the data sheet
 BLOCK = 512  # bytes, of which the allocator hands out multiples
 ELSEWHERE = "elsewhere"
-COMPILED = "compiled functions"
 # Functions whose operators are counted together: the outermost of them in the stack decides.
 PARTS = {
     "views_of": "augmentation",
@@ -124,20 +123,6 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in _FREE:
             self.kernels[part, str(func)] += _launches(func, args)
             self._weigh(part, func, args, out, dict(kwargs or {}))
-
-    def record_fused(self, name: str, args: Sequence[Any], out: Any) -> None:
-        """Count a compiled function: one kernel, which reads its arguments and writes its results."""
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        for tensor in made:
-            self._follow(tensor.untyped_storage())
-        part = _part()
-        self.operators[part] += 1
-        self.peaks[part] = max(self.memory, self.peaks.get(part, 0))
-        traffic = sum(map(_bytes, [*given, *made]))
-        self.kernels[part, name] += 1
-        self.traffic[part, COMPILED] += traffic
-        self.seconds[part] += traffic / BANDWIDTH
 
     def _weigh(
         self, part: str, func: OpOverload, args: Sequence[Any], out: Any, kwargs: dict[str, Any]

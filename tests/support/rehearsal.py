@@ -11,8 +11,7 @@ go through the code that a GPU would run; tensors on the host stay real. It
 - counts kernels and follows the memory of tensors, as `Kernels` does.
 
 PyTorch's engine for gradients needs a real device, so `backward` stands in for it. Several processes are
-rehearsed as one of them, whose collectives do nothing. A compiled function (`core/fused.py`) is one kernel,
-whose arguments and results alone are in memory. Compiled networks, what one stream has to wait for in
+rehearsed as one of them, whose collectives do nothing. What is compiled, what one stream has to wait for in
 another, and the memory that a kernel takes for itself are not rehearsed.
 """
 
@@ -119,9 +118,6 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             stack.enter_context(patch("torch.Tensor.pin_memory", _pinned))
             stack.enter_context(patch("torch.Tensor.is_pinned", _is_pinned))
             stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
-            stack.enter_context(patch("dino_vit.core.fused.is_on_gpu", lambda x: x.is_cuda))
-            stack.enter_context(patch("dino_vit.core.fused._State.small", True))
-            stack.enter_context(patch("dino_vit.core.fused._run", self._fused))
             for name, stand_in in OF_CUDA.items():
                 stack.enter_context(patch(f"torch.cuda.{name}", stand_in))
             stack.enter_context(patch("torch.accelerator.current_stream", Stream))
@@ -195,17 +191,6 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
         integers = func in _FLOATS_ONLY and not args[0].is_floating_point()
         if integers or not _has_kernel(func):
             raise NotOnGpu(f"CUDA has no {func}{' of integers' if integers else ''}")
-
-    def _fused(self, plain: Callable[..., Any], _: Any, arguments: tuple[Any, ...]) -> Any:
-        """Count a compiled function as one kernel, of which only arguments and results are in memory."""
-        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            with patch("dino_vit.core.fused._State.steps", False):  # those that it calls are a part of it
-                out = plain(*arguments)
-        finally:
-            super().__enter__()  # type: ignore[no-untyped-call]
-        self.record_fused(plain.__name__, arguments, out)
-        return out
 
     def _wait(self, func: OpOverload) -> None:
         if not self.answers:

@@ -4,8 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
 
+from dino_vit.models.compiling import COMPILED_STEPS, choose_compile, compile_networks, missing_for_compile
+from dino_vit.models.student_teacher import build_networks
+from tests.support.rehearsal import one_of_two
 from tests.support.runs import RESNET, TINY, assert_same_readings, steps, tensors
 from tests.support.training import interrupted, opened, trained
 
@@ -14,7 +18,7 @@ from tests.support.training import interrupted, opened, trained
 def auto_compiles(monkeypatch):
     """As on a GPU with all that compiling needs."""
     monkeypatch.setattr("dino_vit.training.setup.choose_compile", lambda wanted, *_: wanted == "auto")
-    monkeypatch.setattr("dino_vit.models.faster.missing_for_compile", lambda: None)
+    monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: None)
 
 
 @pytest.mark.slow
@@ -46,9 +50,50 @@ def test_auto_says_that_it_compiles_or_why_not(tmp_path, monkeypatch, auto_compi
     assert len(compiled) == 2 * TINY["model.depth"]
     compiled.clear()
     assert not [note for note in opened(tmp_path / "b", {"run.compile": "false"}).notes if "compile" in note]
-    monkeypatch.setattr("dino_vit.models.faster.missing_for_compile", lambda: "there is no Triton")
+    monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: "there is no Triton")
     (said,) = [note for note in opened(tmp_path / "c", {}).notes if "compile" in note]
     assert "there is no Triton" in said
     assert not compiled
     without_blocks = opened(tmp_path / "d", RESNET)
     assert not [note for note in without_blocks.notes if "compile" in note]
+
+
+def test_no_graph_is_split_where_gradients_are_exchanged(monkeypatch):
+    """By default each megabyte, and then every 25, would be a graph of its own."""
+    architecture = {"image_size": 32, "patch_size": 8, "width": 192, "depth": 2, "heads": 3}
+    head = {"prototypes": 16, "hidden_dim": 16, "bottleneck_dim": 8}
+    student, teacher = build_networks(backbone=architecture, drop_path=0, head=head)
+    compile, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=counter))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    torch._dynamo.reset()
+    with one_of_two():
+        compile_networks([student, teacher], whole=True)
+        DistributedDataParallel(student)([torch.randn(2, 3, 32, 32)]).features.sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_auto_compiles_long_runs_on_cuda():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_compile("auto", cuda, COMPILED_STEPS)
+    assert not choose_compile("auto", cuda, COMPILED_STEPS - 1)
+    assert not choose_compile("auto", cpu, 100_000)
+    assert not choose_compile("auto", torch.device("mps"), 100_000)
+    assert choose_compile(True, cpu, 100)
+    assert not choose_compile(False, cuda, 100_000)
+
+
+def test_what_compiling_for_a_gpu_needs_is_found(tmp_path, monkeypatch):
+    compiler = tmp_path / "a-compiler"
+    compiler.touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", f"{compiler} -O2")
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: tmp_path)
+    assert missing_for_compile() is None
+    (tmp_path / "Python.h").unlink()
+    assert "headers" in missing_for_compile()
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    assert "C compiler" in missing_for_compile()
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    assert "Triton" in missing_for_compile()
