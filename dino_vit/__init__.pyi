@@ -244,6 +244,7 @@ def inspect_data(
     count: int | None = 2000,
     max_pixels: int = 200000000,
     sheet: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     pretrain: str | os.PathLike[str] | None = None,
     as_json: bool = False,
     config: str | os.PathLike[str] | InspectConfig | None = None,
@@ -263,6 +264,7 @@ def inspect_data(
       count=2000                          images to inspect, evenly spread over the source; null: all
       max_pixels=200000000                a larger image is not decoded
       sheet=null                          PNG to write of the views that training would use; null: none [FILE.png]
+      overwrite=false                     replace files that exist
       pretrain=null                       config file of the training to show views of; null: recipe=auto
       as_json=false                       print JSON, with every unreadable image
     """
@@ -453,6 +455,7 @@ def report(
     run: str | os.PathLike[str] = ...,
     *,
     output: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     source: str | os.PathLike[str] | object = None,
     images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
@@ -468,6 +471,7 @@ def report(
 
       run=...                             folder of the run
       output=null                         file to write; null: report.html in the folder of the run [FILE.html]
+      overwrite=false                     replace files that exist
       source=null                         where the images are now; null: where the run read them
       images=500                          images on the map; with more, their pictures are smaller
     """
@@ -482,6 +486,7 @@ def knn(
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    overwrite: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
@@ -513,6 +518,7 @@ def knn(
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
@@ -537,6 +543,7 @@ def linear(
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    overwrite: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
@@ -570,6 +577,7 @@ def linear(
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
@@ -596,6 +604,7 @@ def predict(
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    overwrite: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cache_gb: float = 50.0,
     train: str | os.PathLike[str] | object = None,
@@ -622,6 +631,7 @@ def predict(
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       train=null                          images that have labels; null: those of source
@@ -641,6 +651,7 @@ def dense(
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    overwrite: bool = False,
     masks: str | os.PathLike[str] | None = None,
     train_masks: str | os.PathLike[str] | None = None,
     class_names: str | os.PathLike[str] | None = None,
@@ -670,6 +681,7 @@ def dense(
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      overwrite=false                     replace files that exist
       masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
       train_masks=null                    masks of train, as masks
       class_names=null                    text file with the name of each class, a line each
@@ -692,6 +704,7 @@ def compare(
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    overwrite: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
@@ -723,6 +736,7 @@ def compare(
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
@@ -741,6 +755,7 @@ def attention(
     weights: str | os.PathLike[str] = ...,
     *,
     output: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     network: Literal["teacher", "student"] = "teacher",
     count: int | None = 12,
     size: int | None = None,
@@ -760,6 +775,7 @@ def attention(
       source=...                          image, video, folder, glob or any other source of images
       weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
       output=null                         folder for pictures and maps; null: attention, in Python none
+      overwrite=false                     replace files that exist
       network=teacher                     network of a checkpoint [teacher|student]
       count=12                            number of images, from all over the source; null: all
       size=null                           pixels of the shorter side; null: at most twice the weights'
@@ -777,6 +793,7 @@ def embed(
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "no",
+    overwrite: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
@@ -802,6 +819,7 @@ def embed(
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]
+      overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
@@ -816,6 +834,7 @@ def search(
     *,
     weights: str | os.PathLike[str] | None = None,
     k: int = 8,
+    overwrite: bool = False,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | SearchConfig | None = None,
     verbose: bool = True,
@@ -832,6 +851,7 @@ def search(
       images=...                          image files to find similar images to
       weights=null                        run folder, weights file or name; null: those of the embeddings
       k=8                                 nearest images to show
+      overwrite=false                     replace files that exist
       output=null                         picture, with JSON beside it; null: search.png, in Python none [FILE.png]
     """
 
@@ -841,6 +861,7 @@ def duplicates(
     threshold: float | None = None,
     pairs: int = 10000,
     output: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     config: str | os.PathLike[str] | DuplicatesConfig | None = None,
     verbose: bool = True,
 ) -> DuplicatesResult:
@@ -856,6 +877,7 @@ def duplicates(
       threshold=null                      minimum cosine of a pair; null: chosen by the features
       pairs=10000                         closest pairs to list; groups are formed by all pairs
       output=null                         JSON, with sheets beside it; null: duplicates.json, in Python none [FILE.json]
+      overwrite=false                     replace files that exist
     """
 
 def inspect_weights(
@@ -918,6 +940,6 @@ def export(
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface and timm
       format=...                          format to write [reference|timm|huggingface|onnx]
       head=false                          onnx: probabilities, by the classifier in a file that predict wrote
-      overwrite=false                     replace OUT if it exists
+      overwrite=false                     replace files that exist
       license=null                        of a folder: licence for its model card, such as apache-2.0
     """

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import dino_vit
-from dino_vit.commands import COMMANDS, working
+from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
 from dino_vit.config.settings import Settings, values
 from dino_vit.core.process import (
@@ -111,7 +111,9 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def run_command(run: Callable[[Any], Any], config: Settings) -> None:
     """Run a command; one that can resume stops at a signal with the exit code that asks for a new start."""
-    with Interruption() if config.resumes else nullcontext(), working(config, on_console=True):
+    from dino_vit.core.work import at_work  # imports torch
+
+    with Interruption() if config.resumes else nullcontext(), at_work(on_console=True):
         result = run(_with_output(config))
         if result is not None and is_rank_0():
             _print(printable_lines(str(result)))

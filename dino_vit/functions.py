@@ -26,7 +26,7 @@ from pathlib import Path
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 
-from dino_vit.commands import COMMANDS, working
+from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import (
     add_config_arguments,
     config_from,
@@ -56,6 +56,8 @@ def function_of(name: str) -> Callable[..., Any]:
     taken = _signature(name, cls, positional)
 
     def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
+        from dino_vit.core.work import at_work  # imports torch
+
         _check_not_imported_by_a_child()
         if hooks and "callbacks" in keywords:
             raise ConfigError([CALLBACKS])
@@ -64,7 +66,7 @@ def function_of(name: str) -> Callable[..., Any]:
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
         settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
-        with log_shown(verbose), working(ready) as work:
+        with log_shown(verbose), at_work() as work:
             work.result = result = run(ready, **called)
             if verbose and result is not None and is_rank_0():
                 print(printable_lines(str(result)))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Written
-from dino_vit.config.commands import RESULTS, JsonFile
+from dino_vit.config.commands import OVERWRITE, RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.runtime import start_processes
@@ -59,6 +59,7 @@ class CopydaysConfig(Settings):
     size: Dimension | None = setting(None, "side in pixels; null: that of the weights")
     batch_size: Dimension = setting(32, "images per forward pass")
     output: JsonFile | None = RESULTS
+    overwrite: bool = OVERWRITE
     writes: ClassVar = "eval/copydays"
 
     positional: ClassVar = ("originals",)

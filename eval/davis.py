@@ -34,9 +34,10 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Written
+from dino_vit.config.commands import OVERWRITE
+from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Count, Dimension, FewOrZero, Positive, Settings, setting
 from dino_vit.core import Size
-from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.eval.maps.pictures import save_png
@@ -60,6 +61,7 @@ class DavisConfig(Settings):
     k: Count = setting(5, "nearest patches whose labels are averaged")
     temperature: Positive = setting(0.1, "a patch weighs exp(cosine / temperature)")
     output: str = setting("davis", "folder for the masks and davis.json")
+    overwrite: bool = OVERWRITE
 
     positional: ClassVar = ("source",)
 
@@ -212,8 +214,10 @@ def write_mask(mask: Tensor, path: Path, *, palette_of: Path) -> None:
 def run(config: DavisConfig) -> Written:
     """Propagate the masks of all videos, judge and write them."""
     folder = Path(config.output)
-    claim(folder / "davis.json")
     names = (Path(config.source) / "ImageSets" / "2017" / "val.txt").read_text().split()
+    annotations = Path(config.source) / "Annotations" / "480p"
+    masks = (folder / name / mask.name for name in names for mask in (annotations / name).glob("*.png"))
+    check_outputs(config, folder / "davis.json", *masks)
     model = load_backbone(config.weights).to(start_processes().device)
     if not model.has_patches:
         raise ValueError(f"{config.weights} has no patches: its features are made after pooling")

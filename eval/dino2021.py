@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from dino_vit.cli import run_program
 from dino_vit.config.commands import RESULTS, CachedConfig, JsonFile, SupervisedConfig
+from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
-from dino_vit.core.outputs import MARK, after_figures, claim, write_output
-from dino_vit.core.storage import pickled
+from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
+from dino_vit.core.work import after_figures
 from dino_vit.eval.classification.probes import (
     MOMENTUM,
     LinearHeads,
@@ -71,7 +72,8 @@ def run(config: Dino2021Config) -> EvaluationResult:
     frozen = frozen_backbone(config)
     output = output_of(config, frozen.model.provenance.source)
     head = output.with_suffix(".pth")
-    claim(head)
+    if config.output:
+        check_outputs(config, head)
     train, val = open_sets(config)
     train.require_one_class("eval/dino2021.py")
     training = HeadTraining(config, frozen, train, val, output.with_suffix(".state"))
@@ -79,7 +81,7 @@ def run(config: Dino2021Config) -> EvaluationResult:
     if is_main_process():  # in the reference's format
         tensors = {f"module.linear.{name}": tensor for name, tensor in training.module.state_dict().items()}
         with after_figures():
-            write_output(head, pickled({"about": MARK, "state_dict": tensors}))
+            write_bytes(head, pickled({"state_dict": tensors}))
     predictions = training.val.predictions(top_classes(training.head, training.val.features))
     percents = [epoch["percent"] for epoch in training.history]
     best = max(percents)

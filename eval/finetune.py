@@ -38,7 +38,6 @@ from dino_vit.config.settings import (
 )
 from dino_vit.core import height_width, log
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
-from dino_vit.core.outputs import claim
 from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
@@ -95,10 +94,9 @@ def run(config: FinetuneConfig) -> EvaluationResult:
         log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)
-        claim(Path(config.output) / RESULTS)
-        weights = Path(config.output) / WEIGHTS
-        if weights.exists() and not tuning.history:
-            raise ValueError(f"{weights} already exists, and is of no run here; give another output")
+        results = [Path(config.output) / name for name in (RESULTS, WEIGHTS)]
+        if not tuning.history and (existing := next(filter(Path.exists, results), None)):
+            raise ValueError(f"{existing} already exists, and is of no run here; give another output")
         # Of the weights as they are at the first start: a run that they are of may go on.
         tuning.before = tuning.before or _before(tuning)
         tuning.run(config.epochs)

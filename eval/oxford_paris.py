@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Written
-from dino_vit.config.commands import RESULTS, JsonFile
+from dino_vit.config.commands import OVERWRITE, RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, NonEmpty, Positive, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
@@ -62,6 +62,7 @@ class OxfordParisConfig(Settings):
     scales: NonEmpty[Positive] = setting((1.0, 0.7071, 0.5), "sizes to take the mean of the features at")
     longest: Dimension = setting(512, "pixels of the longer side of an image, at most")
     output: JsonFile | None = RESULTS
+    overwrite: bool = OVERWRITE
     writes: ClassVar = "eval/oxford-paris"
 
     positional: ClassVar = ("source",)

@@ -170,7 +170,7 @@ def test_verbose_shows_what_the_command_shows_and_otherwise_there_is_nothing(
     shown = capfd.readouterr()
     assert shown.out == f"{found}\n"
     assert f"{run.folder}" in shown.err
-    dino_vit.knn("synthetic:60:16", verbose=False, **settings)
+    dino_vit.knn("synthetic:60:16", verbose=False, overwrite=True, **settings)
     dino_vit.pretrain(output=tmp_path / "run", verbose=False, **SETTINGS)
     assert capfd.readouterr() == ("", "")
 

@@ -1,17 +1,12 @@
 """The commands of `dino-vit`: a settings class and a function for each; `COMMANDS` names them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from dino_vit.config.settings import Settings, inputs
 from dino_vit.core.text import Result
-
-if TYPE_CHECKING:
-    from dino_vit.core.outputs import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +66,3 @@ COMMANDS = {
     "inspect-weights": Command("InspectWeightsConfig", "commands.weights:inspect"),
     "export": Command("ExportConfig", "commands.weights:export"),
 }
-
-
-def working(config: Settings, *, on_console: bool = False) -> "AbstractContextManager[Work]":
-    """Guard what a command with these settings reads; at the end raise what it could not write."""
-    from dino_vit.core.outputs import at_work  # imports torch
-
-    return at_work(inputs(config), on_console=on_console)

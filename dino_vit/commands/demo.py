@@ -12,7 +12,6 @@ from dino_vit.config.commands import AttentionConfig, DemoConfig, ReportConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
-from dino_vit.core.outputs import claim
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.text import Result
 from dino_vit.eval.maps import attention
@@ -39,7 +38,6 @@ def run(config: DemoConfig) -> DemoResult:
     """
     textures = recipe(config, "quick" if config.quick else "textures")
     folder = Path(textures.output)
-    claim(folder / "report.html")
     pretrain(textures)
     maps = [] if config.quick else [f"Attention maps: {_attention(config, folder).resolve()}"]
     report.run(load(ReportConfig, None, {"run": str(folder), "images": 200 if config.quick else 500}))
@@ -69,7 +67,7 @@ def _attention(config: DemoConfig, folder: Path) -> Path:
     log.info("the same for scenes, whose attention is worth looking at:")
     scenes, maps = recipe(config, "scenes"), folder / "attention"
     pretrain(scenes)
-    settings = {"weights": scenes.output, "source": PICTURES, "output": str(maps)}
+    settings = {"weights": scenes.output, "source": PICTURES, "output": str(maps), "overwrite": True}
     attention.run(load(AttentionConfig, None, settings))
     return maps
 

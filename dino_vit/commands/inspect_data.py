@@ -13,10 +13,12 @@ from dino_vit.commands import Facts
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.commands import InspectConfig
 from dino_vit.config.loading import load, replace
+from dino_vit.config.outputs import check_outputs
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
-from dino_vit.core.outputs import after_figures, claim, write_output
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, public
+from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
@@ -33,7 +35,7 @@ ROWS = 8  # images on the sheet
 def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
     if config.sheet:
-        claim(Path(config.sheet))
+        check_outputs(config, Path(config.sheet))
     source = open_source(config.source, config.labels, config.mix)
     sources = [config.source] if isinstance(config.source, str) else config.source
     name = printable(", ".join(map(public, sources)))
@@ -45,7 +47,7 @@ def run(config: InspectConfig) -> Facts:
     if config.sheet:
         sheet = draw_views(Path(config.sheet), source, summary, training)
         with after_figures():
-            write_output(Path(config.sheet), sheet)
+            write_bytes(Path(config.sheet), sheet)
         whose = config.pretrain or "recipe=auto; budget.minutes may choose smaller ones"
         log.info("%s: the views that training would use, %s (%s)", config.sheet, training.views.title, whose)
     text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))

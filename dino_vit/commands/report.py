@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from dino_vit.commands import Written
 from dino_vit.config.commands import MIN_IMAGES, BackboneConfig, ReportConfig
+from dino_vit.config.outputs import check_outputs
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.outputs import claim, write_output
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
@@ -164,7 +165,8 @@ def run(config: ReportConfig) -> Written:
     """Write the page and return its file; rank 0 writes it."""
     record = read_run(Path(config.run))
     output = Path(config.output or record.folder / "report.html")
-    claim(output)
+    if config.output:  # the page in the folder of the run is its own
+        check_outputs(config, output)
     if not start_processes().is_main_process:
         return Written(path=output, text="")
     pictures = draw(record, config)
@@ -172,7 +174,7 @@ def run(config: ReportConfig) -> Written:
         text = f"{output} stays as it is: a new page would have no pictures, as the images cannot be read"
         raise ValueError(f"{text}; say where they are with source=..., or give another output")
     html = render(record, pictures).encode()
-    write_output(output, html)
+    write_bytes(output, html)
     return Written(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 

@@ -43,6 +43,7 @@ TableFile = Annotated[str, Field(pattern=r"\.(csv|parquet)$", examples=["FILE.cs
 SafetensorsFile = Annotated[str, Field(pattern=r"\.safetensors$", examples=["FILE.safetensors"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
 IN_PYTHON = "in Python none"
+OVERWRITE: bool = setting(False, "replace files that exist", resumable=True)
 RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {IN_PYTHON}", resumable=True)
 
 
@@ -60,6 +61,7 @@ class BackboneConfig(Settings):
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
     num_workers: Few | None = setting(None, "threads that read images; null: by the cores", resumable=True)
     precision: Precision = setting("auto", "auto: bf16 where it is native")
+    overwrite: bool = OVERWRITE
 
 
 class CachedConfig(BackboneConfig):
@@ -135,8 +137,8 @@ class PredictConfig(CachedConfig):
 
     examples: ClassVar = (
         "predict photos runs/pretrain labels=few.csv",
-        "predict new runs/pretrain train=labelled head=classifier.safetensors",
-        "predict newer classifier.safetensors",
+        "predict new runs/pretrain train=labelled head=classifier.safetensors output=new.csv",
+        "predict newer classifier.safetensors output=newer.csv",
     )
     writes: ClassVar = "predictions.csv"
     source: str = Field(description="images to label: those without a label, or all if train is given")
@@ -185,7 +187,7 @@ class DenseConfig(BackboneConfig):
 class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare backbones on the same images."""
 
-    examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a untrained=true")
+    examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a untrained=true output=gain")
     # Several, where the other commands take one.
     weights: NonEmpty[str] = Field(description="run folders or weights files")  # type: ignore[assignment]
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
@@ -214,6 +216,7 @@ class AttentionConfig(Settings):
     weights: str = Field(description="run folder, weights file, hf:OWNER/NAME or timm:NAME")
     output: str | None = setting(None, f"folder for pictures and maps; null: attention, {IN_PYTHON}")
     writes: ClassVar = "attention"
+    overwrite: bool = OVERWRITE
     network: Network = setting("teacher", "network of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Dimension | None = setting(None, "pixels of the shorter side; null: at most twice the weights'")
@@ -243,6 +246,7 @@ class InspectConfig(Settings):
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
     sheet: PngFile | None = setting(None, "PNG to write of the views that training would use; null: none")
+    overwrite: bool = OVERWRITE
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable image")
 
@@ -268,6 +272,7 @@ class ReportConfig(Settings):
 
     run: str = Field(description="folder of the run")
     output: HtmlFile | None = setting(None, "file to write; null: report.html in the folder of the run")
+    overwrite: bool = OVERWRITE
     source: Sources | None = setting(None, "where the images are now; null: where the run read them")
     images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 
@@ -300,7 +305,7 @@ class ExportConfig(WeightsConfig):
     )
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     head: bool = setting(False, "onnx: probabilities, by the classifier in a file that predict wrote")
-    overwrite: bool = setting(False, "replace OUT if it exists")
+    overwrite: bool = OVERWRITE
     license: str | None = setting(None, "of a folder: licence for its model card, such as apache-2.0")
 
     def contradictions(self) -> Iterator[str]:

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from dino_vit.config.commands import IN_PYTHON, CachedConfig, JsonFile, PngFile, Precision
+from dino_vit.config.commands import IN_PYTHON, OVERWRITE, CachedConfig, JsonFile, PngFile, Precision
 from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Dimension, Few, NonEmpty, Settings, setting
 
@@ -34,6 +34,7 @@ class SearchConfig(Settings):
     images: NonEmpty[str] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder, weights file or name; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
+    overwrite: bool = OVERWRITE
     output: PngFile | None = setting(None, f"picture, with JSON beside it; null: search.png, {IN_PYTHON}")
 
 
@@ -48,4 +49,5 @@ class DuplicatesConfig(Settings):
     output: JsonFile | None = setting(
         None, f"JSON, with sheets beside it; null: duplicates.json, {IN_PYTHON}"
     )
+    overwrite: bool = OVERWRITE
     writes: ClassVar = "duplicates.json"

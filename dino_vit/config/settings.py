@@ -9,7 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
-OUTPUTS = {"output", "out", "head", "sheet", "cache"}  # the settings of any command that say where it writes
 Task = Literal["multiclass", "multilabel"]
 
 
@@ -191,16 +190,6 @@ def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 def get(config: Settings, key: str) -> object:
     """Return the value of a dotted key; in an optional section that is null it is None."""
     return values(config).get(key)
-
-
-def inputs(config: Settings) -> dict[str, tuple[str, ...]]:
-    """Return the texts that may name what a command reads, by dotted key: all but where it writes."""
-    texts = dict[str, tuple[str, ...]]()
-    for key, value in values(config).items():
-        several = value if isinstance(value, tuple) else (value,)
-        if key.rpartition(".")[2] not in OUTPUTS:
-            texts[key] = tuple(text for text in several if isinstance(text, str))
-    return texts
 
 
 def given_keys(config: Settings) -> set[str]:

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
-from dino_vit.core.outputs import MARK, after_figures, claim, on_console, write_output
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, public, public_values
+from dino_vit.core.work import after_figures, on_console
 from dino_vit.eval.figures import Figure, Measured, Predictions, measured_share
 from dino_vit.reports.record import FOLDER, RESULTS_VERSION
 
@@ -26,7 +28,8 @@ def output_of(config: Settings, loaded: str) -> Path:
     """Return the file for the results of weights that were loaded from a file: as given, or by default."""
     given = get(config, "output")
     path = default_output(config, loaded) if given is None else Path(str(given))
-    claim(path)
+    if given is not None or path.parent.name != FOLDER:  # what lies in eval/ of a run is its own
+        check_outputs(config, path)
     return path
 
 
@@ -68,10 +71,10 @@ def _beside(weights: str, loaded: str, name: str) -> Path:
 
 def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
     """Write results as JSON on rank 0, and return what the file holds."""
-    content = {"file": MARK, "version": RESULTS_VERSION, **plain(results)}
+    content = {"version": RESULTS_VERSION, **plain(results)}
     if is_main_process():
         with after_figures():
-            write_output(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+            write_bytes(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
     return content
 
 

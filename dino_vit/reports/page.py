@@ -10,7 +10,6 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from dino_vit.core.outputs import MARK
 from dino_vit.core.text import printable, public
 from dino_vit.reports.record import RunRecord, changed_settings, facts, state, verdict
 from dino_vit.reports.states import LEARNING
@@ -95,7 +94,6 @@ def render(record: RunRecord, pictures: Pictures) -> str:
     diagnosis, history = state(record)
     return environment.get_template("page.html").render(
         nonce=secrets.token_urlsafe(),
-        mark=MARK,
         title=record.folder.resolve().name,
         folder=record.folder,
         state=diagnosis.state,

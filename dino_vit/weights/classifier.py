@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dino_vit.config.sections import VOTE_TEMPERATURE, Tokens
 from dino_vit.config.settings import Count, Few, Positive, Task
-from dino_vit.core.outputs import MARK
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, read_texts, write_tensors
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
@@ -151,8 +150,7 @@ def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform
     pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}
     prepared: dict[str, Any] = {"mean": transform.mean, "std": transform.std, **pixels}
     prepared |= {"size": transform.size, "preparation": preparation}
-    # The mark comes first, as it is looked for at the beginning of a file.
-    metadata = {"file": MARK, **about_backbone(classifier.backbone, prepared)}
+    metadata = about_backbone(classifier.backbone, prepared)
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
     parts = {"backbone": classifier.backbone, CLASSIFIER: classifier.scores}
     tensors = {

@@ -99,9 +99,7 @@ def export_backbone(
 
 def _check_target(path: Path, format: str, overwrite: bool) -> None:
     if path.exists() and not overwrite:
-        raise WeightsError(
-            f"{path} already exists; choose another name, or give --overwrite (overwrite=True)"
-        )
+        raise WeightsError(f"{path} already exists; give overwrite=true to replace it, or another name")
     if not is_folder(path, format) and path.suffix not in (suffixes := SUFFIXES[format]):
         more = ", or have no suffix, as the name of a folder" if format in FOLDERS else ""
         raise WeightsError(f"{path} must end in {', '.join(suffixes)}{more}")

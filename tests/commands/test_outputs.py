@@ -1,45 +1,47 @@
-"""What a command reads, and what a user has, stays; results of ours are rewritten."""
+"""What a command reads stays, and what exists is replaced with `overwrite=true` alone."""
 
 import json
 import os
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from dino_vit import VisionTransformer, knn, save_backbone
 from dino_vit.cli import main
-from dino_vit.core.outputs import claim
 from dino_vit.core.storage import StorageError
 from dino_vit.data.sources.synthetic import make_textures
 from tests.support import embeddings
 from tests.support.images import saved, smooth
 from tests.support.runs import arguments
 
-READ = {  # by command: what it is given, the setting of its output, files that it reads or that lie there
-    "knn photos w.safetensors labels=l.json k=1": ("output", ["l.json", "w.safetensors", "photos/cat/1.png"]),
-    "knn list.txt w.safetensors k=1 train=photos": ("output", ["list.txt", "photos/dog/2.png"]),
-    "knn --config c.yaml": ("output", ["c.yaml"]),
-    "linear photos w.safetensors train=photos.zip": ("output", ["photos.zip", "w.safetensors"]),
-    "dense photos w.safetensors masks=masks class_names=names.txt": ("output", ["masks/1.png", "names.txt"]),
-    "compare photos w.safetensors untrained=true measures=[knn]": (
-        "output",
-        [".=comparison.json", ".=comparison.png", ".=1-knn.json", ".=2-knn.json"],
-    ),
-    "attention photos w.safetensors": ("output", [".=sheet-1.png", ".=1-cat-1.png", ".=2-dog-2.mask.png"]),
-    "attention photos/*.png w.safetensors": ("output", [".=sheet-1.png", ".=0-3.attention.npy"]),
-    "embed photos.parquet w.safetensors": ("output", ["photos.parquet"]),
-    "search e.parquet q.png weights=w.safetensors": ("output", ["q.png", "other.png=other.json"]),
-    "duplicates e.parquet": ("output", ["l.json", "other.json=other.png", "o.json=o-split-leaks.png"]),
-    "inspect-data photos labels=l.json": ("sheet", ["photos/cat/1.png", "l.json", "w.safetensors"]),
-    "inspect-data photos.zip pretrain=c.yaml": ("sheet", ["photos.zip", "c.yaml"]),
-    "report run": ("output", ["run/config.yaml", "run/metrics.jsonl", "photos/cat/1.png"]),
-    "export w.safetensors format=timm overwrite=true": ("out", ["w.safetensors"]),
-    "export w.safetensors format=timm": ("out", ["other.pth"]),
-    "pack photos": ("output", ["photos", "photos.zip"]),
+READ = [  # a command, and a file that it reads
+    "knn photos w.safetensors labels=l.json k=1 output=l.json",
+    "predict photos w.safetensors labels=few.csv output=few.csv",
+    "attention photos w.safetensors output=photos photos/sheet-1.png",
+    "attention photos/*.png w.safetensors output=photos photos/sheet-1.png",
+    "embed photos.parquet w.safetensors output=photos.parquet",
+    "inspect-data list.txt labels=l.json sheet=photos/cat/1.png",
+    "inspect-data photos sheet=photos/cat/1.png",
+    "export w.safetensors format=timm out=w.safetensors",
+]
+WRITTEN = [  # a command, and a file that it writes
+    "knn synthetic:20:16 w.safetensors k=1 output=knn.json",
+    "predict photos w.safetensors labels=few.csv output=new.csv",
+    "predict photos w.safetensors labels=few.csv output=new.csv new.json",
+    "predict photos w.safetensors labels=few.csv head=h.safetensors",
+    "compare photos w.safetensors untrained=true measures=[knn] output=. 2-knn.json",
+    "attention photos w.safetensors output=maps maps/0-3.attention.npy",
+    "embed photos w.safetensors output=e2.parquet",
+    "inspect-data photos sheet=sheet.png",
+    "export w.safetensors format=timm out=other.pth",
+]
+SHORT = {
+    "budget.steps": 2,
+    "run.checkpoint_every": 1,
+    "optim.warmup_epochs": 0,
+    "optim.freeze_last_layer_epochs": 0,
 }
 SMALL = ["pretrain=small.yaml", "count=2"]
-CASES = [(command, key, case) for command, (key, cases) in READ.items() for case in cases]
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def folder(tmp_path, monkeypatch):
     Path("run").mkdir()
     texts = {"l.json": '{"cat/1.png": "a"}', "list.txt": "photos/cat/1.png", "names.txt": "a"}
     texts["small.yaml"] = "views: {global_size: 32, local_size: 16, local_count: 1}\n"
+    texts["few.csv"] = "path,label\ncat/1.png,x\ndog/2.png,y\n"
     texts |= {"c.yaml": "source: photos\nweights: w.safetensors\n", "run/config.yaml": "seed: 1\n"}
     texts |= dict.fromkeys(("photos.zip", "photos.parquet", "w.csv", "run/metrics.jsonl"), "of a user")
     for name, text in texts.items():
@@ -73,17 +76,36 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("command", "key", "case"), CASES)
-def test_what_is_read_or_there_stays(command, key, case, folder, capsys):
-    output, _, there = case.rpartition("=")
-    if not os.path.exists(there):
-        Path(there).write_text("of a user")
+def parts(line):
+    """Return the arguments of a command, and a file: after them, or in the last one."""
+    *argv, last = line.split()
+    return (argv, Path(last)) if "=" not in last else ([*argv, last], Path(last.partition("=")[2]))
+
+
+@pytest.mark.parametrize("line", READ)
+def test_what_is_read_is_never_replaced(line, folder, capsys):
+    argv, file = parts(line)
+    if not file.exists():
+        file.write_bytes(Path("photos/3.png").read_bytes())
     before = contents(folder)
-    assert main([*command.split(), f"{key}={output or there}"]) == 2
-    assert contents(folder) == before
+    assert main([*argv, "overwrite=true"]) == 2
     said = capsys.readouterr().err
-    assert Path(there).name in said
-    assert "Traceback" not in said
+    assert f"{file} would be" in said
+    assert "read" in said
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("line", WRITTEN)
+def test_what_exists_is_replaced_if_asked(line, folder, capsys):
+    argv, file = parts(line)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("of a user")
+    before = contents(folder)
+    assert main(argv) == 2
+    assert f"{file} already exists; give overwrite=true to replace it, or another" in capsys.readouterr().err
+    assert contents(folder) == before
+    assert main([*argv, "overwrite=true"]) == 0
+    assert file.read_bytes() != b"of a user"
 
 
 @pytest.mark.parametrize("spelt", ["./photos/cat/1.png", "photos/dog/../cat/1.png", "hard.png", "link.png"])
@@ -91,57 +113,64 @@ def test_no_spelling_deceives(spelt, folder, capsys):
     os.link("photos/cat/1.png", "hard.png")
     Path("link.png").symlink_to("photos/cat/1.png")
     before = contents(folder)
-    assert main(["inspect-data", "photos/cat/1.png", f"sheet={spelt}"]) == 2
-    assert "would be overwritten, but source=photos/cat/1.png is read" in capsys.readouterr().err
+    for source in ("photos/cat/1.png", "photos/*/*.png"):
+        assert main(["inspect-data", source, f"sheet={spelt}", "overwrite=true"]) == 2
+        assert f"would be replaced, but source={source} is read" in capsys.readouterr().err
     assert contents(folder) == before
     assert Path("link.png").is_symlink()
 
 
-def test_a_result_is_written_again_through_links_but_never_where_it_is_read(folder, capsys):
-    assert main(["inspect-data", "photos", "sheet=photos/sheet.png", *SMALL]) == 2
-    assert "would be one of the images of source=photos" in capsys.readouterr().err
+def test_a_sheet_among_images_is_not_replaced_where_these_are_read(folder, capsys):
     assert main(["inspect-data", "synthetic:2:16", "sheet=photos/sheet.png", *SMALL]) == 0
-    for name in ("sheet.png", "link.png"):
-        if name == "link.png":
-            Path(name).symlink_to("sheet.png")
-        assert main(["inspect-data", "photos", f"sheet={name}", *SMALL]) == 0
-    assert Path("link.png").is_symlink()
-    assert main(["inspect-data", "photos", "sheet=sheet.png", *SMALL]) == 0
-    for source in ("photos", "photos/*.png", "photos/sheet.png"):
-        assert main(["inspect-data", source, "sheet=photos/sheet.png"]) == 2
-        assert f"source={source} is read" in capsys.readouterr().err
     Path("sheets.txt").write_text("photos/sheet.png\n")
-    assert main(["inspect-data", "sheets.txt", "sheet=photos/sheet.png"]) == 2
+    for source in ("photos", "photos/*.png", "photos/sheet.png", "sheets.txt"):
+        assert main(["inspect-data", source, "sheet=photos/sheet.png", "overwrite=true"]) == 2
+        assert f"source={source} is read" in capsys.readouterr().err
+    again = ["inspect-data", "synthetic:2:16", "sheet=photos/sheet.png", *SMALL]
+    assert main(again) == 2
+    said = "sheet.png already exists; give overwrite=true to replace it, or another output"
+    assert said in capsys.readouterr().err
+    assert main([*again, "overwrite=true"]) == 0
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(folder):
+    Path("other.png").write_text("of a user")
+    Path("link.png").symlink_to("other.png")
+    assert main(["inspect-data", "photos", "sheet=link.png", "overwrite=true", *SMALL]) == 0
+    assert Path("other.png").read_text() == "of a user"
+    assert not Path("link.png").is_symlink()
+
+
+def test_what_is_no_file_is_not_replaced(folder, capsys):
+    os.mkfifo("pipe.png")
     Path("dangling.png").symlink_to("nowhere.png")
-    assert main(["inspect-data", "photos", "sheet=dangling.png"]) == 2
+    Path("folder.png").mkdir()
+    for name in ("pipe.png", "dangling.png", "folder.png"):
+        assert main(["inspect-data", "photos", f"sheet={name}", "overwrite=true"]) == 2
+        assert f"{name} is not a file; give the name of a file as output" in capsys.readouterr().err
     assert Path("dangling.png").is_symlink()
 
 
-def test_devices_and_pipes_are_not_opened(folder):
-    os.mkfifo("pipe.json")
-    for path in ("pipe.json", "/dev/null"):
-        with pytest.raises(StorageError, match="already exists"):
-            claim(Path(path))
+def test_several_files_that_exist_are_counted(folder, capsys):
+    draw = ["attention", "photos", "w.safetensors", "output=maps"]
+    assert main(draw) == 0
+    assert main(draw) == 2
+    said = "maps/sheet-1.png already exists, with 12 other files; give overwrite=true to replace them"
+    assert said in capsys.readouterr().err
+    assert main([*draw, "overwrite=true"]) == 0
 
 
-def test_only_sheets_of_earlier_calls_are_removed(folder, monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.maps.attention.SHEET_ROWS", 1)
-    Path("maps").mkdir()
-    Path("maps/sheet-7.png").write_bytes(b"of a user")
-    two = ["attention", "synthetic:2:16", "w.safetensors", "output=maps"]
-    assert main(two) == main(two) == 0
-    assert Path("maps/sheet-2.png").exists()
-    assert main(["attention", "synthetic:1:16", "w.safetensors", "output=maps"]) == 0
-    assert not Path("maps/sheet-2.png").exists()
-    assert Path("maps/sheet-7.png").read_bytes() == b"of a user"
-
-
-def test_sheets_of_duplicates_go_with_the_pairs(folder):
-    command = ["duplicates", "e.parquet", "output=d.json"]
-    assert main([*command, "threshold=0.5"]) == 0
-    assert Path("d.png").exists()
-    assert main([*command, "threshold=1"]) == 0
-    assert not Path("d.png").exists()
+def test_what_a_run_has_of_its_own_is_replaced(folder, capsys):
+    assert main(arguments(Path("trained"), SHORT)) == 0
+    for command in (["report", "trained", "images=4"], ["knn", "synthetic:20:32", "trained", "k=1"]):
+        assert main(command) == main(command) == 0
+    (result,) = Path("trained/eval").glob("*.json")
+    for command in (
+        ["report", "trained", "images=4", "output=trained/report.html"],
+        ["knn", "synthetic:20:32", "trained", f"output={result}"],
+    ):
+        assert main(command) == 2
+        assert "already exists; give overwrite=true" in capsys.readouterr().err
 
 
 LONG = "a" * 239  # which leaves no room for the name of the partial file beside it
@@ -198,30 +227,18 @@ class Hindering:
 
 
 def test_a_result_that_cannot_be_written_comes_with_the_error(folder):
-    with pytest.raises(StorageError, match="cannot be written: file is not a folder") as raised:
+    with pytest.raises(StorageError, match=r"file/a\.json could not be written") as raised:
         knn(Hindering(), "w.safetensors", k=1, output="file/a.json", verbose=False)
     assert raised.value.result.figure.images == 20
-    Path("a.json").mkdir()
-    with pytest.raises(ValueError, match=r"a\.json is a folder; give the name of a file"):
-        knn("synthetic:20:16", "w.safetensors", output="a.json", verbose=False)
 
 
 def test_a_result_is_named_after_the_step_that_was_loaded(folder):
     """The newest checkpoint is damaged, so the one before is judged."""
 
-    short = {"budget.steps": 2, "run.checkpoint_every": 1, "optim.warmup_epochs": 0}
-    short |= {"optim.freeze_last_layer_epochs": 0}
-    assert main(arguments(Path("trained"), short)) == 0
+    assert main(arguments(Path("trained"), SHORT)) == 0
     newest = Path("trained/checkpoints/step-00000002.safetensors")
     newest.write_bytes(newest.read_bytes()[:-9])
     assert main(["knn", "synthetic:20:32", "trained", "k=1"]) == 0
     (result,) = Path("trained/eval").glob("*.json")
     assert result.name.startswith("step-00000001.knn-")
     assert json.loads(result.read_text())["weights"]["step"] == 1
-
-
-def test_marks_are_where_others_do_not_look(folder):
-    assert main(["attention", "photos", "w.safetensors", "output=maps"]) == 0
-    with Image.open("maps/sheet-1.png") as sheet:
-        assert "written by dino-vit" in sheet.info["Comment"]
-    assert main(["attention", "photos", "w.safetensors", "output=maps"]) == 0

@@ -139,8 +139,10 @@ def test_objects_that_move_are_followed(weights, tmp_path):
         assert figures["J"] > 80
     truth = root / "Annotations" / "480p"
     before = (truth / "bear" / "00000.png").read_bytes()
-    with pytest.raises(ValueError, match=r"00000\.png already exists, and dino-vit did not write it"):
-        run(DavisConfig(**settings, output=str(truth)))
+    with pytest.raises(ValueError, match=r"\.png would be replaced, but source=.* is read"):
+        run(DavisConfig(**settings, output=str(truth), overwrite=True))
+    with pytest.raises(ValueError, match=r"davis\.json already exists, with 10 other files"):
+        run(DavisConfig(**settings, output=str(tmp_path / "out")))
     assert (truth / "bear" / "00000.png").read_bytes() == before
     with Image.open(tmp_path / "out" / "car" / "00004.png") as written:
         assert written.getpalette()[9:12] == [255, 0, 0]

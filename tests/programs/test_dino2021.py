@@ -22,7 +22,7 @@ SOURCE = "synthetic:120:16"
 
 def settings(weights, name="found", **more):
     fast = {"precision": "no", "lr": 0.1, "workers": 0, "batch_size": 32, "epochs": 2, "blocks": 2}
-    files = {"weights": str(weights), "output": str(weights.with_name(f"{name}.json"))}
+    files = {"weights": str(weights), "output": str(weights.with_name(f"{name}.json")), "overwrite": True}
     return {"source": SOURCE, **fast, **files, **more}
 
 

@@ -1,6 +1,5 @@
 """Label images by a few that have labels: a table with confidences."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,11 +16,13 @@ from pyarrow.csv import write_csv
 from torch import Tensor
 
 from dino_vit.config.commands import PredictConfig
+from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
-from dino_vit.core.outputs import MARK, after_figures, claim, write_output
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
+from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification.choice import TrainedClassifier, learn
@@ -55,7 +56,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     """Label images; with an output, write the table and JSON."""
     frozen = frozen_backbone(config)
     output, files = _files(config)
-    claim(*files)
+    check_outputs(config, *files)
     source, labelled, rows = agree("images", lambda: open_images(config), _describe)
     fitted = _read(config, frozen) if labelled is None else learn(frozen, labelled)
     features, kept = cached_features(
@@ -75,10 +76,9 @@ def run(config: PredictConfig) -> LabelPredictions:
     details = plain({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():
         with after_figures():
-            table = _written(columns, output.suffix)
-            write_output(output, table)  # before the digest that makes it ours
+            write_bytes(output, _written(columns, output.suffix))
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
-            write_results(files[1], details | {"sha256": hashlib.sha256(table).hexdigest()})
+            write_results(files[1], details)
     if config.head and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, Path(config.head), frozen.transform)
@@ -200,5 +200,5 @@ def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
     if suffix == ".csv":
         write_csv(pa.table(columns), file)
     else:
-        parquet.write_table(pa.table(columns, metadata={"file": MARK}), file)
+        parquet.write_table(pa.table(columns), file)
     return file.getvalue()

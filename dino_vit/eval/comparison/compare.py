@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,14 @@ from dino_vit.config.commands import (
     KnnConfig,
     LinearConfig,
 )
+from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
-from dino_vit.core.outputs import PNG_MARK, after_figures, claim, write_output
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, format_table, plural, public, said_once
+from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.masks import PUBLISHED, open_masks, published_like
 from dino_vit.data.sources.open import open_source
@@ -83,7 +84,7 @@ def run(config: CompareConfig) -> ComparisonResult:
     if folder:
         numbers = range(1, len(paths) + 1)
         files = [file_of(folder, number, name) for number in numbers for name in evaluators]
-        claim(*outputs_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
+        check_outputs(config, *outputs_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
     comparison = Comparison(source=source)
     with said_once():  # the images are opened again for each backbone and evaluator
         _measure(config, comparison, paths, evaluators, by_pixels)
@@ -322,4 +323,5 @@ def _draw(comparison: Comparison, best: Mapping[str, tuple[str, ...]], path: Pat
     axes[0].set_ylim(len(rows) - 0.5, -0.5)  # the first on top
     legend = "95 % confidence intervals over images; blue: the best, and what is not significantly worse"
     plot.supxlabel(legend, fontsize=8)
-    write_output(path, partial(plot.savefig, dpi=130, format="png", metadata=PNG_MARK))
+    with replacing(path) as partial:
+        plot.savefig(partial, dpi=130, format="png")

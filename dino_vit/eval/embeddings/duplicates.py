@@ -16,10 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from dino_vit.config.embeddings import DuplicatesConfig
+from dino_vit.config.outputs import check_outputs
 from dino_vit.core import log
-from dino_vit.core.outputs import after_figures, claim, remove_output, write_output
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, plural, progress
+from dino_vit.core.work import after_figures
 from dino_vit.data.labels import below_shared, find_splits, number_labels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.targets import SEPARATOR
@@ -75,7 +77,7 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     """Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs."""
     output = None if config.output is None else Path(config.output)
     sheets = [output and output.with_name(output.stem + ending) for ending in SHEETS]
-    claim(*filter(None, (output, *sheets)))
+    check_outputs(config, *filter(None, (output, *sheets)))
     embeddings = read_image_embeddings(config.embeddings)
     device = start_processes().device
     splits, keep = splits_of_names(embeddings.names), config.pairs
@@ -178,14 +180,12 @@ def splits_of_names(names: Sequence[str]) -> list[str | None]:
 def list_pairs(
     embeddings: Embeddings, splits: Sequence[str | None], kind: "ClosestPairs", sheet: Path | None
 ) -> PairList:
-    """Name the images of pairs; draw the closest ones, in the place of those of an earlier call."""
+    """Name the images of pairs; draw the closest ones."""
     names, labels, pairs = embeddings.names, embeddings.labels, kind.closest()
     closest = [
         NamedPair((names[a], names[b]), round(cosine, 6), (labels[a], labels[b]), (splits[a], splits[b]))
         for a, b, cosine in pairs
     ]
-    if sheet and not pairs:
-        remove_output(sheet)
     if not (sheet and pairs):
         return PairList(closest, kind.total, None)
     rows = [row for pair in pairs[:PAIRS_SHOWN] for row in pair[:2]]
@@ -198,7 +198,7 @@ def list_pairs(
     starts = range(0, len(side_by_side), PAIRS_IN_ROW)
     in_rows = [list(chain(*side_by_side[start : start + PAIRS_IN_ROW]))[:-1] for start in starts]
     with after_figures():
-        write_output(sheet, draw_sheet(in_rows))
+        write_bytes(sheet, draw_sheet(in_rows))
     return PairList(closest, kind.total, sheet)
 
 

@@ -21,11 +21,11 @@ from pydantic import TypeAdapter
 from dino_vit import __version__
 from dino_vit.config.embeddings import EmbedConfig
 from dino_vit.config.objects import find, is_object
+from dino_vit.config.outputs import check_outputs
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
-from dino_vit.core.outputs import MARK, claim, replacing_output
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import OWN_KEY
+from dino_vit.core.storage import OWN_KEY, replacing
 from dino_vit.core.text import Result, brief, did_you_mean, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.files import SourceLost, is_url
@@ -133,10 +133,10 @@ def write_embeddings(path: Path, embeddings: Embeddings) -> None:
         "index": pa.array(embeddings.indices, pa.int64()),
         "embedding": pa.FixedSizeListArray.from_arrays(flat, width),
     }
-    table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata), "file": MARK})
+    table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
     # Floating-point noise neither compresses nor repeats.
     options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
-    with replacing_output(path) as partial, partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
 
 
@@ -206,7 +206,7 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     """Compute the embeddings of a source, and write them to a file if there is an output."""
     output = None if config.output is None else Path(config.output)
     if output:
-        claim(output)
+        check_outputs(config, output)
     backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)

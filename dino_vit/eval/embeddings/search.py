@@ -9,8 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from dino_vit.config.embeddings import SearchConfig
-from dino_vit.core.outputs import after_figures, claim, write_output
+from dino_vit.config.outputs import check_outputs
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, printable, public
+from dino_vit.core.work import after_figures
 from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.embeddings.embed import Embeddings, embedded_panels, read_image_embeddings
@@ -46,7 +48,7 @@ def run(config: SearchConfig) -> SearchResult:
     """Find the nearest images to each given one; with an output, write a sheet and the same as JSON."""
     output = None if config.output is None else Path(config.output)
     path = output and output.with_suffix(".json")
-    claim(*filter(None, (output, path)))
+    check_outputs(config, *filter(None, (output, path)))
     embeddings = read_image_embeddings(config.embeddings)
     queries = wrap([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
@@ -66,7 +68,7 @@ def run(config: SearchConfig) -> SearchResult:
         lines += [f"  {near.cosine:.4f}  {near.name}  {near.label or ''}".rstrip() for near in images]
     if output and path:
         with after_figures():
-            write_output(output, draw_neighbours(embeddings, queries, names, neighbours))
+            write_bytes(output, draw_neighbours(embeddings, queries, names, neighbours))
         pairs = zip(names, neighbours, strict=True)
         results = [{"image": name, "nearest": images} for name, images in pairs]
         write_results(path, {"embeddings": str(Path(config.embeddings).absolute()), "results": results})

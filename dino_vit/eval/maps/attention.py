@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.commands import AttentionConfig
+from dino_vit.config.outputs import check_outputs
 from dino_vit.core import Size, height_width, log
-from dino_vit.core.outputs import MARK, claim, remove_output, write_output
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, plural
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
@@ -126,7 +127,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
         if not folder:
             raise ValueError(f"{config.source} is a video: give output=FOLDER for the video of its attention")
         target = folder / f"{Path(config.source).stem}.overlay.mp4"
-        claim(target)
+        check_outputs(config, target)
         frames = draw_video(model, target, config)
         text = f"{target}: {plural(frames, 'frame')} beside the attention of {which}"
         return AttentionMaps(sheets=[], maps={}, video=target, text=text)
@@ -134,8 +135,6 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
     text = f"attention of {which}, {counts}"
     if folder:
-        for earlier in {*folder.glob("sheet-[0-9]*.png")} - {*sheets}:
-            remove_output(earlier)
         text = f"{folder}/sheet-*.png: {text}\n{FILES.format(folder)}"
     return AttentionMaps(sheets=sheets, maps=maps, text=text)
 
@@ -148,8 +147,8 @@ def draw_sheets(
     indices = spread(len(source), len(source) if config.count is None else config.count)
     folder, starts = config.output and Path(config.output), range(0, len(indices), SHEET_ROWS)
     if folder:  # what could not be written is said before hours of work
-        claim(*(folder / sheet_name(start) for start in starts))
-        claim(*(path for index in indices for path in files_of(folder, index, source.name(index))))
+        files = (path for index in indices for path in files_of(folder, index, source.name(index)))
+        check_outputs(config, *(folder / sheet_name(start) for start in starts), *files)
     for start in starts:
         images: dict[int, ImageMaps] = {}
         for index in indices[start : start + SHEET_ROWS]:
@@ -205,7 +204,7 @@ def draw_sheet(
     sheet = pictures.draw_sheet(panels, names=names, titles=list(row))
     if path is None:
         return Image.open(BytesIO(sheet)), maps
-    write_output(path, sheet)
+    write_bytes(path, sheet)
     return path, maps
 
 
@@ -217,8 +216,7 @@ def write_maps(image: ImageMaps, row: Mapping[str, Tensor], files: Sequence[Path
     pictures.write_png(row["mask"], mask)
     array = BytesIO()
     np.save(array, image.heads.numpy())
-    np.save(array, MARK.encode())  # a second array, which readers of the first do not see
-    write_output(path, array.getvalue())
+    write_bytes(path, array.getvalue())
     return path
 
 

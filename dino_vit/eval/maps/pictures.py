@@ -6,7 +6,6 @@ Pictures are uint8 (3, H, W).
 import base64
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -14,12 +13,11 @@ from pathlib import Path
 import torch
 from einops import rearrange
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core import Size
-from dino_vit.core.outputs import PNG_MARK, write_output
+from dino_vit.core.storage import replacing
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
@@ -106,11 +104,9 @@ def write_png(picture: Tensor, path: Path) -> None:
 
 
 def save_png(image: Image.Image, path: Path) -> None:
-    """Write an image of Pillow as a PNG of ours."""
-    about = PngInfo()
-    for key, text in PNG_MARK.items():
-        about.add_text(key, text)
-    write_output(path, partial(image.save, format="PNG", pnginfo=about))
+    """Write an image of Pillow as a PNG."""
+    with replacing(path) as partial:
+        image.save(partial, format="PNG")
 
 
 def draw_sheet(
@@ -138,7 +134,7 @@ def draw_sheet(
     sheet = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a letter that the font lacks is drawn as a box
-        figure.savefig(sheet, dpi=130, format="png", metadata=PNG_MARK)
+        figure.savefig(sheet, dpi=130, format="png")
     return sheet.getvalue()
 
 

@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dino_vit.core.outputs import MARK, replacing_output
+from dino_vit.core.storage import replacing
 
 SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".3gp", ".ogv")
 
@@ -57,8 +57,7 @@ def writing_video(path: Path, rate: Fraction) -> Iterator[Callable[[Tensor], Non
     """Yield a function that appends a picture to an MP4 file, which has its name when all are written."""
     av, stream = import_av(), None
     try:
-        with replacing_output(path) as partial, av.open(str(partial), "w", format="mp4") as writer:
-            writer.metadata["comment"] = MARK
+        with replacing(path) as partial, av.open(str(partial), "w", format="mp4") as writer:
 
             def write(picture: Tensor) -> None:
                 nonlocal stream

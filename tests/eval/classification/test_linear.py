@@ -25,8 +25,8 @@ FAST = ["rates=[0.001, 0.01, 0.1]", "steps=40"]
 
 
 def arguments(weights, *more, source="synthetic:120:16", output="found.json"):
-    settings = [f"weights={weights}", f"output={weights.parent / output}", "precision=no", *more]
-    return ["linear", str(source), *settings]
+    settings = [f"weights={weights}", f"output={weights.parent / output}", "precision=no", "overwrite=true"]
+    return ["linear", str(source), *settings, *more]
 
 
 def evaluate(weights, *more, output="found.json", **keywords):

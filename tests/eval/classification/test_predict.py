@@ -13,7 +13,6 @@ from PIL import Image
 
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
-from dino_vit.core.storage import StorageError
 from dino_vit.weights import WeightsError, load_backbone
 from tests.support.backbones import use_few_penalties
 from tests.support.processes import command_in_two
@@ -60,7 +59,7 @@ def rows_of(path):
 
 def predict(photos, weights, *more, labels="labels.csv", code=0):
     given = ["predict", str(photos / "photos"), str(weights), f"labels={photos / labels}", "precision=no"]
-    return command_here(*given, *more, code=code)
+    return command_here(*given, "overwrite=true", *more, code=code)
 
 
 def colour_of(name):
@@ -243,7 +242,7 @@ def test_mistakes_are_said(photos, weights):
         dino_vit.export(weights, photos / "a.pth", format="timm", head=True)
     other = photos / "mine.csv"
     other.write_text("mine")
-    with pytest.raises(StorageError, match="dino-vit did not write it"):
+    with pytest.raises(ValueError, match="already exists; give overwrite=true"):
         dino_vit.predict(folder, weights, output=other, **given)
 
 

@@ -98,7 +98,7 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
     assert list(found.figures) == ["k-NN top-1", "linear top-1"]
     names = list(found.ranks)
     for name, path in zip(names, paths, strict=True):
-        shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
+        shared = {"weights": path, "cache": tmp_path, **SETTINGS}
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
         compared = found.figures["k-NN top-1"][name]
         for part in ("value", "low", "high"):
@@ -234,7 +234,7 @@ def test_two_images_are_compared_by_k_nn_and_are_too_few_for_a_linear_classifier
     assert "no significant difference on these images by" in found.verdict
     message = r"linear: all labelled images .* of one class, a; two or more .* measures= chooses"
     with pytest.raises(ValueError, match=message):
-        dino_vit.compare(tmp_path / "two", **settings)
+        dino_vit.compare(tmp_path / "two", overwrite=True, **settings)
 
 
 def test_one_labelled_image_is_not_classified(tmp_path, others):

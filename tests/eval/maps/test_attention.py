@@ -148,7 +148,7 @@ def test_large_images_are_shrunk_to_twice_the_trained_side(weights, tmp_path, ca
     arguments = ["attention", str(tmp_path / "large.png"), str(weights), f"output={tmp_path / 'o'}"]
     assert main(arguments) == 0
     assert size_of(tmp_path / "o" / "0-large.overlay.png") == (64, 96)
-    assert main([*arguments, "size=200", "block=0"]) == 0
+    assert main([*arguments, "size=200", "block=0", "overwrite=true"]) == 0
     assert size_of(tmp_path / "o" / "0-large.overlay.png") == (200, 300)
     assert caplog.text.count("are far from") == 1
 
@@ -201,7 +201,8 @@ def test_a_video_becomes_a_video(weights, tmp_path, capsys):
     for number, frame in enumerate(frames):
         assert abs(int(frame[20, 30, 1]) - 20 * number) < 8, "the left half is the video"
     (tmp_path / "clip.mp4").write_bytes(b"\0" * 100)
-    assert main(["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path}"]) == 2
+    again = ["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path}"]
+    assert main([*again, "overwrite=true"]) == 2
     assert "cannot be read as a video" in capsys.readouterr().err
 
 
