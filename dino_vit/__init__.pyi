@@ -12,7 +12,6 @@ from dino_vit.config.commands import (
     AttentionConfig,
     CompareConfig,
     DemoConfig,
-    DenseConfig,
     ExportConfig,
     InspectConfig,
     InspectWeightsConfig,
@@ -30,7 +29,6 @@ from dino_vit.eval.embeddings.duplicates import DuplicatesResult
 from dino_vit.eval.embeddings.embed import ImageEmbeddings
 from dino_vit.eval.embeddings.search import SearchResult
 from dino_vit.eval.maps.attention import AttentionMaps
-from dino_vit.eval.maps.dense import DenseResult
 from dino_vit.eval.results import EvaluationResult
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
 from dino_vit.models.vit import vit_base as vit_base
@@ -641,59 +639,6 @@ def predict(
       head=null                           file to keep the classifier and its backbone in [FILE.safetensors]
     """
 
-def dense(
-    source: str | os.PathLike[str] | object = ...,
-    weights: str | os.PathLike[str] = ...,
-    *,
-    network: Literal["teacher", "student"] = "teacher",
-    size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
-    batch_size: int = 128,
-    num_workers: int | None = None,
-    precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
-    overwrite: bool = False,
-    masks: str | os.PathLike[str] | None = None,
-    train_masks: str | os.PathLike[str] | None = None,
-    class_names: str | os.PathLike[str] | None = None,
-    ignore_value: int = 255,
-    train: str | os.PathLike[str] | object = None,
-    blocks: int = 1,
-    k: int = 20,
-    patches: int = 50000,
-    steps: int | None = None,
-    output: str | os.PathLike[str] | None = None,
-    config: str | os.PathLike[str] | DenseConfig | None = None,
-    verbose: bool = True,
-) -> DenseResult:
-    """Classify the pixels of images by their patches, on features of a frozen backbone.
-
-        dino_vit.dense("photos", "runs/pretrain")
-
-    Learn from the patches of some images and judge the pixels of others; with an output, write JSON.
-
-    The settings and their defaults:
-
-      source=...                          images with masks, or a published set as it is unpacked
-      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
-      network=teacher                     network of a checkpoint [teacher|student]
-      size=null                           side of crops and windows, or [height, width]; null: of the weights
-      fit=null                            crop: sliding windows; whole: one window; null: by the weights [crop|whole]
-      batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images; null: by the cores
-      precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      overwrite=false                     replace files that exist
-      masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
-      train_masks=null                    masks of train, as masks
-      class_names=null                    text file with the name of each class, a line each
-      ignore_value=255                    value of pixels that belong to no class
-      train=null                          images to learn from; null: split train, or half of source in blocks
-      blocks=1                            last blocks whose patches are joined; published: 1 or 4
-      k=20                                neighbours of a patch
-      patches=50000                       number of patches to search neighbours among, about
-      steps=null                          of the linear head; null: 32 epochs, but from 500 to 40,000
-      output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
-    """
-
 def compare(
     source: str | os.PathLike[str] | object = ...,
     weights: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] = ...,
@@ -712,10 +657,8 @@ def compare(
     train_labels: str | os.PathLike[str] | None = None,
     task: Literal["multiclass", "multilabel"] | None = None,
     seed: int = 0,
-    measures: Literal["knn", "linear", "dense"]
-    | collections.abc.Sequence[Literal["knn", "linear", "dense"]] = (),
+    measures: Literal["knn", "linear"] | collections.abc.Sequence[Literal["knn", "linear"]] = (),
     untrained: bool = False,
-    masks: str | os.PathLike[str] | None = None,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | CompareConfig | None = None,
     verbose: bool = True,
@@ -744,9 +687,8 @@ def compare(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
       seed=0                              seed of every random number
-      measures=[]                         what to measure; empty: what labels and masks allow
+      measures=[]                         what to measure; empty: both
       untrained=false                     also measure an untrained network of the architecture of the first
-      masks=null                          folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes
       output=null                         folder for a picture and JSON files; null: comparison, in Python none
     """
 

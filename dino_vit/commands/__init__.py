@@ -57,7 +57,6 @@ COMMANDS = {
     "knn": Command("KnnConfig", "eval.classification.knn:run"),
     "linear": Command("LinearConfig", "eval.classification.linear:run"),
     "predict": Command("PredictConfig", "eval.classification.predict:run"),
-    "dense": Command("DenseConfig", "eval.maps.dense:run"),
     "compare": Command("CompareConfig", "eval.comparison.compare:run"),
     "attention": Command("AttentionConfig", "eval.maps.attention:run"),
     "embed": Command("embeddings:EmbedConfig", "eval.embeddings.embed:run"),

@@ -47,7 +47,7 @@ def run(config: DemoConfig) -> DemoResult:
     levels |= {"raw pixels": baseline.raw_pixels, "chance": baseline.chance}
     knn = {network: percent for network, percent in levels.items() if percent is not None}
     percents = ", ".join(f"{network} {percent:.1f} %" for network, percent in knn.items())
-    next_command = f"dense synthetic:scenes:200 {quote(f'{folder}/scenes')}  # the texture of every patch"
+    next_command = f"attention synthetic:scenes:9 {quote(f'{folder}/scenes')} output=maps  # other pictures"
     if config.quick:
         next_command = "demo  # a longer run, and another whose attention is worth looking at"
     lines = [

@@ -26,15 +26,13 @@ from dino_vit.config.settings import (
 
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
-Evaluator = Literal["knn", "linear", "dense"]
+Evaluator = Literal["knn", "linear"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of logistic regressions as published
 STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))  # of those on standardised features
 LOGISTIC_IMAGES = 100_000  # of more, logistic regressions take longer than the grid
 Block = Annotated[int, Field(ge=-1000, le=1000)]
-Byte = Annotated[int, Field(ge=0, le=255)]
-IGNORED = 255  # pixels of a mask that belong to no class
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
 MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
 JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
@@ -157,44 +155,14 @@ class PredictConfig(CachedConfig):
             yield "head would overwrite weights; give another name"
 
 
-class DenseConfig(BackboneConfig):
-    """Classify the pixels of images by their patches, on features of a frozen backbone."""
-
-    examples: ClassVar = ("dense photos runs/pretrain", "dense VOCdevkit/VOC2012 runs/pretrain masks=voc")
-    writes: ClassVar = "eval/dense"
-    source: str = Field(description="images with masks, or a published set as it is unpacked")
-    size: Side | None = setting(None, "side of crops and windows, or [height, width]; null: of the weights")
-    fit: ResizeMode | None = setting(None, "crop: sliding windows; whole: one window; null: by the weights")
-    masks: str | None = setting(
-        None, "folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes"
-    )
-    train_masks: str | None = setting(None, "masks of train, as masks")
-    class_names: str | None = setting(None, "text file with the name of each class, a line each")
-    ignore_value: Byte = setting(IGNORED, "value of pixels that belong to no class")
-    train: str | None = setting(None, "images to learn from; null: split train, or half of source in blocks")
-    blocks: Few = setting(1, "last blocks whose patches are joined; published: 1 or 4")
-    k: Few = setting(20, "neighbours of a patch")
-    patches: Count = setting(50_000, "number of patches to search neighbours among, about")
-    steps: Count | None = setting(None, "of the linear head; null: 32 epochs, but from 500 to 40,000")
-    output: JsonFile | None = RESULTS
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield a setting that would have no effect."""
-        if self.train_masks and not self.train:
-            yield "train_masks are those of train, which is not given"
-
-
 class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare backbones on the same images."""
 
     examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a untrained=true output=gain")
     # Several, where the other commands take one.
     weights: NonEmpty[str] = Field(description="run folders or weights files")  # type: ignore[assignment]
-    measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
+    measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: both")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
-    masks: str | None = setting(
-        None, "folder of PNG masks named as the images; null: masks/ beside; voc, ade20k, cityscapes"
-    )
     output: str | None = setting(None, f"folder for a picture and JSON files; null: comparison, {IN_PYTHON}")
     writes: ClassVar = "comparison"
 

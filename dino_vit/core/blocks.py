@@ -60,8 +60,3 @@ def choose_blocks(
         held[rows[start : start + count]] = True
         passed += len(rows)
     return held
-
-
-def choose_half(name: Callable[[int], str], indices: Sequence[int]) -> NDArray[np.bool_]:
-    """Hold out half of some images by their names alone."""
-    return choose_blocks(series_of(name, indices), 2, 0, numbers_of(name, indices))

@@ -96,16 +96,15 @@ class ImageSet:
 
     Images with names are sorted by the bytes of their names, so that the same images in a folder, list, tar,
     zip or Parquet file have the same indices. Arrays, tables without names and generated images keep theirs.
-    Names, labels and masks are functions of a row of the store: an index or a catalogue may hold them.
+    Names and labels are functions of a row of the store: an index or a catalogue may hold them.
     """
 
     store: Store
     rows: range | NDArray[np.int64]  # of the images in the store; a range: all of them
     names: Callable[[int], str]  # as they are stored: of any characters, addresses with their secrets
     labels: Callable[[int], int] = unlabelled  # -1: no label
-    classes: Sequence[str] = ()  # the names of the labels, or of the values of masks
+    classes: Sequence[str] = ()  # the names of the labels
     splits: Mapping[str, range] = field(default_factory=dict)  # the images of each, by the name of its folder
-    masks: Callable[[int], Tensor] | None = None
     fingerprint: str  # differs between sets whose indices mean different images, by names and sizes
     # A digest of the size, version and times of each file, as it was opened. Empty: the fingerprint alone
     # identifies the images. None: changes cannot be detected.
@@ -131,11 +130,6 @@ class ImageSet:
         """Return the label: j is called classes[j]."""
         label = self.labels(int(self.rows[index]))
         return None if label < 0 else label
-
-    def mask(self, index: int) -> Tensor:
-        """Return the class of every pixel, uint8 (H, W); `IGNORED` where there is none."""
-        assert self.masks, "only sets with masks are asked for them"
-        return self.masks(int(self.rows[index]))
 
     def origins(self) -> list[Hashable]:
         """Return for each image what is the same for it in other sets, whatever paths lead there."""
@@ -163,7 +157,7 @@ class ImageSet:
             by_row = np.full(self.rows.max(initial=-1) + 1, -1, dtype=np.int32)
             by_row[self.rows] = numbers
             numbers = by_row
-        return replace(self, labels=numbers.item, classes=classes, masks=None)
+        return replace(self, labels=numbers.item, classes=classes)
 
     @property
     def shards(self) -> Shards | None:

@@ -78,8 +78,7 @@ def _too_short(run: JudgedRun, _: Diagnosis) -> str:
 
 def _past_best(run: JudgedRun, _: Diagnosis) -> str:
     best, shorter = run.best, run.length(run.best.step / run.last.total_steps)
-    figure, percent = FIGURES[run.decisive], getattr(best, run.decisive)
-    text = f"{figure} was the best at step {best.step:,} ({percent:.1f} %), and its checkpoint is kept"
+    text = f"k-NN was the best at step {best.step:,} ({best.knn:.1f} %), and its checkpoint is kept"
     return f"Try {shorter}: {text}."
 
 
@@ -99,7 +98,7 @@ def _still_improves(run: JudgedRun, _: Diagnosis) -> str:
         return ""
     longer, history = f"Try {run.length(2)}", run.history
     last = run.evaluations[-1]
-    measured = [field for field in ("probe", "knn", "miou") if getattr(last, field) is not None]
+    measured = [field for field in ("probe", "knn") if getattr(last, field) is not None]
     for field in measured or ["rankme"]:
         values = [or_lowest(getattr(metrics, field)) for metrics in run.evaluations]
         middle, latest = values[(len(values) - 1) // 2], values[-1]

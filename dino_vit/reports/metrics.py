@@ -19,7 +19,7 @@ T = TypeVar("T")
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 # The first of these that is measured tells which step was the best.
-DECISIVE = ("knn", "miou", "rankme")
+DECISIVE = ("knn", "rankme")
 
 
 Title = Literal["top-1", "mAP"]
@@ -46,12 +46,10 @@ class OnlineFigures:
     knn_answers: Answers | None = None
     best_knn_answers: Answers | None = None
     probe_answers: Answers | None = None
-    # Standard errors in points, where a figure is mAP or mIoU, which no image is right or wrong by.
+    # Standard errors in points, where a figure is mAP, which no image is right or wrong by.
     knn_error: float | None = None
     best_knn_error: float | None = None
     probe_error: float | None = None
-    miou: float | None = None  # of patches, by masks
-    miou_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +151,6 @@ class Baseline(OnlineFigures, Guesses):
 
     Accuracies are in per cent, and missing without labels.
     """
-
-    constant_miou: Number | None = None  # of one class, always guessed
-    mask_images: Count | None = None  # images that mIoU is of
 
     def figures(self) -> dict[str, float]:
         """Return the finite numbers by name."""

@@ -22,7 +22,6 @@ BUCKETS = 300  # the lowest and the highest point of each are kept
 # from before training or what zero means.
 FIGURES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
     ("k-NN", "knn", "{:.1f} %", ("knn", "raw_pixels"), ""),
-    ("mIoU", "miou", "{:.1f} %", ("miou", "constant_miou"), ""),
     ("effective rank", "rankme", "{:.0f}", ("rankme",), ""),
     ("entropy gap", "entropy_gap", "{:.2f}", (), "0: outputs say nothing of an image"),
     ("loss − ln(prototypes)", "excess", "{:+.2f}", (), "0: a uniform output for every image"),
@@ -33,7 +32,6 @@ IMITATED = "1 minus the cosine with the features of the frozen teacher."
 ENTROPIES = "Both at the dashed line: a collapse to uniform outputs. Both 0: one to a single prototype."
 GAP = "Difference between the two entropies: how much an output depends on its image. 0 is a collapse."
 KNN = "In per cent: the share of images whose class is predicted, or the mAP of labels."
-MIOU = "Of patches, in per cent: each gets the class that its neighbours in other images vote for."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
     ("probe", "Ridge probe", "In per cent, trained on the images that vote in k-NN, or on each half."),
@@ -152,7 +150,6 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     patch_entropies = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
     metric = record.baseline.metric.replace("top-1", "accuracy")
-    miou = record.baseline_levels("miou", "constant_miou")
     rank = record.baseline_levels("rankme")
     loss = LOSS if prototypes else IMITATED
     specs: list[tuple[str, str, dict[str, str], dict[str, float], str]] = [
@@ -161,7 +158,6 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         ("Teacher entropies", ENTROPIES, entropies, uniform, ""),
         (f"k-NN {metric}", KNN, {"k-NN": "knn", "best tokens": "best_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
-        ("mIoU", MIOU, {"mIoU": "miou"}, miou, "%"),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
         ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, patch_entropies, uniform, ""),

@@ -1,4 +1,4 @@
-"""What the records of a run show: its accuracies and mIoU beside those before training, and collapses.
+"""What the records of a run show: its accuracies beside those before training, and collapses.
 
 The accuracies with how sure it is that they differ; the collapses by the outputs of the teacher.
 """
@@ -17,8 +17,7 @@ from dino_vit.reports.metrics import Baseline, MetricsRecord
 Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % confidence interval, in standard errors
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
-FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN"}
-FIGURES |= {"probe": "ridge probe", "miou": "mIoU"}
+FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "probe": "ridge probe"}
 # The figures that a k-NN accuracy is compared with.
 COMPARED = {
     "raw_pixels": "raw pixels",
@@ -47,7 +46,7 @@ class Reading(NamedTuple):
     before: float
     images: int
     answers: tuple[str | None, str | None] = None, None  # which images were right, now and before
-    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP and mIoU
+    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP
 
     @property
     def rise(self) -> float:
@@ -92,15 +91,15 @@ def readings_of(
 ) -> list[Reading]:
     """Return the accuracies of a record that were measured before, too; the most certain difference first."""
     readings = []
-    for field in ("knn", "best_knn", "probe", "miou"):
+    for field in ("knn", "best_knn", "probe"):
         now, then = getattr(metrics, field), getattr(before, field)
         if now is not None and then is not None and math.isfinite(now - then):
             answers, errors = (
                 (getattr(metrics, f"{field}_{name}", None), getattr(before, f"{field}_{name}", None))
                 for name in ("answers", "error")
             )
-            images = baseline.mask_images if field == "miou" else baseline.queries
-            readings.append(Reading(FIGURES[field], now, then, images or QUERIES, answers, errors))
+            images = baseline.queries or QUERIES
+            readings.append(Reading(FIGURES[field], now, then, images, answers, errors))
     return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
 
 
@@ -134,9 +133,6 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str
         margin = _margin(last.probe, baseline.queries, last.probe_error)
         probe = f"ridge probe {last.probe:.1f} ± {margin:.1f} %"
         figures.append(probe + _compared(levels, {"probe": "before training"}))
-    if last.miou is not None:
-        compared = _compared(levels, {"miou": "before training", "constant_miou": "always one class"})
-        figures.append(f"mIoU {last.miou:.1f} ± {_margin(last.miou, None, last.miou_error):.1f} %{compared}")
     figures.append(f"effective rank {last.rankme:.1f}{_compared(levels, {'rankme': 'before training'})}")
     if last.knn is None and last.entropy_gap is not None:
         figures.append(f"entropy gap {last.entropy_gap:.2f}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from dino_vit.config.commands import DenseConfig, KnnConfig, LinearConfig
+from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Settings, flat, settings_of, values
@@ -28,7 +28,7 @@ from dino_vit.reports.readings import Diagnosis
 from dino_vit.reports.states import STATES, TOO_EARLY
 from dino_vit.reports.verdict import Verdict, judge
 
-CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
+CONFIGS = {"knn": KnnConfig, "linear": LinearConfig}
 FOLDER = "eval"  # in that of a run
 RESULTS_VERSION = 1  # of files of results
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
@@ -117,7 +117,6 @@ class RunRecord:
         """Return figures measured before the first step, by the name of what they were measured on."""
         network = "initial weights" if self.config.init else "untrained"
         names = {"raw_pixels": "raw pixels", "largest_class": "largest class", "chance": "chance"}
-        names |= {"constant_miou": "always one class"}
         measured = self.baseline.figures()
         return {names.get(figure, network): measured[figure] for figure in figures if figure in measured}
 

@@ -77,11 +77,10 @@ class JudgedRun:
     def is_flat(self) -> bool:
         """Whether accuracy has hardly risen in the last third of the run so far."""
         last = self.evaluations[-1] if self.evaluations else self.last
-        field = next((name for name in ("knn", "miou") if getattr(last, name) is not None), None)
-        if field is None or len(self.evaluations) < ENOUGH:
+        if last.knn is None or len(self.evaluations) < ENOUGH:
             return False
         before = min(self.evaluations[:-1], key=lambda metrics: abs(3 * metrics.step - 2 * last.step))
-        return or_lowest(getattr(last, field)) - or_lowest(getattr(before, field)) < RISES
+        return or_lowest(last.knn) - or_lowest(before.knn) < RISES
 
     @property
     def is_evaluated_early(self) -> bool:
@@ -91,12 +90,7 @@ class JudgedRun:
 
     @property
     def best(self) -> MetricsRecord:
-        return max(self.evaluations, key=lambda metrics: or_lowest(getattr(metrics, self.decisive)))
-
-    @property
-    def decisive(self) -> str:
-        """The figure that the best evaluation is chosen by: labels before masks."""
-        return "miou" if self.evaluations[-1].knn is None else "knn"
+        return max(self.evaluations, key=lambda metrics: or_lowest(metrics.knn))
 
     @property
     def ranks(self) -> list[float]:

@@ -1,7 +1,6 @@
 """Say what has come of a run: its state, the figures with how sure they are, and the one thing to try next.
 
-With labels or masks all accuracies and the mIoU decide on the state, without them the effective rank and the
-entropy gap.
+With labels all accuracies decide on the state, without them the effective rank and the entropy gap.
 """
 
 import math
@@ -126,7 +125,7 @@ def _judge_accuracies(run: JudgedRun) -> Diagnosis | None:
         return TOO_EARLY if run.is_evaluated_early else WORSE if risen else NO_BETTER
     if False in risen:
         return MIXED
-    since_best = [each for each in readings_of(last, run.best, before) if each.title == FIGURES[run.decisive]]
+    since_best = [each for each in readings_of(last, run.best, before) if each.title == FIGURES["knn"]]
     # The best of many evaluations is high by chance, too.
     if any(reading.rise < 0 and len(run.evaluations) * reading.p < UNLIKELY for reading in since_best):
         return PAST_BEST

@@ -105,7 +105,6 @@ class RunProgress:
             parts += [] if gap is None else [f"{name} {gap:5.2f}"]
         parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]
         parts += [f"eta {self.time_left():>6}", self.diagnosis.state]
-        for name, figure in (("k-NN", metrics.knn), ("mIoU", metrics.miou)):
-            parts += [] if figure is None else [f"{name} {figure:.1f} %"]
+        parts += [] if metrics.knn is None else [f"k-NN {metrics.knn:.1f} %"]
         parts += [] if self.saved_step is None else [f"saved {self.saved_step:,}"]
         return "  ".join(parts)

@@ -55,15 +55,15 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
 
 
 def set_figures_aside(state: TrainingState) -> None:
-    """Set the figures so far aside: with other images, labels or masks later ones cannot be compared."""
+    """Set the figures so far aside: with other images or labels later ones cannot be compared."""
     config, folder = state.config, state.folder
     if config.run.resume != "changed":
         raise ValueError(
-            f"{folder} holds a run at step {state.step} evaluated with other images, labels or masks, so "
+            f"{folder} holds a run at step {state.step} evaluated with other images or labels, so "
             "later figures cannot be compared with its own. Give those, or another output, or "
             "run.eval_every=null to stop evaluating, or run.resume=changed to set the figures so far aside"
         )
-    text = "%s was evaluated with other images, labels or masks: its figures so far are set aside"
+    text = "%s was evaluated with other images or labels: its figures so far are set aside"
     log.warning(text, folder)
     best, state.best, state.best_written = state.best, None, None
     if not state.accelerator.is_main_process:

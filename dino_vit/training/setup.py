@@ -72,17 +72,15 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, context: RunContext
         notes.append(epoch)
     before = state.evaluated_by
     if state.plan.steps_between_evaluations:
-        notes += _open_evaluations(config, state)
+        notes += _describe_evaluation(config, state)
         state.evaluated_by = state.evaluation_digest()
     if before not in (None, state.evaluated_by) and state.step < state.plan.total_steps:
         set_figures_aside(state)
     return ReadyRun(state, resolution.choices, notes, context.resumed.path if context.resumed else None)
 
 
-def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[str]:
-    """Open the evaluation by masks, if there are some, and yield notes on what the run is evaluated by."""
-    from dino_vit.eval.maps.online import open_segmentation
-
+def _describe_evaluation(config: PretrainConfig, state: TrainingState) -> Iterator[str]:
+    """Yield notes on what the run is evaluated by."""
     evaluated, name = state.source.evaluated_part()
     images = name or config.data.images
     if name:
@@ -92,8 +90,6 @@ def _open_evaluations(config: PretrainConfig, state: TrainingState) -> Iterator[
         yield f"{use}; the run learns from all of them, without labels"
         if leak := state.evaluation.describe_leak():
             yield leak
-    state.segmentation, said = open_segmentation(images, state.evaluation, state.teacher.backbone)
-    yield from said
 
 
 def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext:

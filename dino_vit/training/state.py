@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,9 +28,6 @@ from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord, OnlineFi
 from dino_vit.training.interval import Interval
 from dino_vit.training.plan import Pace, Plan, ScheduleValues
 from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages
-
-if TYPE_CHECKING:
-    from dino_vit.eval.maps.online import OnlineSegmentation
 
 # What to do about a state that is not finite.
 RESUME_ADVICE = (
@@ -63,7 +60,6 @@ class TrainingState:
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     evaluation: OnlineEvaluation
-    segmentation: "OnlineSegmentation | None" = None
     checkpoints: Checkpoints
     unreadable: UnreadableImages
     weights_read: Mapping[str, str | None]  # digests of networks that stay as they are
@@ -130,7 +126,7 @@ class TrainingState:
         return None if batch.masks is None else batch.masks.to(self.device)
 
     def evaluate(self) -> OnlineFigures:
-        """Evaluate the teacher; update the best result: k-NN by labels, mIoU by masks, otherwise the rank."""
+        """Evaluate the teacher; update the best result: k-NN by labels, otherwise the rank."""
         figures = self._timed_evaluation()
         figure = next(name for name in DECISIVE if getattr(figures, name) is not None)
         value, best = getattr(figures, figure), self.best
@@ -144,21 +140,17 @@ class TrainingState:
         start = time.perf_counter()
         with torch.compiler.set_stance("force_eager"):  # its batches would be compiled size by size
             figures: OnlineFigures = self.teacher.run_unsharded(self.evaluation)
-            if self.segmentation:
-                figures = replace(figures, **self.teacher.run_unsharded(self.segmentation))
         self.evaluation_seconds = time.perf_counter() - start
         self.evaluating += self.evaluation_seconds
         return figures
 
     def evaluation_digest(self) -> str:
-        """Return a digest of the images and labels, and of the masks, that evaluations use."""
-        evaluation, segmentation = self.evaluation, self.segmentation
-        masks = {**segmentation.learned, **segmentation.judged} if segmentation else {}
+        """Return a digest of the images and labels that evaluations use."""
+        evaluation = self.evaluation
         facts = {
             "images": [evaluation.source.fingerprint, evaluation.indices],
             "labels": evaluation.targets.tolist(),
             "classes": list(evaluation.source.classes) if evaluation.has_labels else [],
-            "masks": {index: classes.tolist() for index, classes in masks.items()},
         }
         return digest({}, {"labels": json.dumps(facts)})
 
@@ -171,8 +163,7 @@ class TrainingState:
         """Evaluate the network before the first step and, on rank 0, what needs no network."""
         figures = self._timed_evaluation()
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
-        by_masks = self.segmentation.guesses if self.segmentation else {}
-        return Baseline(**asdict(figures), **(asdict(guesses) if guesses else {}), **by_masks)
+        return Baseline(**asdict(figures), **(asdict(guesses) if guesses else {}))
 
     @property
     def seconds(self) -> float:

@@ -1,7 +1,7 @@
 """The evaluation transform: an image is read, resized, cropped and normalised for a backbone."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,17 +59,6 @@ class EvalTransform:
         """Resize and crop the classes of pixels (H, W) as their image is, each pixel that of the nearest."""
         resized, top, left = self._placement(*mask.shape)
         return resize_mask(mask, resized)[top : top + self.size[0], left : left + self.size[1]]
-
-    def cover_size(self, image: Sequence[int], scale: float = 1.0) -> Size:
-        """Return the size (times a scale) at which an image (height, width) covers the crop: its shorter side
-        is that of the crop, or both are if the whole image is resized.
-        """
-        ratios = [crop / side for crop, side in zip(self.size, image, strict=True)]
-        ratios = ratios if self.fit == "whole" else [max(ratios)] * 2
-        height, width = (
-            max(1, round(side * ratio * scale)) for side, ratio in zip(image, ratios, strict=True)
-        )
-        return height, width
 
     def resized_side(self, crop: int) -> int:
         """Return the side that an image is resized to before a side of the crop is cut out."""
@@ -176,9 +165,3 @@ def resize(image: Tensor, size: Size, interpolation: Interpolation = "bicubic") 
 def resize_mask(mask: Tensor, size: Size) -> Tensor:
     """Resize the classes of pixels (H, W), each pixel that of the nearest."""
     return F.interpolate(mask[None, None].float(), size=size, mode="nearest-exact")[0, 0].to(mask.dtype)
-
-
-def window_starts(length: int, window: int) -> list[int]:
-    """Return where windows along a side begin: two thirds of a window apart, the last at the end."""
-    stride = max(1, window * 2 // 3)
-    return [min(start, length - window) for start in range(0, length - window + stride, stride)]

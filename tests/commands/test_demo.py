@@ -55,12 +55,12 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
     assert main([*command, "--quick"]) == 0  # beside the others
     assert str(tmp_path / "a run" / "quick" / "report.html") in capsys.readouterr().out
     printed = [shlex.split(line, comments=True)[1:] for line in output.splitlines()[-3:]]
-    linear, dense, pretrain = (
+    linear, attention, pretrain = (
         config_from(parse_arguments(build_parser(argv), argv), COMMANDS[argv[0]].config_class)
         for argv in printed
     )
     assert linear.weights == str(tmp_path / "a run")
-    assert dense.weights == str(tmp_path / "a run" / "scenes")
+    assert attention.weights == str(tmp_path / "a run" / "scenes")
     assert pretrain.budget.minutes == 10
 
 

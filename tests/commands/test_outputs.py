@@ -48,11 +48,11 @@ SMALL = ["pretrain=small.yaml", "count=2"]
 def folder(tmp_path, monkeypatch):
     """A folder with one of everything, where the commands are run."""
     monkeypatch.chdir(tmp_path)
-    for name in ("photos/cat/1.png", "photos/dog/2.png", "photos/3.png", "q.png", "masks/1.png"):
+    for name in ("photos/cat/1.png", "photos/dog/2.png", "photos/3.png", "q.png"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(saved(smooth("RGB"), "PNG"))
     Path("run").mkdir()
-    texts = {"l.json": '{"cat/1.png": "a"}', "list.txt": "photos/cat/1.png", "names.txt": "a"}
+    texts = {"l.json": '{"cat/1.png": "a"}', "list.txt": "photos/cat/1.png"}
     texts["small.yaml"] = "views: {global_size: 32, local_size: 16, local_count: 1}\n"
     texts["few.csv"] = "path,label\ncat/1.png,x\ndog/2.png,y\n"
     texts |= {"c.yaml": "source: photos\nweights: w.safetensors\n", "run/config.yaml": "seed: 1\n"}

@@ -8,10 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_vit.config.commands import DenseConfig, SupervisedConfig
+from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.settings import Task
 from dino_vit.core.blocks import STRETCHES, choose_blocks, numbers_of, series_of
-from dino_vit.eval.maps.dense import _open
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
 
 
@@ -89,14 +88,6 @@ def test_of_every_class_as_many_are_held_out_whatever_the_names_are(seed):
 def test_few_images_leave_one_to_judge_by():
     assert [choose_blocks(["a"] * count, 10, 0).sum() for count in (2, 3, 9, 10, 19, 20)] == [1] * 5 + [2]
     assert choose_blocks(["a", "b"], 2, 0).sum() == 1
-
-
-def test_dense_learns_from_other_blocks_than_it_judges():
-    spec = {"source": "synthetic:scenes:100:16", "weights": "none"}
-    _, learned, _, judged = _open(DenseConfig(**spec))
-    assert sorted([*learned, *judged]) == list(range(100))
-    assert (len(learned), len(judged)) == (50, 50)
-    assert apart(np.isin(np.arange(100), judged)) <= 2 * STRETCHES
 
 
 def test_a_fifth_of_labelled_images_is_a_block_of_each_class():

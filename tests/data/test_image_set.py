@@ -9,7 +9,6 @@ import pytest
 from dino_vit.cli import main
 from dino_vit.data.image_set import ImageSet, join_sets
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_scenes
 from tests.support.image_sets import write_folder, write_tar, write_zip
 
 WORDS = ["cat", "dog", "x y", "é", "10", "9", "train", "val", "new\nline", "set.1.0"]
@@ -98,9 +97,6 @@ def test_other_labels_are_of_the_images_of_a_part(tmp_path):
     assert [part.label(index) for index in range(3)] == [1, None, 0]
     assert part.subset([2, 0]).label(1) == 1
     assert part.fingerprint == images.subset([4, 1, 3]).fingerprint
-    scenes = make_scenes(length=2)
-    assert scenes.masks
-    assert scenes.with_labels(np.zeros(2, np.int32), ["of images, not of pixels"]).masks is None
 
 
 def test_joined_sets_have_the_images_of_each_and_the_classes_of_all(tmp_path):

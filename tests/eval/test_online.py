@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from dino_vit.core.distributed import end_processes
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_scenes, make_textures
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.data.targets import read_targets
-from dino_vit.eval.maps.online import open_segmentation
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
 from dino_vit.eval.reading import pixel_features
@@ -223,14 +222,9 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
 
 
 def _figures(model):
-    """Of images and, by masks, of 33 to learn from: the first process takes one batch, the second two."""
     sources = make_textures(length=101), make_textures(length=2), partly_labelled(9, labels={})
-    evaluations = [
-        OnlineEvaluation(source=source, **SETTINGS, seed=0)
-        for source in (*sources, make_scenes(length=65, size=40))
-    ]
-    segmentation, _ = open_segmentation("synthetic:scenes", evaluations[-1], model)
-    return [*(astuple(evaluation(model)) for evaluation in evaluations), tuple(segmentation(model).values())]
+    evaluations = [OnlineEvaluation(source=source, **SETTINGS, seed=0) for source in sources]
+    return [astuple(evaluation(model)) for evaluation in evaluations]
 
 
 def _evaluate(number, rendezvous, weights):

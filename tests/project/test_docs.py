@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import zipfile
+from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from torch.distributed.run import get_args_parser
 import dino_vit
 from dino_vit.cli import build_parser
 from dino_vit.commands import COMMANDS as commands_table
-from dino_vit.config.loading import config_from, load, parse_arguments, write_yaml
+from dino_vit.config.loading import add_config_arguments, config_from, load, parse_arguments, write_yaml
 from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.reports.states import STATES
+from eval.dense import DenseConfig
 from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
 from tests.support.runs import command_here, run
@@ -69,6 +71,10 @@ def inside(trained, monkeypatch):
 
 @pytest.mark.parametrize("parts", COMMANDS, ids=" ".join)
 def test_every_command_is_understood(parts, inside):
+    if parts[:2] == ["python", "eval/dense.py"]:
+        add_config_arguments(parser := ArgumentParser(), DenseConfig)
+        config_from(parse_arguments(parser, parts[2:]), DenseConfig)
+        return
     program = next((part for part in parts if part in PROGRAMS), None)
     job = PROGRAMS[program] if program else parts[1]
     arguments = parts[parts.index(program or job) + 1 :]

@@ -71,7 +71,7 @@ def test_a_loop_of_ones_own_its_backbone_in_timm_and_a_search_by_faiss(run, fold
     for number in range(20):
         for name, pixels in (
             ("images", scenes.read(number).permute(1, 2, 0)),
-            ("masks", scenes.mask(number)),
+            ("masks", scenes.store.mask(number)),
         ):
             (folder / name).mkdir(exist_ok=True)
             Image.fromarray(pixels.numpy()).save(folder / name / f"{number}.png")

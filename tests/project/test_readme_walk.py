@@ -18,7 +18,6 @@ import pandas
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from transformers import Dinov2Config, Dinov2Model
 
@@ -52,7 +51,6 @@ SMALLER = {
     "attention": ["count=2"],
     "report": ["images=20"],
     "compare": ["measures=[knn]"],
-    "dense": ["steps=5"],
 }
 
 
@@ -74,14 +72,11 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """What the commands begin with: images of all kinds, labels, masks, a run and published weights."""
+    """What the commands begin with: images of all kinds, labels, a run and published weights."""
     folder = tmp_path_factory.mktemp("walk")
     names = [f"{('sky', 'grass')[number % 2]}/{number}.png" for number in range(32)]
     for number, name in enumerate(names):
         write_synthetic(folder / "photos" / name, number, size=48)
-        (folder / "masks" / name).parent.mkdir(parents=True, exist_ok=True)
-        with Image.open(folder / "photos" / name) as picture:
-            picture.convert("L").point(lambda value: value // 128).save(folder / "masks" / name)
     for number, name in enumerate(names):
         kind, file = name.split("/")
         copy = folder / (f"labelled/{kind}" if number < 20 else "new" if number < 26 else "newer") / file
@@ -178,15 +173,14 @@ def test_a_page_works_from_its_top_to_its_end(page, place, capsys):
     text, names = PAGES[page], {}
     if any("train=photos/train" in parts for parts in commands(text)):  # a set with splits
         few = Path("few.csv").read_text()
-        for path in [*Path("photos").rglob("*.png"), *Path("masks").rglob("*.png")]:
+        for path in list(Path("photos").rglob("*.png")):
             folder, label, name = path.parts
             split = Path(folder, "test" if path.stem[-1] in "01" else "train", label)
             split.mkdir(parents=True, exist_ok=True)
             path.rename(split / name)
             few = few.replace(f"\n{label}/{name},", f"\n{split.relative_to(folder)}/{name},")
         Path("few.csv").write_text(few)
-        for folder in ("photos", "masks"):
-            shutil.copytree(f"{folder}/test", f"{folder}/val")
+        shutil.copytree("photos/test", "photos/val")
     pretrained = [parts for parts in commands(text) if here(parts) and parts[1] == "pretrain"]
     made = {part.removeprefix("output=") for parts in pretrained for part in parts[2:4]}
     for name in {*re.findall(r"runs/\w+", text)} - made - {"runs/pretrain"}:  # what the reader has already

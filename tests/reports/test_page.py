@@ -208,11 +208,10 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
 
 
 def test_the_charts_that_matter_come_first_and_the_others_are_behind_a_line(tmp_path):
-    measured = {"knn": 40.0, "rankme": 55.0, "miou": 30.0, "probe": 50.0}
+    measured = {"knn": 40.0, "rankme": 55.0, "probe": 50.0}
     for name, history, first in (
         ("new", [], []),
         ("unlabelled", [replace(HEALTHY, rankme=55.0)], ["Effective rank", "Entropy gap"]),
-        ("masks", [replace(HEALTHY, rankme=55.0, miou=30.0)], ["Effective rank", "mIoU"]),
         ("labelled", [replace(HEALTHY, **measured)], ["k-NN accuracy", "Effective rank"]),
     ):
         (tmp_path / name).mkdir()

@@ -168,23 +168,6 @@ def test_figures_of_other_labels_have_their_name_and_standard_errors():
     )  # three times the chance of 6 / (3 * sqrt(2)) deviations
 
 
-def test_masks_decide_where_there_are_no_labels():
-    none = dict.fromkeys(("knn", "best_knn", "probe"))
-    before = {**none, "miou": 20.0, "miou_error": 1.0, "constant_miou": 3.2, "mask_images": 200}
-    unlabelled = {name: [None] * 3 for name in none} | {"miou_error": [1.0] * 3, "before": before}
-    said = evaluated(miou=[24.0, 28.0, 33.0], **unlabelled)
-    assert said.diagnosis.state == LEARNING
-    assert said.figures.startswith("mIoU 33.0 ± 2.0 % (before training 20.0, always one class 3.2)")
-    assert said.figures.endswith("the mIoU rose by 13.0 points (p < 0.001)")
-    assert said.advice == "Try budget.epochs=200: the mIoU still rises (28.0 halfway, 33.0 now)."
-    past = evaluated(miou=[24.0, 40.0, 33.0], settings=["budget.steps=1000"], **unlabelled)
-    assert past.diagnosis.state == PAST
-    assert "mIoU was the best at step 700 (40.0 %), and its checkpoint is kept" in past.advice
-    unsure = evaluated(miou=[20.0, 21.0, 22.0], **unlabelled)
-    assert unsure.diagnosis.state == NO_BETTER
-    assert "on 200 images; p < 0.01 would count" in unsure.figures
-
-
 def test_the_same_images_before_and_after_are_compared_one_by_one():
     """21 of 341 images more: as if of other images that may be chance, of the same images it is not."""
     before = {"knn": 40.0, "knn_answers": f"{(1 << 136) - 1:x}"}

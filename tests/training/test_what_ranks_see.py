@@ -1,9 +1,7 @@
-"""Processes that see different images, labels or masks say so, all of them, before any work."""
+"""Processes that see different images or labels say so, all of them, before any work."""
 
 import os
-import re
 import socket
-from dataclasses import replace
 
 import pytest
 import torch.multiprocessing as mp
@@ -11,12 +9,7 @@ import torch.multiprocessing as mp
 import dino_vit
 from dino_vit.core.distributed import agree, end_processes, in_all_processes, share_work
 from dino_vit.core.runtime import start_processes
-from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.synthetic import make_scenes
-from dino_vit.eval.maps.online import open_segmentation
-from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.images import write_classes, write_synthetic
 from tests.support.processes import finish, torchrun_environs
 from tests.support.runs import Run, server
@@ -79,14 +72,12 @@ def check_commands(rank, environs, folder):
     photos, labels = folder / f"photos{rank}", folder / f"labels{rank}.csv"
     rows = [f"a/{number}.png,{'xy'[number % 2]}\n" for number in range(8 - rank)]
     labels.write_text("name,label\n" + "".join(rows))
-    scenes = f"synthetic:scenes:{8 + rank}:32"
     calls = [("knn", photos, "labelled images"), ("linear", photos, "labelled images")]
-    calls += [("embed", photos, "images"), ("dense", scenes, "images with masks")]
+    calls += [("embed", photos, "images")]
     for name, source, what in calls:
         check_command(name, what, source, folder)
     check_command("compare", "images", photos, folder, untrained=True)
     check_command("knn", "labelled images", folder / "photos0", folder, labels=labels)
-    check_masks(rank)
     check_agreement(rank)
     (folder / f"done{rank}").touch()
     end_processes()
@@ -95,26 +86,6 @@ def check_commands(rank, environs, folder):
 def check_command(name, what, source, folder, **settings):
     with pytest.raises(ValueError, match=f"the processes see different {what}. rank 0 on .*; rank 1"):
         getattr(dino_vit, name)(source, folder / "weights.safetensors", verbose=False, **settings)
-
-
-def check_masks(rank):
-    """A mask that one rank cannot read is left out by all."""
-    source = make_scenes(length=12, size=32)
-    mask, asked = source.mask, []
-
-    def mask_of(index):
-        asked.append(index)
-        if rank == 1 and len(asked) == 1:
-            raise UnreadableImage(f"{index}.png", "the mask is on a broken disk")
-        return mask(index)
-
-    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=1, heads=2)
-    source = replace(source, masks=mask_of)
-    evaluation = OnlineEvaluation(source=source, transform=eval_transform_of(model), seed=0)
-    segmentation, said = open_segmentation("synthetic:scenes:12:32", evaluation, model)
-    counts = [int(number) for number in re.findall(r"\d+", said[0])]
-    assert sum(counts) == 11, said
-    assert 0 <= segmentation(model)["miou"] <= 100
 
 
 def check_agreement(rank):

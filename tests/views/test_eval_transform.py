@@ -86,3 +86,18 @@ def test_deep_images_keep_their_bits_and_their_scale():
 def test_an_image_may_become_one_pixel(shape):
     image = torch.full(shape, 200, dtype=torch.uint8)
     assert torch.equal(resize(image, (1, 1)), image[:, :1, :1])
+
+
+@pytest.mark.parametrize("fit", ["crop", "whole"])
+def test_a_mask_is_placed_as_its_image_is(fit):
+    """On an image whose pixels are its classes, far from the borders between them."""
+    mask = torch.zeros(90, 60, dtype=torch.uint8)
+    mask[30:70, 25:45] = 200
+    transform = eval_transform_of(backbone(), size=(32, 32), fit=fit)
+    image = transform.resize(mask.expand(3, -1, -1).contiguous())[0].int()
+    placed = transform.place_mask(mask)
+    assert placed.shape == (32, 32)
+    assert set(placed.unique().tolist()) == {0, 200}
+    far = (image - 100).abs() > 90
+    assert far.float().mean() > 0.8
+    assert ((image - placed.int()).abs()[far] < 20).all()

@@ -13,7 +13,6 @@ those of their class. Dense features are judged by whether they find the class o
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,7 +165,7 @@ def make_textures(*, length: int = 20_000, size: int = 32, seed: int = 0) -> Ima
 def make_scenes(*, length: int = 20_000, size: int = 64, seed: int = 0, classes: int = 10) -> ImageSet:
     """Return scenes with masks, labelled by the class of the largest region."""
     store = _Scenes(length, size, seed, classes)
-    return replace(_generated(store, length), masks=store.mask)
+    return _generated(store, length)
 
 
 def _generated(store: _Textures, length: int) -> ImageSet:

@@ -13,7 +13,6 @@ import torch
 from dino_vit.config.commands import (
     CachedConfig,
     CompareConfig,
-    DenseConfig,
     Evaluator,
     KnnConfig,
     LinearConfig,
@@ -27,21 +26,19 @@ from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.masks import PUBLISHED, open_masks, published_like
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification import knn, linear
 from dino_vit.eval.comparison.baselines import RAW_PIXELS, UNTRAINED, raw_pixels_of, untrained_like
 from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.figures import Figure, Measured
-from dino_vit.eval.maps import dense
 from dino_vit.eval.maps.pictures import shorten
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
 
-CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
+CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig}
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
 PIXEL_IMAGES = 10_000
@@ -75,7 +72,8 @@ def run(config: CompareConfig) -> ComparisonResult:
     start_processes()
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
-    source, evaluators = agree("images", lambda: open_measured(config), _describe_measured)
+    source = agree("images", lambda: open_source(config.source, config.labels), ImageSet.describe)
+    evaluators = choose_evaluators(config, source)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
@@ -106,15 +104,15 @@ def _measure(
         comparison.ranks[name] = _effective_rank(config, frozen, comparison.source, name)
         for evaluator in evaluators:
             values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
-            for figure in _evaluate(evaluator, config, values, frozen):
-                comparison.measured.setdefault(figure.title, {})[name] = figure
-                log.info("%s: %s %s %%", name, figure.title, figure.figure)
+            figure = _evaluate(evaluator, config, values, frozen)
+            comparison.measured.setdefault(figure.title, {})[name] = figure
+            log.info("%s: %s %s %%", name, figure.title, figure.figure)
     pixels = raw_pixels_of(comparison.source, frozen) if by_pixels else frozen
     for evaluator in by_pixels:
         values = {"weights": RAW_PIXELS, "output": folder and file_of(folder, 0, evaluator)}
-        for figure in _evaluate(evaluator, config, values, pixels):
-            comparison.raw_pixels[figure.title] = figure
-            log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.figure)
+        figure = _evaluate(evaluator, config, values, pixels)
+        comparison.raw_pixels[figure.title] = figure
+        log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.figure)
 
 
 def _load(config: CompareConfig, name: str, weights: str) -> FrozenBackbone:
@@ -170,13 +168,10 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
 def pixel_evaluators(config: CompareConfig, source: ImageSet, among: Sequence[Evaluator]) -> list[Evaluator]:
     """Return what is measured of raw pixels, too.
 
-    They have no patches, and so many columns that a linear classifier takes minutes on thousands of images.
+    They have so many columns that a linear classifier takes minutes on thousands of images.
     """
-    left_out = {"dense"}
-    if "linear" in among:
-        images = len(source) + (len(open_source(config.train)) if config.train else 0)
-        left_out |= {"linear"} if images > PIXEL_IMAGES else set()
-    return [name for name in among if name not in left_out]
+    images = len(source) + (len(open_source(config.train)) if config.train else 0)
+    return [name for name in among if name != "linear" or images <= PIXEL_IMAGES]
 
 
 def describe_compared(config: CompareConfig, source: ImageSet) -> str:
@@ -206,43 +201,14 @@ def names_of(weights: Sequence[str]) -> list[str]:
     return [f"./{path}" if path == UNTRAINED else path for path in weights]
 
 
-def open_compared(config: CompareConfig) -> ImageSet:
-    """Open the images; a published set with masks has other folders too, and no labels."""
-    published = config.masks in PUBLISHED and config.labels is None
-    return open_masks(config.source, config.masks) if published else open_source(config.source, config.labels)
-
-
-def open_measured(config: CompareConfig) -> tuple[ImageSet, list[Evaluator]]:
-    """Open the images, and choose what is measured of them."""
-    source = open_compared(config)
-    if config.masks is None and config.labels is None and (name := published_like(config.source)):
-        text = "%s looks like %s, whose folders are no classes: give masks=%s"
-        log.warning(text, public(config.source), PUBLISHED[name].title, name)
-    return source, choose_evaluators(config, source)
-
-
-def _describe_measured(opened: tuple[ImageSet, list[Evaluator]]) -> str:
-    return f"{opened[0].describe()}, measured by {', '.join(opened[1]) or 'none'}"
-
-
 def choose_evaluators(config: CompareConfig, source: ImageSet) -> list[Evaluator]:
-    """Return what is to be measured, or raise if labels and masks do not allow it."""
-    reasons: dict[Evaluator, str] = {}
-    if len({source.label(index) for index in range(len(source))} - {None}) < 2:
+    """Return what is to be measured, or raise if it is asked for and the labels do not allow it."""
+    if len({source.label(index) for index in range(len(source))} - {None}) >= 2:
+        return list(config.measures or CONFIGS)
+    if config.measures:
         reason = "the images need labels of two classes or more: a folder for each class, or labels=FILE"
-        reasons = {"knn": reason, "linear": reason}
-    try:
-        open_masks(config.source, config.masks)
-        if config.train:
-            published = config.masks if config.masks in PUBLISHED else None
-            open_masks(config.train, published, training=True)
-    except ValueError as error:
-        reasons["dense"] = str(error)
-    asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]
-    for name in asked:
-        if name in reasons:
-            raise ValueError(f"measures={name}: {reasons[name]}")
-    return list(config.measures) or [name for name in CONFIGS if name not in reasons]
+        raise ValueError(f"measures={config.measures[0]}: {reason}")
+    return []
 
 
 def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: ImageSet, name: str) -> float:
@@ -254,15 +220,13 @@ def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: Image
 
 def _evaluate(
     evaluator: Evaluator, config: CompareConfig, values: dict[str, Any], frozen: FrozenBackbone
-) -> list[Measured]:
+) -> Measured:
     """Run one evaluator on one backbone."""
     values |= _shared(config, CONFIGS[evaluator])
     try:
-        if evaluator == "dense":
-            return dense.evaluate(DenseConfig(**values), frozen).measured
         if evaluator == "knn":
-            return [knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen).measured]
-        return [linear.evaluate(LinearConfig(**values), frozen).measured]
+            return knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen).measured
+        return linear.evaluate(LinearConfig(**values), frozen).measured
     except ValueError as error:
         raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
 

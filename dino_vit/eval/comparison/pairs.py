@@ -85,7 +85,7 @@ def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, .
 def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     """Say which backbone to take, or that it depends."""
     if not by_title:
-        text = "There are no labels and no masks to judge by: use a folder for each class, or labels=FILE."
+        text = "There are no labels to judge by: use a folder for each class, or labels=FILE."
         return f"{text} The effective rank alone does not tell which features are better."
     top = [*by_title.values()]
     everywhere = [name for name in top[0] if all(name in names for names in top)]

@@ -62,7 +62,7 @@ def with_attention(model: Backbone) -> VisionTransformer:
     if isinstance(model, VisionTransformer):
         return model
     name = model.architecture["name"]
-    raise ValueError(f"timm:{name} does not support attention maps; `dino-vit dense` judges its feature map")
+    raise ValueError(f"timm:{name} does not support attention maps")
 
 
 def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> Tensor:

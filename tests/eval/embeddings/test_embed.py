@@ -316,8 +316,9 @@ def test_weights_of_a_name_are_found_again_by_it(tmp_path, folder, monkeypatch, 
 @pytest.mark.parametrize(
     "command",
     [
-        *("embed synthetic:40:16", "dense synthetic:scenes:12:16"),
-        *("attention synthetic:2:16", "attention moving.gif"),
+        "embed synthetic:40:16",
+        "attention synthetic:2:16",
+        "attention moving.gif",
     ],
 )
 def test_features_that_are_not_finite_are_refused(tmp_path, capsys, command, monkeypatch):
