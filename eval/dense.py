@@ -97,7 +97,7 @@ class DenseConfig(BackboneConfig):
 class Windows(NamedTuple):
     """An image in windows, which cover it, and its mask."""
 
-    index: int
+    number: int  # of the image
     size: Size  # of the resized image
     corners: list[tuple[int, int]]  # top and left of each window
     images: Tensor  # (n, channels, *window)
@@ -129,7 +129,7 @@ class MaskedImages:
 
     def read_mask(self, index: int) -> Tensor:
         """Return the class of every pixel, uint8 (H, W)."""
-        data, name = self.masks.read(index), self.masks.name(index)
+        name, data = self.masks.name(index), bytes(self.masks.read(index))
         try:
             with Image.open(io.BytesIO(data)) as file:
                 # Byte 24 has the bits of a value; Pillow stretches fewer than 8 to 255.
@@ -239,7 +239,7 @@ def patch_bank(source: MaskedImages, patches: int) -> Bank:
         mask = resize_mask(image.mask, image.size)
         masks = torch.stack([mask[y : y + h, x : x + w] for y, x in image.corners])
         classes = patch_classes(masks, maps.shape[2:]).flatten()
-        u = random_uniform(0, RngPurpose.EVALUATION, image.index, np.arange(1 + len(classes)))
+        u = random_uniform(0, RngPurpose.EVALUATION, image.number, np.arange(1 + len(classes)))
         ignored = classes.numpy() == IGNORED  # those come last
         drawn = np.argsort(u[1:] + ignored)[: int(patches / len(source.images) + u[0])]
         rows = torch.from_numpy(drawn[~ignored[drawn]])
@@ -281,7 +281,7 @@ def train_head(source: MaskedImages, bank: Bank, steps: int) -> nn.Module:
             pixels = F.interpolate(head(source.maps(images)), masks.shape[1:], mode="bilinear")
             targets = index_of[masks.to(device).long()]
             loss = F.cross_entropy(pixels, targets, ignore_index=IGNORED, reduction="sum")
-            (loss / (targets != IGNORED).sum().clamp(min=1)).backward()
+            torch.autograd.backward(loss / (targets != IGNORED).sum().clamp(min=1))
             optimizer.step()
             advance(1)
     return head.eval()

@@ -1,32 +1,37 @@
-"""Train torchvision's Mask R-CNN on the frozen patches of a backbone; it detects regions of generated scenes.
+"""Train torchvision's Mask R-CNN on the frozen patches of a backbone.
 
-    python examples/mask_rcnn.py runs/photos --minutes 2
+    python examples/mask_rcnn.py photos masks runs/photos --steps 500
 
-The map of patches comes from timm's features_only, at four strides. For other images replace `batch`.
+masks has an indexed PNG for each photo: pixels of a value are an object of this class; 0 and 255 are none.
+The map of patches comes from timm's features_only, at four strides.
 """
 
 import argparse
-import time
+import random
+from pathlib import Path
 
+import numpy as np
 import timm
 import torch
+from PIL import Image
 from torch.nn.functional import interpolate
 from torchvision.models.detection import MaskRCNN, anchor_utils, mask_rcnn
 from torchvision.ops import FeaturePyramidNetwork, box_iou, masks_to_boxes
 
 import dino_vit
-from dino_vit.data.sources.synthetic import make_scenes
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("weights", help="run or file of weights")
-parser.add_argument("--minutes", type=float, default=2)
+for name, text in {"photos": "folder", "masks": "folder", "weights": "run or file of weights"}.items():
+    parser.add_argument(name, help=text)
+parser.add_argument("--steps", type=int, default=500)
 options = parser.parse_args()
 backbone = dino_vit.load_backbone(options.weights)
 dino_vit.export(options.weights, "exported", format="timm", overwrite=True, verbose=False)
 features = {"features_only": True, "out_indices": [backbone.depth - 1], "dynamic_img_size": True}
-body = timm.create_model("local-dir:exported", pretrained=True, **features)
-side = backbone.image_size[0]
-scenes = make_scenes(size=side)
+body, side = timm.create_model("local-dir:exported", pretrained=True, **features), backbone.image_size[0]
+masks = {path.stem: path for path in Path(options.masks).glob("*.png")}
+photos = [path for path in sorted(Path(options.photos).glob("*.*")) if path.stem in masks]
+train, test = [path for number, path in enumerate(photos) if number % 5], photos[::5]
 
 
 class Pyramid(torch.nn.Sequential):
@@ -37,38 +42,34 @@ class Pyramid(torch.nn.Sequential):
         return self[1]({str(i): interpolate(patches, scale_factor=2 ** (2 - i)) for i in range(4)})
 
 
-def batch(indices):
-    targets = []
-    for mask in map(scenes.mask, indices):
-        labels = [i for i in mask.unique() if min((mask == i).any(0).sum(), (mask == i).any(1).sum()) > 1]
-        masks = torch.stack([mask == i for i in labels])
-        labels = 1 + torch.tensor(labels, dtype=torch.long)
-        targets.append({"labels": labels, "masks": masks.byte(), "boxes": masks_to_boxes(masks)})
-    return [torch.as_tensor(scenes.read(index)) / 255 for index in indices], targets
+def read(path):
+    """Return a photo, and its objects of two pixels a side or more."""
+    mask = backbone.transform.place_mask(torch.from_numpy(np.array(Image.open(masks[path.stem]))))
+    sides = {i: min((mask == i).any(0).sum(), (mask == i).any(1).sum()) for i in mask.unique().tolist()}
+    labels = torch.tensor([i for i in sides if i not in (0, 255) and sides[i] > 1], dtype=torch.long)
+    objects = mask == labels[:, None, None]
+    return backbone.transform(path), dict(labels=labels, masks=objects.byte(), boxes=masks_to_boxes(objects))
 
 
 settings: dict[str, object] = dict.fromkeys(["min_size", "max_size", "size_divisible"], side)
-settings |= {"image_mean": backbone.provenance.mean, "image_std": backbone.provenance.std}
-settings |= {"box_batch_size_per_image": 32, "rpn_post_nms_top_n_test": 100, "box_detections_per_img": 10}
+settings |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}  # `transform` has normalised the images
 sizes = [[side // n] for n in (8, 4, 2, 1)]
 settings["rpn_anchor_generator"] = anchor_utils.AnchorGenerator(sizes, [[0.5, 1.0, 2.0]] * 4)
 settings["mask_head"] = mask_rcnn.MaskRCNNHeads(Pyramid.out_channels, (64, 256), dilation=1)
 pyramid = Pyramid(body.requires_grad_(False), FeaturePyramidNetwork([backbone.width] * 4, 64))
-detector = MaskRCNN(pyramid, 1 + len(scenes.classes), **settings)
+detector = MaskRCNN(pyramid, 255, **settings)
 optimizer = torch.optim.AdamW(detector.parameters(), lr=1e-3)
-end, step = time.time() + 60 * options.minutes, 0
-while time.time() < end:
+for _ in range(options.steps):
     optimizer.zero_grad()
-    loss = sum(detector(*batch(range(4 * step, 4 * step + 4))).values())
+    images, targets = zip(*map(read, random.sample(train, 4)), strict=True)
+    loss = sum(detector(images, targets).values())
     loss.backward()
     optimizer.step()
-    step += 1
-images, targets = batch(range(19_980, 20_000))
-with torch.no_grad():
-    overlaps = [
-        box_iou(target["boxes"], output["boxes"]) * (output["labels"] == target["labels"][:, None])
-        for output, target in zip(detector.eval()(images), targets, strict=True)
-    ]
-detected = torch.cat([(overlap > 0.5).any(1) for overlap in overlaps])
-recall = 100 * detected.float().mean()
-print(f"steps: {step}, loss {loss:.2f}; {recall:.0f} % of other regions are detected (IoU > 0.5)")
+detector.eval()
+found = torch.zeros(0)
+for photo, target in map(read, test):
+    with torch.no_grad():
+        (output,) = detector([photo])
+    overlap = box_iou(target["boxes"], output["boxes"]) * (output["labels"] == target["labels"][:, None])
+    found = torch.cat([found, (overlap > 0.5).any(1)])
+print(f"loss {loss:.2f}; {100 * found.mean():.0f} % of the objects in {len(test)} other photos are detected")

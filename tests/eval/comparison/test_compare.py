@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
