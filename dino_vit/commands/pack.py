@@ -33,7 +33,7 @@ from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import Result, plural, printable, progress, public
 from dino_vit.data.catalogue import CATALOGUE, Shard, index_shard, write_catalogue
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decode import UnreadableImage, decode, read_item
+from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.sources.archives import CLASS_NAMES
@@ -83,8 +83,8 @@ def run(config: PackConfig) -> PackResult:
     with _incomplete(output) as folder:
         packed = pack(source, folder, shard_bytes=config.shard_size * 2**20, size=config.size)
     if packed.unreadable:
-        examples = "\n  ".join(map(str, packed.unreadable[:10]))
-        log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
+        count, text = len(packed.unreadable), "%d of %d images cannot be read and are left out:%s"
+        log.warning(text, count, packed.images + count, listed(packed.unreadable))
     shards = [output / shard.name for shard in packed.shards]
     file_bytes = sum(shard.stat().st_size for shard in shards)
     counts = f"{plural(packed.images, 'image')} in {plural(len(shards), 'shard')}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decode import UnreadableImage, decode, read_image, read_item
+from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_image, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.files import raise_if_lost
@@ -107,11 +107,11 @@ class ImageSummary:
     def describe(self, pixels: Pixels) -> str:
         """Describe the images and their conversion to `pixels`, with counts."""
         kinds = [f"{count} {kind}" for kind, count in self.count(ImageInfo.describe).items()]
-        steps = self.conversions(pixels)
+        steps = [f"{count} {step}" for step, count in self.conversions(pixels).most_common()]
         if self.unreadable:
-            steps[f"unreadable, first {self.unreadable[0]}"] = len(self.unreadable)
-        text = f"{plural(len(self.images), 'image')} inspected: {', '.join(kinds)}"
-        return "; ".join([text, *(f"{count} {step}" for step, count in steps.most_common())])
+            all_of_them = "unreadable.txt lists all that the run meets"
+            steps += [f"{len(self.unreadable)} cannot be read ({all_of_them}):{listed(self.unreadable)}"]
+        return "; ".join([f"{plural(len(self.images), 'image')} inspected: {', '.join(kinds)}", *steps])
 
 
 def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:

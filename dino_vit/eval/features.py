@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,7 @@ class FrozenBackbone:
     threads: int | None = None  # that read images; None: one per core, at most 8 (commands: 16)
     cache: Path | None = None  # folder of cached features; None: that of all caches
     cache_gb: float = 50.0  # how large all caches may become together
+    unreadable: set[str] = field(default_factory=set)  # names of images that were said to be
 
     @property
     def device(self) -> torch.device:
@@ -214,7 +215,11 @@ def cached_features(
         raise ValueError(
             f"{path} was written but is not there; let all processes share the folder of the cache"
         )
-    warn_of_unreadable(source, chosen, tensors["indices"])
+    left_out = {source.name(index): index for index in missing_indices(chosen, tensors["indices"])}
+    new = [index for name, index in left_out.items() if name not in frozen.unreadable]
+    frozen.unreadable.update(left_out)
+    if new and is_main_process():
+        warn_of_unreadable(source, frozen.transform, new, len(chosen))
     check_finite(tensors["values"], frozen.model)
     values = tensors["values"].numpy()
     keep(path, values)  # which may be mapped from the file

@@ -11,7 +11,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core import Size, log
+from dino_vit.core import Size
 from dino_vit.core.blocks import choose_blocks
 from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -23,7 +23,13 @@ from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
-from dino_vit.eval.reading import Features, pixel_features, raw_pixel_transform
+from dino_vit.eval.reading import (
+    Features,
+    missing_indices,
+    pixel_features,
+    raw_pixel_transform,
+    warn_of_unreadable,
+)
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
@@ -121,7 +127,7 @@ class OnlineEvaluation:
     ) -> None:
         self.source, self.transform = source, transform
         self.batch_size, self.autocast = batch_size, autocast
-        self.warned = False  # of unreadable images
+        self.warned = False  # that some images cannot be read
         order = random_indices(source, seed)
 
         def choose(count: int, among: range) -> list[int]:
@@ -236,11 +242,8 @@ class OnlineEvaluation:
         indices = all_gather(mine.indices)
         if len(indices) < len(self.indices) and not self.warned:
             self.warned = True
-            read = {*indices.tolist()}
-            left_out = [index for index in self.indices if index not in read]  # by any process
-            count, first = len(left_out), self.source.name(left_out[0])
-            first = next((str(error) for error in mine.unreadable if error.name == first), first)
-            log.warning("online evaluation leaves out unreadable images: %d, first %s", count, first)
+            left_out = missing_indices(self.indices, indices)  # by any process
+            warn_of_unreadable(self.source, self.transform, left_out, len(self.indices))
         return Features(all_gather(mine.values), indices, mine.unreadable)
 
     def _first_half(self, indices: Tensor) -> Tensor:

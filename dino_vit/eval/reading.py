@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.data.image_set import ImageSet, spread
-from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.decode import LISTED, UnreadableImage, listed
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.statistics import MEASURED_IMAGES, inspect_images
@@ -144,8 +144,10 @@ def missing_indices(chosen: Sequence[int], kept: ArrayLike) -> list[int]:
     return np.setdiff1d(np.asarray(chosen, np.int64), np.asarray(kept)).tolist()
 
 
-def warn_of_unreadable(source: ImageSet, chosen: Sequence[int], kept: ArrayLike) -> None:
-    """Say how many of some images are not among those that were read, by whichever process."""
-    if unreadable := missing_indices(chosen, kept):
-        text = "%d of %d images cannot be read and are left out, the first is %s"
-        log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
+def warn_of_unreadable(
+    source: ImageSet, transform: EvalTransform, unreadable: Sequence[int], total: int
+) -> None:
+    """Say how many of some images cannot be read, and why the first cannot, which are read once more."""
+    (batch,) = read_batches(source, transform, [unreadable[:LISTED]])
+    text = "%d of %d images cannot be read and are left out:%s"
+    log.warning(text, len(unreadable), total, listed(batch.unreadable, len(unreadable)))

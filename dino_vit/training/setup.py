@@ -55,6 +55,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, context: RunContext
     if context.resumed:
         check_same_run(config, context, context.resumed)
     state = _build_state(config, context, accelerator)
+    state.evaluation.warned = bool(resolution.summary.unreadable)  # which the notes name
     notes += _compile(state)
     if config.data.keep_decoded and (kept := keep_decoded(state.loader, resolution.summary)):
         notes.append(kept)

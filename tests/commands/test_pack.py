@@ -62,7 +62,7 @@ def test_digests_are_what_sha256sum_takes(photos, tmp_path):
 def test_unreadable_images_are_left_out_and_named(photos, tmp_path, caplog):
     (photos / "dog" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     assert main(["pack", str(photos), str(tmp_path / "out")]) == 0
-    assert "unreadable images left out: 1" in caplog.text
+    assert "1 of 6 images cannot be read and are left out:\n  " in caplog.text
     assert "dog/0.png" in caplog.text
     assert len(open_source(str(tmp_path / "out"))) == 5
 

@@ -58,7 +58,7 @@ def test_images_are_seen_as_they_are():
         "3 repeated from grey to RGB",
         "1 scaled down to 8 bits",
         "2 cannot be converted to data.channels=3 and count as unreadable",
-        "1 unreadable, first 6.png: the file is empty",
+        "1 cannot be read (unreadable.txt lists all that the run meets):\n  6.png: the file is empty",
     ):
         assert part in said
     kept = seen.describe(Pixels(channels=4, bits=16))

@@ -230,8 +230,18 @@ def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
         source = open_folder(folder)
         stored, indices = store_in(tmp_path / "cache", source)
         assert len(indices) == len(stored) == 37
-        assert "3 of 40 images cannot be read and are left out, the first is even/04.png" in caplog.text
+        assert "3 of 40 images cannot be read and are left out:\n  even/04.png: " in caplog.text
         assert [source.name(row)[-6:-4] for row in indices[:4]] == ["00", "02", "06", "08"]
+
+
+def test_an_unreadable_image_is_named_once_for_all_features_of_a_backbone(tmp_path, folder, caplog):
+    frozen, source = (
+        FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path),
+        open_folder(folder),
+    )
+    for indices in (range(0, 40, 2), None, range(20)):
+        cached_features(frozen, open_folder(folder), indices=indices)
+    assert [caplog.text.count(path) for path in ("even/04.png", "2 of 40 images cannot be read")] == [1, 1]
 
 
 def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, monkeypatch, computed):

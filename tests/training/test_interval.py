@@ -37,7 +37,7 @@ def test_a_set_with_broken_files_of_every_kind_trains_to_the_end(tmp_path, broke
     """Two epochs, with loader processes; an evaluation names what it leaves out in a line."""
     assert len(BROKEN) >= 10
     settings = {**SETTINGS, "data.source": broken_set, "data.workers": 2, "run.eval_every": 1}
-    assert "unreadable, first" in run(tmp_path / "run", settings)
+    assert "cannot be read (unreadable.txt" in run(tmp_path / "run", settings)
     assert named(tmp_path / "run") == BROKEN
     assert history(tmp_path / "run")[-1]["step"] == 12
 

@@ -1,6 +1,7 @@
 """Read images: of a source, of a file, or of any kind that a program gives."""
 
 import os
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
+
+LISTED = 10  # unreadable images that are named in a sentence
 
 
 class UnreadableImage(Exception):
@@ -25,6 +28,13 @@ class UnreadableImage(Exception):
 
     def __str__(self) -> str:
         return f"{brief(self.name, 3000)}: {self.reason}"  # a list may have names longer than any path
+
+
+def listed(unreadable: Sequence[UnreadableImage], count: int | None = None) -> str:
+    """Return a line for each of the first of `count` unreadable images, with its reason."""
+    lines = [f"\n  {image}" for image in unreadable[:LISTED]]
+    more = (len(unreadable) if count is None else count) - LISTED
+    return "".join([*lines, f"\n  and {more:,} more"] if more > 0 else lines)
 
 
 def read_image(source: ImageSet, index: int, pixels: Pixels = RGB) -> Tensor:
