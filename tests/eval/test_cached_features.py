@@ -235,10 +235,7 @@ def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
 
 
 def test_an_unreadable_image_is_named_once_for_all_features_of_a_backbone(tmp_path, folder, caplog):
-    frozen, source = (
-        FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path),
-        open_folder(folder),
-    )
+    frozen = FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path)
     for indices in (range(0, 40, 2), None, range(20)):
         cached_features(frozen, open_folder(folder), indices=indices)
     assert [caplog.text.count(path) for path in ("even/04.png", "2 of 40 images cannot be read")] == [1, 1]
