@@ -170,6 +170,7 @@ def draw_views(sheet: Path, source: ImageSet, summary: ImageSummary, training: P
             log.warning("no views of %s", error)
     if not originals:
         raise ValueError(f"{sheet} cannot be drawn: training could use none of the images")
+    log.info("drawing the views of %s", plural(len(originals), "image"))
     views_of = make_views(training, source, list(originals), epoch=0)
     panels = [
         [(as_picture(picture), "") for picture in (original, *views)]

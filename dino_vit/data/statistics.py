@@ -196,7 +196,9 @@ class ChannelStatistics(NamedTuple):
 
 def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:
     """Measure mean and std of images as they are trained on."""
-    results = in_threads(partial(_image_statistics, source, pixels), indices, threads=_THREADS)
+    measure = partial(_image_statistics, source, pixels)
+    with progress("Measuring mean and std", len(indices)) as advance:
+        results = in_threads(measure, indices, lambda _: advance(1), _THREADS)
     moments = [result for result in results if isinstance(result, Tensor)]
     if not moments:
         failure = next(result for result in results if isinstance(result, UnreadableImage))

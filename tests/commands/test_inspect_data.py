@@ -9,6 +9,7 @@ from dino_vit.cli import main
 from dino_vit.commands.inspect_data import training_config
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core import text
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.support.images import write_synthetic
@@ -50,6 +51,15 @@ def test_facts_as_json(mixed, capsys):
     assert facts["values"][1] > 255
     assert [one["name"] for one in facts["unreadable"]] == ["dog/empty.jpg", "torn.png"]
     assert facts["unreadable"][0]["reason"] == "the file is empty"
+
+
+def test_each_part_of_the_work_is_shown(mixed, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(text, "PATIENCE", -1)
+    caplog.set_level("INFO", "dino_vit")
+    assert main(["inspect-data", str(mixed), f"sheet={tmp_path / 'views.png'}"]) == 0
+    said = [line.partition(":")[0] for line in caplog.messages]
+    parts = ["Inspecting images", "Measuring mean and std", "drawing the views of 8 images"]
+    assert [line for line in said if line in parts] == parts
 
 
 def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys, recwarn):
