@@ -5,7 +5,7 @@
     python -m benchmarks --page       none: only put the page together
     python -m benchmarks gpu          the first minutes on a GPU (`benchmarks/gpu.py`)
 
-Those that take an hour want to be told where and on what: `python -m benchmarks.soak --help`.
+Those that take an hour want to be told where and on what: `python -m benchmarks.small --help`.
 
 Each leaves `results/DEVICE/NAME.json`, of the CPU or, where there is such a device, of CUDA; a program that
 fails leaves the one of before as it is. One that measures on CUDA too says in `ON_CUDA` what.
@@ -25,9 +25,9 @@ from benchmarks import gpu, gpu_record, gpu_summary, measure
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
-NO_PROGRAMS = ["__main__", "machines", "measure", "peer", "reference"]
+NO_PROGRAMS = ["__main__", "measure", "peer", "reference"]
 NO_PROGRAMS += ["gpu", "gpu_facts", "gpu_profile", "gpu_record", "gpu_runs", "gpu_steps", "gpu_summary"]
-LONG = ("cifar10", "distillation", "evaluators", "hours", "small", "small_peer", "soak")
+LONG = ("cifar10", "distillation", "evaluators", "hours", "small", "small_peer")
 HEAD = """# Results
 
 Written by `python -m benchmarks`, or by `make bench` for all but the longest; nothing here is typed by hand.

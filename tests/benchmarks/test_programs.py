@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from benchmarks import cifar10, end_to_end, host, knn, libraries, loop, objective, soak
+from benchmarks import cifar10, end_to_end, host, knn, libraries, loop, objective
 from benchmarks.input import MEAN, STD, Photos, published_views, tensor_views
 from benchmarks.step import FIXED, Case, cases, make_batch
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import open_source
 from tests.support.runs import TINY as SETTINGS
-from tests.support.runs import arguments, run
+from tests.support.runs import run
 
 TINY: dict[str, Any] = {
     **{name: value for name, value in SETTINGS.items() if name.startswith(("model.", "head.", "views."))},
@@ -134,15 +134,6 @@ def network_of(work: object) -> torch.nn.Module:
     network = owner.student if hasattr(owner, "student") else owner.trainer.student
     assert isinstance(network, torch.nn.Module)
     return network
-
-
-def test_a_run_is_killed_and_comes_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "EVERY", 0.2)
-    settings = [word for word in arguments(tmp_path, {"budget.steps": 60})[1:] if "output" not in word]
-    empty = tmp_path / "empty.yaml"
-    empty.write_text("{}")
-    said = soak.soak(tmp_path / "runs", empty, settings, kills=1)
-    assert "are the same after 1 kills" in said
 
 
 def test_a_run_is_judged_beside_its_beginning_and_raw_pixels(tmp_path: Path) -> None:

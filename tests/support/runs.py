@@ -254,6 +254,12 @@ def history(output: Path) -> list[dict[str, object]]:
     return lines
 
 
+def reported(output: Path) -> int:
+    """Return the step that a run that logs each one has reported last."""
+    path = output / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def tensors(output: Path, step: int) -> dict[str, object]:
     return read_tensors(output / "checkpoints" / f"step-{step:08d}.safetensors")[0]
 

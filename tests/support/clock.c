@@ -1,6 +1,6 @@
 /* A clock that jumps: the wall clock of a process is moved by the seconds that the file $CLOCK_AHEAD holds.
 
-   Preloaded by benchmarks/machines.py (LD_PRELOAD), since all of a machine has one wall clock. The file is
+   Preloaded by tests/support/machines.py (LD_PRELOAD), since all of a machine has one wall clock. The file is
    read each time, so that the clock jumps while the process runs. Clocks that measure time are left alone, as
    by a real jump. */
 #define _GNU_SOURCE
