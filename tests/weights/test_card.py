@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import PurePath
 from types import ModuleType
 
 import pytest
@@ -17,7 +18,7 @@ import dino_vit
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.weights.card import CARD_MARK, model_card
+from dino_vit.weights.card import CARD_MARK, model_card, usage
 from tests.support.backbones import backbone
 from tests.support.close import assert_close_to_scale
 from tests.support.documents import blocks, rows, with_images
@@ -30,7 +31,10 @@ class ReferenceTransformer(TimmTransformer):
     """The class of the DINO repository, which is no package, by that of timm, which has its tensors."""
 
     def __init__(self, *, img_size, **keywords):
-        super().__init__(img_size=img_size[0], num_classes=0, **keywords)
+        super().__init__(img_size=img_size[0], **{"num_classes": 0, **keywords})
+
+    def forward(self, images):
+        return self.forward_features(images)[:, 0]  # without the classifier
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +82,15 @@ def test_the_lines_give_our_features(format, changes):
     if format == "huggingface":
         assert "images = ...  # (n, 3, 32, 32), float32" in lines
     assert_close_to_scale(features(lines, images), model(images))
+
+
+@pytest.mark.parametrize("format", ["timm", "reference"])
+def test_the_lines_open_a_backbone_with_a_classifier(format):
+    model = backbone(num_classes=5)
+    export_backbone(model, "out.pth", format)
+    images = torch.randn(2, 3, *model.image_size)
+    expected = model(images) if format == "timm" else model.forward_cls(images)
+    assert_close_to_scale(features(usage(model, PurePath("out.pth"), format), images), expected)
 
 
 @pytest.mark.parametrize(

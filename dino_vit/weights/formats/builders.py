@@ -47,7 +47,7 @@ def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
         "qkv_bias": a["qkv_bias"],
     }
     if format == "reference":
-        return arguments
+        return arguments | ({"num_classes": a["num_classes"]} if a["num_classes"] else {})
     if model.config.stem != "patch":  # timm's patches are of the feature map of a stem
         arguments["patch_size"] = timm_patch(model)
     arguments |= {"num_classes": a["num_classes"], "init_values": a["layer_scale"]}
