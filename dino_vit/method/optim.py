@@ -152,7 +152,9 @@ def reduce_loss(loss: Tensor, gradient_norm: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def ema_update(teacher: Sequence[Tensor], student: Sequence[Tensor], momentum: float) -> None:
     """Update the teacher's tensors: momentum * teacher + (1 - momentum) * student; integers are copied."""
-    for ours, theirs in zip(_by_dtype(teacher), _by_dtype(student), strict=True):
+    # Statistics of BatchNorm are no shards, and tensors of both kinds do not mix.
+    parts = (_by_dtype([local_tensor(tensor) for tensor in tensors]) for tensors in (teacher, student))
+    for ours, theirs in zip(*parts, strict=True):
         if ours[0].is_floating_point():
             torch._foreach_lerp_(ours, theirs, 1 - momentum)
         else:

@@ -71,6 +71,20 @@ def test_parts_that_are_gathered_in_bfloat16_follow_one_process(tmp_path):
     assert torch.bfloat16 not in {tensor.dtype for tensor in tensors(tmp_path / "run", 4).values()}
 
 
+def test_halves_of_an_average_with_batch_norm_follow_one_process(tmp_path):
+    """It sees no images where a frozen teacher teaches, so it averages the statistics too: no shards."""
+    run(tmp_path / "teacher", ONE)
+    terms = {"teacher.weights": tmp_path / "teacher", "head.batch_norm": "true"}
+    run(tmp_path / "alone", {**ONE, **terms})
+    run_in_two(tmp_path / "run", {**TWO, **terms})
+    assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", rtol=1e-4)
+    found, expected = (tensors(tmp_path / name, 4) for name in ("run", "alone"))
+    statistics = [name for name in found if name.startswith("teacher.") and "running_mean" in name]
+    for name in statistics:
+        assert_close(found[name], expected[name], atol=1e-3, rtol=1e-2)
+    assert statistics
+
+
 def compile_without_a_break():
     """Trace what is compiled, whole, without the minutes of a real backend."""
     torch.compile = partial(torch.compile, backend="aot_eager", fullgraph=True)
