@@ -10,6 +10,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+# Not first with an optimiser: this import leaves a cycle of frames, those of its callers with their networks.
+import torch._dynamo
+
 from dino_vit.config.auto import ENOUGH_IMAGES, EVALUATIONS, SHORT, Choice, Rung, network_ladder
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PHASES, PretrainConfig

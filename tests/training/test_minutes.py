@@ -1,5 +1,7 @@
 """A run of some minutes: its speed is measured, its schedules follow the clock, and it resumes."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -21,7 +23,7 @@ from dino_vit.training.plan import BudgetEstimate
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.setup import open_context, set_up
 from tests.support.processes import finish, pair, srun_environs
-from tests.support.runs import history
+from tests.support.runs import ROOT, history
 from tests.support.training import configured, opened, trained
 
 SETTINGS = {
@@ -297,6 +299,29 @@ def test_images_are_opened_and_looked_at_once_however_often_a_step_is_measured(t
     pretrain(replace_settings(config, {"data.mean": None}))
     assert sorted(done) == ["channel_statistics", "inspect_images", "open_images"]
     assert history(tmp_path / "run")[-1]["step"] == history(tmp_path / "run")[-1]["total_steps"]
+
+
+def test_the_networks_of_a_trial_are_gone_after_it(tmp_path):
+    """In a process of its own: what PyTorch imports with its first optimiser keeps frames."""
+    code = f"""
+import gc, weakref
+from accelerate import Accelerator
+from dino_vit.training import budget, setup
+from tests.support.training import configured
+
+def set_up(*arguments):
+    ready = setup.set_up(*arguments)
+    states.append(weakref.ref(ready.state))
+    return ready
+
+states, budget.set_up = [], set_up
+config = configured({str(tmp_path / "run")!r}, {SETTINGS!r})
+context = setup.open_context(config, Accelerator())
+gc.disable()
+budget.measured_seconds(config, context)
+assert [state() for state in states] == [None]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_recipe_whose_phases_are_longer_than_the_trial_is_measured(tmp_path):
