@@ -4,7 +4,7 @@ g global views, v all views (global ones first), b images, m masked patches,
 k prototypes, d bottleneck features
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -203,20 +203,30 @@ def rows_loss_and_gradient(
 
 
 @torch.no_grad()
-def loss_statistics(
+def target_sums(
     loss: Tensor, teacher_logits: Iterable[Tensor], center: Tensor, *, teacher_temperature: float
 ) -> dict[str, Tensor]:
-    """Decompose the loss over all processes; for logging steps only, as it computes all targets again."""
+    """Return what `loss_statistics` takes of a micro-batch; those of several add up.
+
+    For logging steps only, as it computes all targets again.
+    """
     total = used = torch.zeros_like(center[0])
-    scalars = [torch.zeros_like(total[0]), torch.zeros_like(total[0]), loss.detach().to(total.dtype)]
+    entropies, rows = torch.zeros_like(total[0]), torch.zeros_like(total[0])
     for logits in teacher_logits:
         targets = teacher_targets(logits, center, teacher_temperature)
         used = used.scatter(0, targets.argmax(dim=-1), 1.0)
         total = total + targets.sum(0)
-        scalars[0] = scalars[0] + _entropy(targets).sum()
-        scalars[1] = scalars[1] + len(targets)
-    total, used = all_reduce_mean(torch.stack([total, used])).unbind()
-    entropies, rows, loss = all_reduce_mean(torch.stack(scalars)).unbind()
+        entropies = entropies + _entropy(targets).sum()
+        rows = rows + len(targets)
+    scalars = {"entropies": entropies, "rows": rows, "loss": loss.detach().to(total.dtype)}
+    return {"total": total, "used": used, **scalars}
+
+
+def loss_statistics(sums: Mapping[str, Tensor], micro_batches: int = 1) -> dict[str, Tensor]:
+    """Decompose the loss of some micro-batches over all processes."""
+    total, used = all_reduce_mean(torch.stack([sums["total"], sums["used"]])).unbind()
+    scalars = torch.stack([sums["entropies"], sums["rows"], sums["loss"] / micro_batches])
+    entropies, rows, loss = all_reduce_mean(scalars).unbind()
     output_entropy, mean_output_entropy = entropies / rows, _entropy(total / rows)
     return {
         "mean_output_entropy": mean_output_entropy,  # ln(prototypes) if all are used equally

@@ -15,7 +15,7 @@ from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.cross_entropy import LazyLogits
 from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
-from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss
+from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss, target_sums
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Masks, Network, StudentOutput
 
@@ -207,23 +207,36 @@ class Objective:
             center.update()
 
 
-def output_statistics(
+def output_sums(
     terms: LossTerms, teacher_out: TeacherOutput, teacher_temperature: float
 ) -> dict[str, Tensor]:
-    """Return what a log line says of a micro-batch, over all processes."""
-    statistics = {"embedding_std": all_reduce_mean(embedding_std(teacher_out.cls))}
-    # KoLeo is the same in all processes already.
+    """Return what `output_statistics` takes of a micro-batch; those of several add up."""
+    sums = {"embedding_std": embedding_std(teacher_out.cls)}
     for name, term in {"koleo": terms.koleo, "gram": terms.gram, "patch_loss": terms.patch}.items():
-        if term is not None:
-            statistics[name] = term.detach() if name == "koleo" else all_reduce_mean(term.detach())
+        sums |= {} if term is None else {name: term.detach()}
     for name, logits in teacher_out.logits.items():
-        loss = terms.cls if name == "loss" else terms.patch
+        loss, center = terms.cls if name == "loss" else terms.patch, teacher_out.centers[name]
         assert loss is not None
-        center = teacher_out.centers[name]
-        figures = loss_statistics(loss, logits, center, teacher_temperature=teacher_temperature)
+        targets = target_sums(loss, logits, center, teacher_temperature=teacher_temperature)
+        sums |= {f"{name}.{part}": value for part, value in targets.items()}
+    return sums
+
+
+def output_statistics(sums: Mapping[str, Tensor], micro_batches: int) -> dict[str, Tensor]:
+    """Return what a log line says of the micro-batches of a step, over all processes."""
+    # KoLeo is the same in all processes already.
+    statistics = {
+        name: value / micro_batches if name == "koleo" else all_reduce_mean(value / micro_batches)
+        for name, value in sums.items()
+        if "." not in name
+    }
+    for name in ("loss", "patch_loss"):
+        prefix = f"{name}."
+        parts = {key.removeprefix(prefix): sums[key] for key in sums if key.startswith(prefix)}
+        figures = loss_statistics(parts, micro_batches) if parts else {}
         if name == "loss":
             statistics |= figures
-        else:
+        elif parts:
             statistics |= {f"patch_{figure}": figures[figure] for figure in PATCH_STATISTICS}
     return statistics
 

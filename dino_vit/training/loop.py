@@ -14,7 +14,7 @@ from dino_vit.core.distributed import any_process, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import StorageError
-from dino_vit.method.objective import output_statistics
+from dino_vit.method.objective import output_sums
 from dino_vit.method.optim import (
     clip_gradients,
     ema_update,
@@ -92,6 +92,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 
     # The running statistics of BatchNorm, which a forward pass changes.
     before = snapshot(state.statistics)
+    state.output_sums.clear()
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
         batch = state.interval.next_batch(batches)
@@ -141,8 +142,9 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
                 teacher_temperature=rates.teacher_temp,
             )
         torch.autograd.backward(state.scaler.scale(terms.loss / accumulate))
-    if last and state.plan.is_logged(state.step + 1):
-        state.outputs = output_statistics(terms, teacher_out, rates.teacher_temp)
+    if state.plan.is_logged(state.step + 1):
+        for name, value in output_sums(terms, teacher_out, rates.teacher_temp).items():
+            state.output_sums[name] = state.output_sums.get(name, 0) + value
     return terms.cls.detach() / accumulate
 
 

@@ -22,7 +22,7 @@ from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.storage import digest
 from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.method.objective import Objective
+from dino_vit.method.objective import Objective, output_statistics
 from dino_vit.models.student_teacher import Masks, Network
 from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord, OnlineFigures
 from dino_vit.training.interval import Interval
@@ -66,7 +66,7 @@ class TrainingState:
     interval: Interval = field(init=False)
     writer: BackgroundWriter = field(init=False)
     rates: ScheduleValues = field(init=False)  # of the last step
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # statistics of a logged step
+    output_sums: dict[str, Tensor] = field(default_factory=dict)  # over the micro-batches of a logged step
     step: int = 0
     saved_step: int | None = None
     evaluated_by: str | None = None  # the digest of what the evaluations use
@@ -224,7 +224,8 @@ class TrainingState:
 
     def read_interval(self) -> MetricsRecord:
         """Return the numbers of a log line; the host waits for the device here."""
-        outputs: dict[str, Any] = {name: value.item() for name, value in self.outputs.items()}
+        statistics = output_statistics(self.output_sums, self.config.optim.accumulate)
+        outputs: dict[str, Any] = {name: value.item() for name, value in statistics.items()}
         return MetricsRecord(
             step=self.step,
             total_steps=self.plan.total_steps,

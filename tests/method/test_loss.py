@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from dino_vit.method import loss as loss_module
 from dino_vit.method.cross_entropy import logits_of, teacher_targets
-from dino_vit.method.loss import dino_loss, loss_statistics
+from dino_vit.method.loss import dino_loss, loss_statistics, target_sums
 
 TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
 VIEWS = [(g, g + local) for g, local in product([1, 2, 3], [0, 1, 6]) if g + local > 1]
@@ -118,7 +118,7 @@ def test_statistics_take_the_loss_apart():
     batch = make_batch(2, 5, images=4)
     _, _, teacher_logits, center = batch
     loss = double_loop(*batch, views=5, global_views=2)
-    statistics = loss_statistics(loss, [teacher_logits], center, teacher_temperature=0.04)
+    statistics = loss_statistics(target_sums(loss, [teacher_logits], center, teacher_temperature=0.04))
     targets = F.softmax((teacher_logits - center) / 0.04, dim=-1)
     mean = targets.mean(0)
     entropies = [-sum(p * math.log(p) for p in row if p > 0) for row in targets.tolist()]

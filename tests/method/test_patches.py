@@ -8,7 +8,7 @@ from dino_vit.method import cross_entropy
 from dino_vit.method import loss as loss_module
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
-from dino_vit.method.loss import loss_statistics, patch_loss
+from dino_vit.method.loss import loss_statistics, patch_loss, target_sums
 
 TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
 VIEW_INDICES = torch.tensor([0, 0, 0, 1, 2, 2])  # the view of each masked patch; a fourth view has none
@@ -129,9 +129,13 @@ def test_chunks_of_logits_are_balanced_and_measured_as_one():
     logits = torch.randn(9, 5)
     torch.testing.assert_close(sinkhorn_center(logits.split(4), 0.1), sinkhorn_center([logits], 0.1))
     center, loss = torch.randn(1, 5), torch.tensor(2.0)
-    whole_statistics = loss_statistics(loss, [logits], center, teacher_temperature=0.1)
-    statistics = loss_statistics(loss, logits.split(4), center, teacher_temperature=0.1)
-    torch.testing.assert_close(statistics, whole_statistics)
+    whole, parts, *halves = (
+        target_sums(loss, chunks, center, teacher_temperature=0.1)
+        for chunks in ([logits], logits.split(4), [logits[:4]], [logits[4:]])
+    )
+    torch.testing.assert_close(loss_statistics(parts), loss_statistics(whole))
+    added = {name: halves[0][name] + halves[1][name] for name in whole}
+    torch.testing.assert_close(loss_statistics(added, micro_batches=2), loss_statistics(whole))
 
 
 def test_compiled_losses_have_one_graph_for_all_numbers_of_masked_patches(monkeypatch):

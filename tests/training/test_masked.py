@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from dino_vit import load_backbone, save_backbone
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.loop import take_step
+from dino_vit.training.state import TrainingState
 from tests.support.backbones import backbone
 from tests.support.processes import finish, pair, srun_environs
 from tests.support.runs import assert_same_readings, history, run, steps, tensors
@@ -89,7 +90,9 @@ def test_the_passes_of_a_step_are_one(tmp_path):
     settings = {**PATCHES, "budget.steps": 6, "optim.name": "sgd"}
     whole = trained(tmp_path / "whole", {**settings, "data.batch_size": 16})
     parts = trained(tmp_path / "parts", {**settings, "data.batch_size": 4, "optim.accumulate": 4})
-    assert_same_readings(tmp_path / "parts", tmp_path / "whole", "loss")
+    keys = "loss", "patch_loss", "output_entropy", "entropy_gap", "student_divergence"
+    keys += "prototypes_in_use", "rows", "patch_output_entropy", "patch_entropy_gap", "patch_rows"
+    assert_same_readings(tmp_path / "parts", tmp_path / "whole", *keys, rtol=1e-4)
     for networks in ((parts.student, whole.student), (parts.teacher, whole.teacher)):
         assert_close(*map(tensors_of, networks), atol=1e-6, rtol=1e-4)
     for name, center in whole.objective.centers.items():
@@ -97,15 +100,24 @@ def test_the_passes_of_a_step_are_one(tmp_path):
 
 
 @pytest.mark.parametrize("shared", ["true", "false"])
-def test_a_pass_may_have_one_masked_patch_or_none(tmp_path, shared):
-    """As one image of few patches has; BatchNorm gets as many rows."""
+def test_a_pass_may_have_one_masked_patch_or_none(tmp_path, monkeypatch, shared):
+    """As one image of few patches has; BatchNorm gets as many rows. A step has some."""
+    counts, masks_of = [], TrainingState.masks_of
+
+    def counted(state, batch):
+        masks = masks_of(state, batch)
+        counts.append(len(masks.mask_indices))
+        return masks
+
+    monkeypatch.setattr(TrainingState, "masks_of", counted)
     settings = {"loss.patch_weight": 1, "data.batch_size": 1, "optim.accumulate": 4, "budget.steps": 12}
     trained(
         tmp_path, {**settings, "head.batch_norm": "true", "head.shared": shared, "optim.warmup_epochs": 0.1}
     )
     lines = history(tmp_path)
-    assert {0, 1} < {line["patch_rows"] for line in lines}  # of the last pass of each step
-    assert all(line["loss"] > 0 for line in lines)
+    assert {0, 1} < {*counts}
+    assert [line["patch_rows"] for line in lines] == [sum(counts[i : i + 4]) for i in range(0, 48, 4)]
+    assert all(line["loss"] > 0 and line["patch_entropy_gap"] is not None for line in lines)
 
 
 def test_two_processes_follow_one(tmp_path):
