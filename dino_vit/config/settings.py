@@ -26,7 +26,8 @@ def whole(value: object) -> object:
 
 # Every number has a largest value, so that what no machine holds is refused and not tried.
 Count = Annotated[int, Field(ge=1, le=10**12), BeforeValidator(whole)]
-Dimension = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(whole)]  # of a tensor or an image
+WIDEST = 65_536
+Dimension = Annotated[int, Field(ge=1, le=WIDEST), BeforeValidator(whole)]  # of a tensor or an image
 Few = Annotated[int, Field(ge=1, le=1000), BeforeValidator(whole)]  # blocks, views, threads, ...
 FewOrZero = Annotated[int, Field(ge=0, le=1000), BeforeValidator(whole)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)]

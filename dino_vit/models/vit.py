@@ -71,6 +71,10 @@ class ViTConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"width={self.width} is not divisible by heads={self.heads}")
+        hidden = round(self.width * self.mlp_ratio)
+        if not 1 <= hidden <= settings.WIDEST:
+            text = f"mlp_ratio={self.mlp_ratio:g} makes MLPs of width {hidden:,} with width={self.width}"
+            raise ValueError(f"{text}; they must have from 1 to {settings.WIDEST:,} channels")
         channels = self.width // self.heads
         if self.positions == "rotary" and channels % 4:
             raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {channels}")

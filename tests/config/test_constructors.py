@@ -41,6 +41,12 @@ def test_what_no_network_has_is_a_sentence_about_the_argument(name: str, value: 
         VisionTransformer(**{name: value})
 
 
+@pytest.mark.parametrize(("ratio", "width"), [(0.01, "0"), (1000.0, "384,000")])
+def test_a_ratio_that_makes_no_width_is_refused(ratio: float, width: str) -> None:
+    with pytest.raises(ValueError, match=rf"mlp_ratio={ratio:g} makes MLPs of width {width} with width="):
+        VisionTransformer(width=8 if ratio < 1 else 384, heads=2, mlp_ratio=ratio)
+
+
 def test_other_constructors_are_checked_alike() -> None:
     with pytest.raises(ConfigError, match=r"^prototypes = 1: must be greater than or equal to 2"):
         DINOHead(in_dim=8, prototypes=1)
