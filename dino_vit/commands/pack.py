@@ -8,7 +8,7 @@ With `size`, larger images are reduced first.
 import hashlib
 import io
 import os
-import re
+import shutil
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,8 +47,6 @@ _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
 SUMS = "SHA256SUMS"
 _LOCK = ".lock"  # of `locked`
-# The names of what is written, and of what a killed command leaves.
-_OURS = re.compile(rf"(\d{{6,}}\.tar(\.arrow)?|{CLASS_NAMES}|{SUMS}|{CATALOGUE})|\.(.+)\.\d+\.partial")
 # Of other formats it is their name in lower case.
 _SUFFIXES = {"JPEG": ".jpg", "JPEG 2000": ".jp2", "TIFF": ".tiff", "unknown": ".img"}
 
@@ -114,26 +112,18 @@ def _incomplete(output: Path) -> Iterator[Path]:
     """Yield a hidden folder, which only one command writes to, and which becomes the output at the end."""
     folder = output.with_name(f".{output.name}.partial")
     with locked(folder):
-        _clear(folder)  # of an earlier attempt
+        for path in folder.iterdir():  # of an earlier attempt
+            if path.name != _LOCK:
+                path.unlink()
         try:
             yield folder
             _make_way(output)  # another command may have written it since
             folder.rename(output)
         except BaseException:
-            _clear(folder)
+            shutil.rmtree(folder)
             raise
         (output / _LOCK).unlink(missing_ok=True)
         sync(output.parent)
-
-
-def _clear(folder: Path) -> None:
-    """Remove what `pack` writes from a folder; raise if there is more."""
-    others = [path for path in folder.iterdir() if path.name != _LOCK and not _OURS.fullmatch(path.name)]
-    if others:
-        raise ValueError(f"{folder} holds {others[0].name}, which `pack` did not write; move it away")
-    for path in folder.iterdir():
-        if path.name != _LOCK:
-            path.unlink()
 
 
 def pack(source: ImageSet, folder: Path, *, shard_bytes: int, size: int | None = None) -> PackResult:

@@ -14,7 +14,6 @@ import zipfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -211,18 +210,6 @@ def _fingerprint(folder: str, shards: Sequence[Shard], ordered: bool) -> str:
     return f"shards-{images}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _refuse_foreign(path: Path, schema: pa.Schema) -> None:
-    """Raise if there is a file that has other columns, which is none of ours."""
-    if not os.path.lexists(path):
-        return
-    names = list[str]()
-    with suppress(OSError, pa.ArrowException):
-        if path.is_file():
-            names = pa.ipc.open_file(path.read_bytes()).schema.names
-    if names != schema.names:
-        raise ValueError(f"{path} already exists, and dino-vit did not write it; move it away")
-
-
 def _write(path: str, batch: pa.RecordBatch) -> str:
     """Write rows to a local or remote file, and return its digest."""
     sink = pa.BufferOutputStream()
@@ -235,6 +222,5 @@ def _write(path: str, batch: pa.RecordBatch) -> str:
         except OSError as error:
             raise ValueError(f"{public(path)} cannot be written: {brief(error, 300)}") from error
     else:
-        _refuse_foreign(Path(path), batch.schema)
         write_bytes(Path(path), data)
     return hashlib.sha256(data).hexdigest()

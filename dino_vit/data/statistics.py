@@ -149,7 +149,7 @@ def _inspect(
         item = read_item(source, index)
         image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
         (channels, height, width), kind = image.shape[:3], kind_of(image)
-        values = image.numpy().real  # NumPy has min and max of more types than torch
+        values = image.numpy()  # NumPy has min and max of more types than torch
         low, high = float(values.min()), float(values.max())
         layout = _layout(image) if index in compared and isfinite(low) and isfinite(high) else None
         color = channels
@@ -178,7 +178,7 @@ def _layout(image: Tensor) -> Tensor | None:
     """Return where an image (C, H, W) is light, as LAYOUT² numbers; None if it is so everywhere alike."""
     height, width = image.shape[1:]
     few = image[:, :: max(1, height // (4 * LAYOUT)), :: max(1, width // (4 * LAYOUT))]
-    values = (few.real if few.is_complex() else few).to(torch.float32).mean(dim=0)
+    values = few.to(torch.float32).mean(dim=0)
     cells = F.interpolate(values[None, None], (LAYOUT, LAYOUT), mode="area").flatten()
     cells = cells - cells.mean()
     length = float(cells.norm())

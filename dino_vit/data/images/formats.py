@@ -170,6 +170,8 @@ def from_array(array: NDArray[Any]) -> Tensor:
 
     The shorter of first and last axis has the channels.
     """
+    if array.dtype.kind not in "buif":
+        raise ValueError(f"{array.dtype} values are no brightness")
     if array.ndim == 2 or (array.ndim == 3 and array.shape[2] < array.shape[0]):
         return _to_tensor(array)
     if array.ndim == 3 and array.shape[0] < array.shape[2]:

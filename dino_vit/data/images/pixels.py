@@ -73,8 +73,6 @@ class Pixels:
 
     def _ends(self, image: Tensor) -> tuple[float, float]:
         """Return the values that become 0 and 1: a function of the type, never of the values of one image."""
-        if image.dtype.is_complex:
-            raise ValueError(f"{kind_of(image)} values cannot be converted to brightness")
         if self.range:
             if image.dtype == torch.uint8 and self.range[1] > 255:
                 low, high = self.range

@@ -32,7 +32,6 @@ from dino_vit.data.sources.paths import file_identity, folder_of, is_image, shor
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
-LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 # Given the bytes of a member and the largest size that it may have, return its content.
 DECOMPRESS: dict[int, Callable[[bytes, int], bytes]] = {
     zipfile.ZIP_STORED: lambda data, _: data,
@@ -41,7 +40,6 @@ DECOMPRESS: dict[int, Callable[[bytes, int], bytes]] = {
 }
 HEADERS = 2**12  # bytes that are requested for a header in a remote archive
 TAR_BLOCK = 512  # bytes of the header before a member
-MOST_ZEROS = 2**25  # bytes after an archive; programs write some kilobytes
 HEADER = -1  # method of a member of a tar, whose checksum is that of its header
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
@@ -185,24 +183,22 @@ def tar_images(path: str) -> list[Member]:
 
 
 def list_members(path: str, file: BinaryIO) -> list[Member]:
-    """Return the regular files and hard links of a tar, also of several tars one after another.
+    """Return the regular files and hard links of a tar.
 
-    `tarfile` takes damage for the end of the archive, so each end is checked for its block of zeros.
+    `tarfile` takes damage for the end of the archive, so the end is checked for its block of zeros.
     """
-    length = file.seek(0, os.SEEK_END)
     members: dict[bytes, Member] = {}
     listed: list[Member] = []
-    position = 0
     try:
-        while position < length:
-            file.seek(position)
-            with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
-                for info in tar:
-                    if info.isreg() or info.islnk():
-                        member = _tar_member(info, members, file)
-                        members[member.name] = member
-                        listed.append(member)
-            position = _skip_end(file, tar.offset)
+        with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
+            for info in tar:
+                if info.isreg() or info.islnk():
+                    member = _tar_member(info, members, file)
+                    members[member.name] = member
+                    listed.append(member)
+        file.seek(tar.offset)
+        if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
+            raise ValueError(f"neither a header nor its end is at byte {tar.offset:,}")
     except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
         text = f"{public(path)} is truncated, damaged or compressed as a whole: {brief(error, 300)}"
         raise ValueError(text) from error
@@ -213,30 +209,15 @@ def _tar_member(info: tarfile.TarInfo, members: Mapping[bytes, Member], file: Bi
     """Return a member, with the checksum of its header and, if it may be a label, with its text."""
     name = _clean(info.name)
     if info.isreg():
-        if info.sparse is not None and is_image(name):
-            raise ValueError(f"{info.name!r} is stored without its zeros; pack it without --sparse")
         file.seek(info.offset_data - TAR_BLOCK)
         crc, text = zlib.crc32(file.read(TAR_BLOCK)), None
-        if split_key(name)[1] in (b"cls", b"json") and info.size <= LABEL_BYTES:
+        if split_key(name)[1] in (b"cls", b"json"):
             text = file.read(info.size).decode("utf-8", errors="replace").strip()
         return Member(name, info.offset_data, info.size, info.size, HEADER, crc, text)
     target = members.get(_clean(info.linkname))
     if target is None:
         raise ValueError(f"{info.name!r} is a link to {info.linkname!r}, which does not come before it")
     return target._replace(name=name)
-
-
-def _skip_end(file: BinaryIO, position: int) -> int:
-    """Return the position after the blocks of zeros that end an archive."""
-    end = position
-    file.seek(position)
-    while (block := file.read(tarfile.BLOCKSIZE)) == bytes(tarfile.BLOCKSIZE):
-        end += tarfile.BLOCKSIZE
-        if end - position > MOST_ZEROS:
-            raise ValueError(f"more than {MOST_ZEROS:,} zeros follow byte {position:,}")
-    if end == position:
-        raise ValueError(f"no valid header at byte {position}" if block else "its end is missing")
-    return end
 
 
 def _clean(name: str) -> bytes:

@@ -24,7 +24,7 @@ from dino_vit.data.sources.files import (
     retry,
 )
 from dino_vit.data.sources.folders import NoImages, open_files, open_folder, open_list
-from dino_vit.data.sources.paths import IMAGE_SUFFIXES, list_local, match_local, suffix_of
+from dino_vit.data.sources.paths import IMAGE_SUFFIXES, list_local, suffix_of
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
@@ -208,10 +208,8 @@ def expand(pattern: str) -> list[str]:
             raise ValueError(f"{public(path)}: {_NO_LISTING}")
         if glob.has_magic(path) and is_url(path):
             matches.update(retry(partial(remotely, path, _glob), path))
-        elif "**" in path.split("/"):
-            matches.update(match_local(path))
         elif glob.has_magic(path):
-            matches.update(glob.glob(path))
+            matches.update(glob.glob(path, recursive=True))
         elif exists(path):
             matches.add(path)
         else:

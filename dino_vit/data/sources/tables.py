@@ -185,11 +185,7 @@ class UnpackedStore(Store):
 def open_parquet(spec: str, files: Sequence[str]) -> ImageSet:
     """Open the images in Parquet files, unpacked into the index."""
     index = open_index("parquet", spec, partial(_unpack, public(spec), files), files)
-    images = index.image_set(UnpackedStore(index))
-    if images.stamp is None:
-        text = "%s: its server does not tell when it changes; delete %s, which has its images, if it did"
-        log.warning(text, spec, index.path)
-    return images
+    return index.image_set(UnpackedStore(index))
 
 
 def _unpack(spec: str, files: Sequence[str], write_images: WriteImages) -> IndexContents:
