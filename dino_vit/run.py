@@ -55,12 +55,12 @@ class Run:
     @property
     def state(self) -> str:
         """What the newest reading says of the run, such as "learning"."""
-        return state(self._record())[0].state
+        return state(self._record())[0]
 
     @property
     def outcome(self) -> str:
-        """The figures of the run so far with what they compare with, and what to try."""
-        return verdict(self._record()).outcome
+        """What has come of the run so far, its figures with what they compare with, and what to do."""
+        return "\n".join(verdict(self._record()).paragraphs)
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ def attention_rows(teacher: FrozenBackbone, source: ImageSet, indices: list[int]
         tiles += [draw_patches(heat(head), f"head {n}") for n, head in enumerate(heads[:HEADS])]
         rows.append(Row(shorten(name, MAX_NAME), tiles))
     return rows
+
+
+def images_of_map(source: ImageSet, seed: int, count: int) -> list[int]:
+    """Draw the images to show, those with a label first: a grey point says less."""
+    order = random_indices(source, seed)
+    labelled = list(islice((index for index in order if source.label(index) is not None), count))
+    others = (index for index in order if source.label(index) is None)
+    return labelled + list(islice(others, count - len(labelled)))
 
 
 def build_map(
@@ -201,7 +210,7 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: ImageSet, count
         return
     images, weights = record.config.data.images, str(checkpoint.path)
     teacher = frozen_backbone(BackboneConfig(source=images, weights=weights, precision="no"))
-    indices = random_indices(source, record.config.seed)[:count]
+    indices = images_of_map(source, record.config.seed, count)
     readable, pictures.map = build_map(teacher, source, indices)
     if isinstance(teacher.model, VisionTransformer):
         pictures.attention = attention_rows(teacher, source, readable)

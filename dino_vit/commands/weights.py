@@ -12,7 +12,7 @@ from dino_vit.core import height_width
 from dino_vit.core.text import public_values
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline, read_records
-from dino_vit.reports.readings import evaluation_text
+from dino_vit.reports.readings import figures_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import code, describe, model_card, show
@@ -100,7 +100,7 @@ def _evaluation(model: Backbone, config: ExportConfig) -> str:
     folder = Path(source).parent.parent
     history = [r for r in read_records(folder / "metrics.jsonl", METRICS) if r.step <= step and r.rankme]
     before = next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline())
-    figures = evaluation_text(history, before)
+    figures = figures_text(history, before)
     if not figures:
         return ""
     where = f"Measured at step {history[-1].step:,}, on images of the source"

@@ -12,19 +12,16 @@ from markupsafe import Markup
 
 from dino_vit.core.text import printable, public
 from dino_vit.reports.record import RunRecord, changed_settings, facts, state, verdict
-from dino_vit.reports.states import LEARNING
-from dino_vit.reports.verdict import WAITING, WAITING_HELP
+from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
 SHOWN = 4  # charts; the page has the others behind a line to open
 BUCKETS = 300  # the lowest and the highest point of each are kept
 # The few numbers to look at first: title, field of a record, format, and what to compare it with, figures
-# from before training or what zero means.
-FIGURES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
-    ("k-NN", "knn", "{:.1f} %", ("knn", "raw_pixels"), ""),
-    ("effective rank", "rankme", "{:.0f}", ("rankme",), ""),
-    ("entropy gap", "entropy_gap", "{:.2f}", (), "0: outputs say nothing of an image"),
-    ("loss − ln(prototypes)", "excess", "{:+.2f}", (), "0: a uniform output for every image"),
+# from before training.
+FIGURES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("k-NN", "knn", "{:.1f} %", ("knn", "raw_pixels")),
+    ("effective rank, about how many dimensions the features use", "rankme", "{:.0f}", ("rankme",)),
 )
 
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
@@ -89,13 +86,13 @@ def render(record: RunRecord, pictures: Pictures) -> str:
     )
     environment.filters["code"] = _with_code
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
-    diagnosis, history = state(record)
+    name, history = state(record)
     return environment.get_template("page.html").render(
         nonce=secrets.token_urlsafe(),
         title=record.folder.resolve().name,
         folder=record.folder,
-        state=diagnosis.state,
-        tone="bad" if diagnosis.remedies else "good" if diagnosis == LEARNING else "plain",
+        state=name,
+        tone="bad" if name in BAD else "good" if name in ("learning", "done") else "plain",
         history=history,
         outcome=verdict(record).paragraphs,
         figures=figures(record),
@@ -119,12 +116,12 @@ def _with_code(text: str) -> Markup:
 def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
     """Return the few numbers to look at first, and beside each what it compares with."""
     found = {}
-    for title, name, text, levels, zero in FIGURES:
+    for title, name, text, levels in FIGURES:
         if (value := record.latest(name)) is not None:
             before = record.baseline_levels(*levels)
             beside = ", ".join(f"{what} {text.format(level)}" for what, level in before.items())
             title += " among the training images" if name == "knn" and record.baseline.leave_one_out else ""
-            found[title] = text.format(value), beside or zero
+            found[title] = text.format(value), beside
         if name == "knn":
             found |= newest_evaluation(record)
     return found

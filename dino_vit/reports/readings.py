@@ -4,9 +4,9 @@ The accuracies with how sure it is that they differ; the collapses by the output
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "
 # The figures that a k-NN accuracy is compared with.
 COMPARED = {
     "raw_pixels": "raw pixels",
-    "knn": "before training",
     "colours": "colours alone",
     "largest_class": "largest class",
     "chance": "chance",
 }
+
+State = Literal["too early", "stuck", "collapsed", "diverged", "learning", "done"]
 
 # Consecutive records that must show a collapse, or waiting, before it is said; and when no more will come.
 PATIENCE, AT_THE_END = 5, 2
@@ -41,7 +42,7 @@ SKIPPED = 0.2  # a larger share of skipped steps is more than the search for a s
 class Reading(NamedTuple):
     """An accuracy, and the same of an earlier network, on so many images."""
 
-    title: str
+    field: str  # of the record
     percent: float
     before: float
     images: int
@@ -98,8 +99,7 @@ def readings_of(
                 (getattr(metrics, f"{field}_{name}", None), getattr(before, f"{field}_{name}", None))
                 for name in ("answers", "error")
             )
-            images = baseline.queries or QUERIES
-            readings.append(Reading(FIGURES[field], now, then, images, answers, errors))
+            readings.append(Reading(field, now, then, baseline.queries or QUERIES, answers, errors))
     return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
 
 
@@ -112,52 +112,29 @@ def evaluations_of(history: Sequence[MetricsRecord]) -> list[MetricsRecord]:
     return [metrics for metrics in history if metrics.rankme is not None and math.isfinite(metrics.rankme)]
 
 
-def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str:
-    """Return the figures of the last evaluation, beside what they compare with; nothing if there is none."""
-    evaluations = evaluations_of(history)
-    if not evaluations:
+def figures_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str:
+    """Return the newest k-NN accuracy beside what it compares with; nothing without labels."""
+    last = evaluations_of(history)[-1:]
+    if not last or (knn := last[0].knn) is None:
         return ""
-    last, levels, figures = evaluations[-1], baseline.figures(), []
-    distance = above_raw_pixels(last, baseline)
-    # First what a network is worth that has learned nothing of the images: comparing them as they are.
-    start = "" if distance is None else _distance_text(distance, last)
-    if last.knn is not None:
-        metric = "" if baseline.metric == "top-1" else f" {baseline.metric}"
-        knn = f"k-NN{metric} {last.knn:.1f} ± {_margin(last.knn, baseline.queries, last.knn_error):.1f} %"
-        # Photos of one place or moment are easy neighbours: on new images the figure may be far lower.
-        knn += " among the training images" if baseline.leave_one_out else ""
-        figures.append(knn + _compared(levels, COMPARED))
-        if last.best_features not in (None, "CLS") and last.best_knn is not None:
-            figures.append(f"{last.best_knn:.1f} % by {last.best_features}")
-    if last.probe is not None:
-        margin = _margin(last.probe, baseline.queries, last.probe_error)
-        probe = f"ridge probe {last.probe:.1f} ± {margin:.1f} %"
-        figures.append(probe + _compared(levels, {"probe": "before training"}))
-    figures.append(f"effective rank {last.rankme:.1f}{_compared(levels, {'rankme': 'before training'})}")
-    if last.knn is None and last.entropy_gap is not None:
-        figures.append(f"entropy gap {last.entropy_gap:.2f}")
-    confidence = _confidence(readings_of(last, baseline, baseline))
-    return start + "; ".join(filter(None, [", ".join(figures), confidence]))
+    metric = "" if baseline.metric == "top-1" else f" {baseline.metric}"
+    # Photos of one place or moment are easy neighbours: on new images the figure may be far lower.
+    among = " among the training images" if baseline.leave_one_out else ""
+    compared = levels_text(baseline)
+    margin = _margin(knn, baseline.queries, last[0].knn_error)
+    return f"k-NN{metric} {knn:.1f} ± {margin:.1f} %{among}{compared and f' ({compared})'}"
 
 
-def above_raw_pixels(metrics: MetricsRecord, baseline: Baseline) -> float | None:
-    """Return by how many points k-NN by the best tokens is above k-NN by raw pixels, if both are known."""
-    knn = [value for value in (metrics.knn, metrics.best_knn) if value is not None and math.isfinite(value)]
-    raw_pixels = baseline.figures().get("raw_pixels")
-    return None if raw_pixels is None or not knn else max(knn) - raw_pixels
+def levels_text(baseline: Baseline, untrained: str = "before training") -> str:
+    """Return the figures that a k-NN accuracy is compared with."""
+    levels, titles = baseline.figures(), {"knn": untrained, **COMPARED}
+    return ", ".join(f"{title} {levels[name]:.1f}" for name, title in titles.items() if name in levels)
 
 
-def _distance_text(points: float, metrics: MetricsRecord) -> str:
-    size = f"{abs(points):.{0 if abs(points) >= 9.95 else 1}f}"
-    side = "above" if points >= 0 else "below"
-    by_cls = (metrics.best_knn or -math.inf) <= (metrics.knn or -math.inf)
-    tokens = "" if by_cls else " by the best tokens"
-    return f"{size} {'point' if size == '1.0' else 'points'} {side} raw pixels{tokens}: "
-
-
-def _compared(levels: Mapping[str, float], texts: Mapping[str, str]) -> str:
-    compared = [f"{text} {levels[name]:.1f}" for name, text in texts.items() if name in levels]
-    return f" ({', '.join(compared)})" if compared else ""
+def above_raw_pixels(figures: MetricsRecord | Baseline, baseline: Baseline) -> float | None:
+    """Return by how many points k-NN is above k-NN by raw pixels, if both are known."""
+    knn, raw_pixels = figures.knn, baseline.figures().get("raw_pixels")
+    return None if knn is None or raw_pixels is None or not math.isfinite(knn) else knn - raw_pixels
 
 
 def _margin(percent: float, images: int | None, error: float | None) -> float:
@@ -168,36 +145,21 @@ def _margin(percent: float, images: int | None, error: float | None) -> float:
     return 100 * (high - low) / 2
 
 
-def _confidence(readings: Sequence[Reading]) -> str:
-    """Return how sure it is that an evaluation differs from that before training."""
-    if not readings:
-        return ""
-    clearest = readings[0]
-    p = chance(clearest, readings)
-    text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-    if len(readings) > 1:
-        text += f" after correction for {len(readings)} readings"
-    if p >= UNLIKELY:
-        least = f"on {clearest.images:,} images; p < {UNLIKELY:g} would count"
-        return f"the differences from before training may be chance ({text}, {least})"
-    verb = "rose" if clearest.rise > 0 else "fell"
-    return f"the {clearest.title} {verb} by {abs(clearest.rise):.1f} points ({text})"
-
-
 class Diagnosis(NamedTuple):
-    """The state of a run and, if it is a bad one, the settings to change, the most promising first."""
+    """The state of a run, and a plain sentence on why."""
 
-    state: str
-    remedies: tuple[str, ...] = ()
+    state: State
+    sentence: str = ""
 
 
-NONFINITE = Diagnosis("non-finite steps", ("run.precision", "optim.lr"))
-UNIFORM = Diagnosis("uniform collapse", ("head.batch_norm", "loss.teacher_temp", "optim.lr"))
-ONE_PROTOTYPE = Diagnosis("one prototype", ("loss.centering", "optim.lr"))
-IMAGES_ALIKE = Diagnosis("all images alike", ("loss.koleo_weight", "optim.lr"))
-STUCK_AT_LN = Diagnosis("stuck at ln(prototypes)", ("head.batch_norm", "optim.warmup_epochs", "optim.lr"))
-PATCHES_ALIKE = Diagnosis("all patches alike", ("loss.centering", "loss.patch_weight"))
-COLLAPSES = NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN, PATCHES_ALIKE
+NONFINITE = Diagnosis("diverged", "Losses or gradients are infinite or NaN, and such steps are skipped.")
+UNIFORM = Diagnosis("collapsed", "Every image gets the same flat output.")
+ONE_PROTOTYPE = Diagnosis("collapsed", "One output takes every image.")
+IMAGES_ALIKE = Diagnosis("collapsed", "All images get the same output.")
+PATCHES_ALIKE = Diagnosis("collapsed", "All masked patches get the same output.")
+STUCK_AT_LN = Diagnosis(
+    "stuck", "The loss stays at ln(prototypes), that of a student with the same flat output for every image."
+)
 
 
 def collapse(history: Sequence[MetricsRecord], *, settled_step: int) -> Diagnosis | None:

@@ -24,8 +24,6 @@ from dino_vit.reports.metrics import (
     Start,
     read_records,
 )
-from dino_vit.reports.readings import Diagnosis
-from dino_vit.reports.states import STATES, TOO_EARLY
 from dino_vit.reports.verdict import Verdict, judge
 
 CONFIGS = {"knn": KnnConfig, "linear": LinearConfig}
@@ -179,15 +177,15 @@ def facts(record: RunRecord) -> dict[str, str]:
     return named
 
 
-def state(record: RunRecord) -> tuple[Diagnosis, str]:
+def state(record: RunRecord) -> tuple[str, str]:
     """Return the state of a run by its newest record, and how it came to it."""
     by_state = groupby(record.history, key=lambda metrics: metrics.state)
     spans = [(name, next(records).step) for name, records in by_state]
     if not spans:
-        return TOO_EARLY, "metrics.jsonl is missing or has no lines yet."
+        return "too early", "metrics.jsonl is missing or has no lines yet."
     name, since = spans[-1]
     earlier = ", ".join(f"{name} from step {first:,}" for name, first in spans[-4:-1])
-    return STATES.get(name, Diagnosis(name)), f"since step {since:,}{earlier and f'; earlier: {earlier}'}."
+    return name, f"since step {since:,}{earlier and f'; earlier: {earlier}'}."
 
 
 def verdict(record: RunRecord) -> Verdict:

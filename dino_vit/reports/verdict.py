@@ -1,84 +1,195 @@
-"""Say what has come of a run: its state, the figures with how sure they are, and the one thing to try next.
+"""Say what has come of a run: its state in a plain sentence, its figures, and one thing to do.
 
 With labels all accuracies decide on the state, without them the effective rank and the entropy gap.
 """
 
 import math
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.reports.advice import advise
+from dino_vit.config.loading import write_yaml
+from dino_vit.config.pretrain import PretrainConfig, in_steps
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 from dino_vit.reports.readings import (
     FEW_ROWS,
-    FIGURES,
     NONFINITE,
     PATIENCE,
     STUCK_AT_LN,
     UNLIKELY,
     Diagnosis,
+    Reading,
+    State,
     above_raw_pixels,
     chance,
     collapse,
-    evaluation_text,
+    evaluations_of,
+    figures_text,
     readings_of,
 )
-from dino_vit.reports.states import (
-    BELOW_PIXELS,
-    COLLAPSING,
-    HALF,
-    LEARNING,
-    LOSING_RANK,
-    MIXED,
-    NO_BETTER,
-    NOT_EVALUATED,
-    PAST_BEST,
-    TOO_EARLY,
-    WORSE,
-    JudgedRun,
-)
 
-# Without labels, outputs that say at least this share of what they could say about an image.
-INFORMATIVE = 0.1
+BAD: tuple[State, ...] = ("stuck", "collapsed", "diverged")
+# Of a shorter run that has not seen each image once nothing bad is said, but of steps that are not finite.
+FEW_STEPS = 300
+ENOUGH = 3  # evaluations before a run is said to have gained nothing
+HALF = 0.5  # a rank below this share of the first, or of the best, has collapsed
+RISES = 1.0  # points or dimensions; what rises less in the last third of a run hardly rises
+FAR = 10.0  # points below raw pixels from which on more of the same is no advice
+AWAKE = 0.01  # a loss that was stuck at ln(prototypes) has left it with this share of it below
+INFORMATIVE = 0.1  # without labels, outputs that say at least this share of what they could about an image
 WAITING = 0.2  # the share of its time that a run may wait for images before it gets advice
 WAITING_HELP = "more data.workers, smaller images or shards help (dino-vit pack --help)"
+PUBLISHED = "timm:vit_small_patch16_224.dino"
+RANK = "the effective rank, about how many dimensions they use,"
+KNN = "k-NN, which names an image after the most similar others,"
+HOW = {"knn": KNN, "best_knn": "k-NN by the best tokens", "probe": "a linear classifier"}
 
 
 class Verdict(NamedTuple):
     """What is said of a run."""
 
-    diagnosis: Diagnosis
-    figures: str  # and how sure they make it
-    advice: str
+    state: State
+    sentence: str
+    figures: str = ""
+    advice: str = ""
+    is_past_best: bool = False  # then an earlier checkpoint is the one to take
 
     @property
     def paragraphs(self) -> list[str]:
-        """The figures, and the advice if there is one."""
-        advice = [f"{self.advice} That is a new run, with another output."] if self.advice else []
-        return [f"{self.figures}.", *advice]
-
-    @property
-    def outcome(self) -> str:
-        """The same in a line."""
-        return " ".join(self.paragraphs)
+        """The plain sentence, the figures and what to do, as far as there are any."""
+        return [text for text in (self.sentence, self.figures and f"{self.figures}.", self.advice) if text]
 
     def __str__(self) -> str:
-        """The state, the figures and the advice."""
-        return f"{self.diagnosis.state}: {self.outcome}"
+        return "\n".join([f"{self.state}. {self.paragraphs[0]}", *self.paragraphs[1:]])
+
+
+@dataclass(frozen=True)
+class JudgedRun:
+    """What a run is judged by; it has at least one record."""
+
+    history: Sequence[MetricsRecord]
+    config: PretrainConfig
+    before: Baseline
+
+    @cached_property
+    def evaluations(self) -> list[MetricsRecord]:
+        return evaluations_of(self.history)
+
+    @property
+    def last(self) -> MetricsRecord:
+        return self.history[-1]
+
+    @property
+    def finished(self) -> bool:
+        return self.last.step >= self.last.total_steps
+
+    @property
+    def is_short(self) -> bool:
+        return self.last.step < FEW_STEPS and self.last.epoch < 1
+
+    @property
+    def is_evaluated_early(self) -> bool:
+        """Whether it is too early for bad news: the teacher follows slowly, and a short dip is normal."""
+        return len(self.evaluations) < ENOUGH and self.evaluations[-1].step < self.last.total_steps
+
+    @property
+    def is_still_stuck(self) -> bool:
+        """Whether the run was called stuck before, and its loss has hardly moved since: noise does that."""
+        last, before = self.last, self.history[-2:-1]
+        if not before or before[0].state != STUCK_AT_LN.state or last.excess is None:
+            return False
+        return last.excess > -AWAKE * math.log(last.prototypes or 1)
+
+    @cached_property
+    def readings(self) -> list[Reading]:
+        """The accuracies beside those before training, the most certain difference first."""
+        return readings_of(self.evaluations[-1], self.before, self.before) if self.evaluations else []
+
+    @property
+    def changes(self) -> list[Reading]:
+        """Those that are no chance."""
+        return [reading for reading in self.readings if chance(reading, self.readings) < UNLIKELY]
+
+    @property
+    def gained(self) -> bool:
+        return any(reading.rise > 0 for reading in self.changes)
+
+    @property
+    def above_pixels(self) -> float:
+        """Points of k-NN above raw pixels; 0 where they are not known."""
+        return (above_raw_pixels(self.evaluations[-1], self.before) or 0.0) if self.evaluations else 0.0
+
+    @property
+    def ranks(self) -> list[float]:
+        """The effective ranks, the first before training."""
+        return [or_lowest(self.before.rankme), *(metrics.rankme or 0.0 for metrics in self.evaluations)]
+
+    @property
+    def rises(self) -> tuple[float, float] | None:
+        """The figure a third of the run ago and now, if it has risen since and was never higher."""
+        field = "rankme" if self.evaluations[-1].knn is None else "knn"
+        if len(self.evaluations) < ENOUGH:
+            return None
+        values = {metrics.step: or_lowest(getattr(metrics, field)) for metrics in self.evaluations}
+        *earlier, last = values
+        before, now = values[min(earlier, key=lambda step: abs(3 * step - 2 * last))], values[last]
+        return (before, now) if now - before >= RISES and now == max(values.values()) else None
+
+    @property
+    def past_best(self) -> MetricsRecord | None:
+        """The best evaluation, if k-NN has clearly fallen since."""
+        best = max(self.evaluations, key=lambda metrics: or_lowest(metrics.knn))
+        since = readings_of(self.evaluations[-1], best, self.before)
+        # The best of many evaluations is high by chance, too.
+        fell = (len(self.evaluations) * each.p < UNLIKELY for each in since if each.field == "knn")
+        return best if any(fell) else None
+
+    @property
+    def settled_step(self) -> int:
+        """The step after the warm-up and the freezes."""
+        config, last = self.config, self.last
+        head_epochs = config.init.head_epochs if config.init else 0.0
+        settled = max(config.optim.warmup_epochs, config.optim.freeze_last_layer_epochs, head_epochs)
+        # At most 2^53, as files may hold anything.
+        steps_per_epoch = round(min(last.step / last.epoch, 2.0**53)) if last.epoch else 0
+        return round(in_steps(settled, steps_per_epoch))
+
+    def length(self, factor: float) -> str:
+        """Return the budget times a factor, as a setting."""
+        unit = self.config.budget.unit
+        value = getattr(self.config.budget, unit) * factor
+        return f"budget.{unit}={write_yaml(float(f'{value:.2g}') if unit == 'minutes' else math.ceil(value))}"
+
+
+def or_lowest(value: float | None) -> float:
+    """Return a number that is not finite, or missing, as the lowest."""
+    return value if value is not None and math.isfinite(value) else -math.inf
 
 
 def judge(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Baseline | None) -> Verdict:
     """Return what is said of a run: in its log, on its page and by `run.outcome`."""
     baseline = baseline or Baseline()
-    figures = evaluation_text(history, baseline)
-    if not figures:
-        figures = "there is no evaluation yet" if config.run.is_evaluated else "run.eval_every=null"
     if not history:
-        return Verdict(TOO_EARLY, figures, "")
+        return Verdict("too early", "There is no evaluation yet.")
     run = JudgedRun(history, config, baseline)
     diagnosis = _diagnose(run)
-    return Verdict(diagnosis, figures, advise(run, diagnosis))
+    state, sentence = diagnosis
+    best = run.past_best if run.gained else None
+    if best and state == "learning":
+        now = run.evaluations[-1].knn
+        sentence = (
+            f"It is past its best: k-NN was {best.knn:.1f} % at step {best.step:,} and is {now:.1f} % now; "
+        )
+        sentence += "the checkpoint of that step is kept."
+    return Verdict(
+        "done" if state == "learning" and run.finished else state,
+        sentence,
+        figures_text(history, baseline),
+        _advice(run, diagnosis),
+        best is not None,
+    )
 
 
 def waits_for_images(history: Sequence[MetricsRecord]) -> bool:
@@ -91,61 +202,134 @@ def waits_for_images(history: Sequence[MetricsRecord]) -> bool:
 
 
 def _diagnose(run: JudgedRun) -> Diagnosis:
-    collapsed, by_accuracy = collapse(run.history, settled_step=run.settled_step), _judge_accuracies(run)
-    if run.is_short and collapsed is not NONFINITE:  # only what is good for sure is said
-        return by_accuracy if by_accuracy in (LEARNING, BELOW_PIXELS) else TOO_EARLY
+    collapsed = collapse(run.history, settled_step=run.settled_step)
+    if collapsed is NONFINITE:
+        return collapsed
+    if run.is_short:  # only what is good for sure is said
+        return _judge_accuracies(run) if run.gained else Diagnosis("too early", _so_far(run))
     if collapsed is None and run.is_still_stuck:
         collapsed = STUCK_AT_LN
-    improved = by_accuracy in (LEARNING, BELOW_PIXELS, MIXED, PAST_BEST)
     spread = 0 < run.ranks[0] < HALF * run.ranks[-1]
     # Features may improve before the loss does; then they go on improving.
-    follows_late = collapsed is STUCK_AT_LN and (spread or (improved and not run.is_flat))
+    improves = run.gained and (len(run.evaluations) < ENOUGH or run.rises is not None)
+    follows_late = collapsed is STUCK_AT_LN and (spread or improves)
     if collapsed and not follows_late:
         return collapsed
     if not run.evaluations:
-        return TOO_EARLY if run.config.run.is_evaluated else NOT_EVALUATED
+        unknown = run.finished and not run.config.run.is_evaluated
+        return Diagnosis("learning" if unknown else "too early", _so_far(run))
     diagnosis = by_rank = _judge_ranks(run)
-    if by_accuracy is not None and (by_rank is not COLLAPSING or by_accuracy is PAST_BEST):
-        diagnosis = by_accuracy
-    elif improved:
-        diagnosis = LOSING_RANK
+    if run.readings and (run.gained or by_rank.state != "collapsed"):
+        diagnosis = _judge_accuracies(run)
     # A rank that has spread does not make a dead run one that is only young.
-    stays_dead = collapsed and diagnosis is TOO_EARLY and (run.is_still_stuck or run.finished)
+    stays_dead = collapsed and diagnosis.state == "too early" and (run.is_still_stuck or run.finished)
     return STUCK_AT_LN if stays_dead else diagnosis
 
 
-def _judge_accuracies(run: JudgedRun) -> Diagnosis | None:
-    """Judge by accuracies; None without labels or without any from before the first step."""
-    last, before = run.evaluations[-1] if run.evaluations else run.last, run.before
-    readings = readings_of(last, before, before)
-    if not readings:
-        return None
-    risen = {reading.rise > 0 for reading in readings if chance(reading, readings) < UNLIKELY}
-    if True not in risen:
-        return TOO_EARLY if run.is_evaluated_early else WORSE if risen else NO_BETTER
-    if False in risen:
-        return MIXED
-    since_best = [each for each in readings_of(last, run.best, before) if each.title == FIGURES["knn"]]
-    # The best of many evaluations is high by chance, too.
-    if any(reading.rise < 0 and len(run.evaluations) * reading.p < UNLIKELY for reading in since_best):
-        return PAST_BEST
-    return BELOW_PIXELS if (above_raw_pixels(last, before) or 0.0) < 0 else LEARNING
+def _judge_accuracies(run: JudgedRun) -> Diagnosis:
+    below = f"k-NN is {-run.above_pixels:.1f} points below raw pixels" if run.above_pixels < 0 else ""
+    figures = _accuracy_text(run)
+    if run.gained:
+        return Diagnosis("learning", f"It has learned{below and f', but {below}'}: {figures}.")
+    if run.is_evaluated_early:
+        return Diagnosis("too early", _so_far(run))
+    below = below and f", and {below}"
+    if run.changes:
+        return Diagnosis("stuck", f"It is worse than before training{below}: {figures}.")
+    figures += f"; on {run.readings[0].images:,} images the difference may be chance"
+    return Diagnosis("stuck", f"It is not clearly better than before training{below}: {figures}.")
+
+
+def _accuracy_text(run: JudgedRun) -> str:
+    """Return k-NN, or else the accuracy that has changed most surely, beside what needs no training."""
+    clear = [each for each in run.changes if (each.rise > 0) == run.gained] or run.readings
+    reading = next((each for each in clear if each.field == "knn"), clear[0])
+    how = HOW[reading.field]
+    reaches = "is right for" if run.before.metric == "top-1" else f"reaches an {run.before.metric} of"
+    text = f"{how} {reaches} {reading.percent:.1f} %, before training {reading.before:.1f} %"
+    pixels = run.before.figures().get("raw_pixels")
+    return text if pixels is None or reading.field == "probe" else f"{text}, by raw pixels {pixels:.1f} %"
 
 
 def _judge_ranks(run: JudgedRun) -> Diagnosis:
     """Judge by effective ranks and by what the teacher's outputs say about an image."""
     ranks, last, early = run.ranks, run.evaluations[-1], run.is_evaluated_early
+    too_early = Diagnosis("too early", _so_far(run))
     if run.before.rankme is None:  # nothing was measured before training
         ranks = ranks[1:]
-    first, latest = ranks[0], ranks[-1]
+    first, latest, highest = ranks[0], ranks[-1], max(ranks)
     if len(ranks) < 2:
-        return TOO_EARLY
-    if last.step >= run.settled_step and not early and latest < HALF * max(run.ranks):
-        return COLLAPSING
+        return too_early
+    if last.step >= run.settled_step and not early and latest < HALF * highest:
+        fell = f"{RANK} fell from {highest:.1f} to {latest:.1f}"
+        return Diagnosis("collapsed", f"Features become alike: {fell}.")
+    change = f"{RANK} is {latest:.1f}, before training {first:.1f}"
     if not -math.inf < first <= latest:
-        return TOO_EARLY if early else NO_BETTER
+        return too_early if early else Diagnosis("stuck", f"Features have not spread: {change}.")
+    worth = "only labels can tell what they are worth"
+    learning = Diagnosis("learning", f"Features have spread: {change}; {worth}.")
     if last.entropy_gap is None:  # the teacher is frozen: what it says cannot collapse
-        return LEARNING
+        return learning
     rows = last.rows or 0
     informative = last.entropy_gap > INFORMATIVE * math.log(max(1, min(last.prototypes or 1, rows)))
-    return LEARNING if informative and rows >= FEW_ROWS else TOO_EARLY
+    return learning if informative and rows >= FEW_ROWS else too_early
+
+
+def _so_far(run: JudgedRun) -> str:
+    if not run.config.run.is_evaluated:
+        return "Nothing is evaluated (run.eval_every=null)."
+    if run.readings:
+        return f"So far {_accuracy_text(run)}."
+    return "There is no evaluation yet." if not run.evaluations else "Too little is measured to judge by."
+
+
+def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
+    """Return one thing to do, or nothing."""
+    config, state = run.config, diagnosis.state
+    slower = f"In a new run, try optim.lr={write_yaml(config.optim.lr / 2)}."
+    is_own = config.recipe != "auto" and not config.init and config.teacher.weights is None
+    if state == "diverged":
+        return "In a new run, try run.precision=bf16." if config.run.precision == "fp16" else slower
+    if run.is_short:
+        enough = min(float(FEW_STEPS), run.last.step / run.last.epoch if run.last.epoch else math.inf)
+        longer = (
+            f"{run.length(enough / run.last.step)}: {FEW_STEPS} steps or one epoch are the least to judge by."
+        )
+        return f"In a new run, try {longer}" if run.finished and config.run.is_evaluated else ""
+    if state == "collapsed" or diagnosis is STUCK_AT_LN:
+        return "In a new run, try recipe=auto." if is_own else slower
+    if not run.finished or not run.evaluations:
+        return ""
+    if state == "learning" and run.above_pixels > -FAR and (rises := run.rises):
+        before, now = rises
+        rise = f"it still rises ({before:.1f} after two thirds, {now:.1f} at the end)"
+        return f"In a new run, try {run.length(2)}: {rise}."
+    if state == "stuck" and is_own:
+        return "In a new run, try recipe=auto."
+    if state == "stuck" or run.above_pixels < 0:
+        return published_advice(config)
+    return ""
+
+
+def published_advice(config: PretrainConfig) -> str:
+    """Return the command that starts from weights that know photos; nothing where these do not fit."""
+    data, output = config.data, f"{config.output}-published"
+    if config.init or data.channels != 3 or config.teacher.weights is not None:
+        return ""
+    start = "Try weights that have seen a million photos"
+    if any(source.startswith("object:") for source in data.sources):  # which no command line can name
+        return f"{start}: init.weights={PUBLISHED}."
+    unit = config.budget.unit
+    given = {"labels": data.labels, "mix": data.mix}
+    words = [f"data.{key}={write_yaml(value)}" for key, value in given.items() if value is not None]
+    words = [
+        "recipe=auto",
+        f"budget.{unit}={write_yaml(getattr(config.budget, unit))}",
+        f"init.weights={PUBLISHED}",
+        *words,
+    ]
+    if isinstance(data.source, str) and "=" not in data.source + output:
+        words = [data.source, output, *words]
+    else:
+        words = [f"data.source={write_yaml(data.source)}", f"output={write_yaml(output)}", *words]
+    return f"{start}: `{shlex.join(['dino-vit', 'pretrain', *words])}`."

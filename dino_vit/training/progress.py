@@ -11,8 +11,7 @@ from rich.text import Text
 
 from dino_vit.core.text import duration, live_console, printable_lines, unfailing
 from dino_vit.reports.metrics import MetricsRecord
-from dino_vit.reports.states import TOO_EARLY
-from dino_vit.reports.verdict import Verdict
+from dino_vit.reports.verdict import BAD, Verdict
 
 REFRESH = 0.5  # seconds between two updates of the bar
 RECENT = 1800  # seconds whose pace the remaining time is estimated from
@@ -33,7 +32,7 @@ class RunProgress:
         """`seconds_left` are those of `budget.minutes`; otherwise they are estimated by the steps."""
         self.clock, self.drawn, self.seconds_left = clock, -math.inf, seconds_left
         self.stream = unfailing(sys.stderr if stream is None else stream)
-        self.diagnosis = TOO_EARLY
+        self.state = "too early"
         self.saved_step: int | None = None  # shown in the next line
         console = live_console(self.stream)
         self.bar = Progress(
@@ -76,15 +75,14 @@ class RunProgress:
 
     def show(self, metrics: MetricsRecord, verdict: Verdict) -> None:
         """Show a record; when the state turns bad, or good again, say so once."""
-        before, self.diagnosis = self.diagnosis, verdict.diagnosis
+        before, self.state = self.state, verdict.state
         self.bar.update(self.task.id, completed=metrics.step, total=metrics.total_steps)
         self.bar.update(self.task.id, left=self.time_left(), refresh=True)
         self.notice(self._line(metrics))
         self.saved_step = None
         last = metrics.step >= metrics.total_steps  # then the run's summary says it
-        is_news = self.diagnosis != before and (self.diagnosis.remedies or before.remedies)
-        if is_news and not last:
-            self.notice(f"step {metrics.step:,}: {self.diagnosis.state}. {verdict.advice}".rstrip())
+        if self.state != before and {self.state, before} & {*BAD} and not last:
+            self.notice(f"step {metrics.step:,}: {self.state}. {verdict.sentence} {verdict.advice}".rstrip())
 
     def notice(self, text: str) -> None:
         """Print a line that stays."""
@@ -101,10 +99,8 @@ class RunProgress:
         excess = "" if metrics.excess is None else f" (ln K {metrics.excess:+6.2f})"
         parts = [f"step {metrics.step:>{len(total)},}/{total}", f"epoch {metrics.epoch:5.1f}"]
         parts += [f"loss {metrics.loss:6.3f}{excess}"]
-        for name, gap in (("gap", metrics.entropy_gap), ("patches", metrics.patch_entropy_gap)):
-            parts += [] if gap is None else [f"{name} {gap:5.2f}"]
         parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]
-        parts += [f"eta {self.time_left():>6}", self.diagnosis.state]
+        parts += [f"eta {self.time_left():>6}", self.state]
         parts += [] if metrics.knn is None else [f"k-NN {metrics.knn:.1f} %"]
         parts += [] if self.saved_step is None else [f"saved {self.saved_step:,}"]
         return "  ".join(parts)

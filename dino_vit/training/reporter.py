@@ -34,19 +34,18 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.reports.readings import COMPARED, FIGURES
-from dino_vit.reports.states import PAST_BEST
-from dino_vit.reports.verdict import WAITING_HELP, judge, waits_for_images
+from dino_vit.reports.readings import FIGURES, above_raw_pixels, levels_text
+from dino_vit.reports.verdict import FAR, WAITING_HELP, judge, published_advice, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.setup import ReadyRun
 
 COLUMNS_HELP = (
-    "columns of the log: ln K: the loss minus ln(prototypes), below 0 once the student tells images apart; "
-    "gap: what an output says of its image, 0 for nothing; wait: share of the time spent waiting for images"
+    "columns of the log: ln K: the loss minus ln(prototypes), below 0 once the network tells images apart; "
+    "wait: share of the time spent waiting for images"
 )
 FEW_CHOICES = 3  # each gets a line at the start
-TITLES = FIGURES | {name: text for name, text in COMPARED.items() if name != "knn"}
+FEW_VIEWED = 500_000  # photos of hands caught up with raw pixels after 800,000 images, not after 60,000
 
 
 class Reporter:
@@ -114,14 +113,10 @@ class Reporter:
     def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
         self.baseline = baseline
-        figures = baseline.figures()
-        titles = TITLES | {"best_knn": f"by {baseline.best_features}"}
-        if baseline.best_features == "CLS":  # which `knn` is of
-            del titles["best_knn"]
-        texts = [f"{title} {figures[name]:.1f}" for name, title in titles.items() if name in figures]
-        metric = "" if baseline.metric == "top-1" else f" ({baseline.metric} in per cent)"
-        self.progress.notice(f"before the first step{metric}: {', '.join(texts)}")
-        self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
+        for line in describe_baseline(self.run, baseline):
+            self.progress.notice(line)
+        figures = {f"eval/{name}": value for name, value in baseline.figures().items()}
+        self.state.accelerator.log(figures, step=0)
         if self.main:
             with self._full_disk_allowed():
                 write_bytes(self.state.folder / "baseline.json", to_json(asdict(baseline)))
@@ -132,7 +127,7 @@ class Reporter:
             return
         self.history.append(metrics)
         verdict = judge(self.history, self.state.config, self.baseline)
-        self.history[-1] = replace(metrics, state=verdict.diagnosis.state)
+        self.history[-1] = replace(metrics, state=verdict.state)
         self.progress.show(metrics, verdict)
         if waits_for_images(self.history) and not self.has_advised_on_waiting:
             self.has_advised_on_waiting = True
@@ -185,11 +180,11 @@ class Reporter:
         if self.main:
             verdict = judge(self.history, self.state.config, self.baseline)
             self.progress.notice(str(verdict))
-            if best and verdict.diagnosis is PAST_BEST:
+            if best and verdict.is_past_best:
                 weights = self.state.checkpoints.path(best["step"])
         text = ""
         if best:
-            figure = TITLES.get(best["figure"], best["figure"])
+            figure = FIGURES.get(best["figure"], best["figure"])
             text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
         self.progress.notice(self._next_commands(weights))
@@ -236,6 +231,26 @@ def start_record(run: ReadyRun) -> Start:
         parameters={"backbone": backbone, "head": total - backbone},
         reasons={choice.key: choice.reason for choice in run.choices},
     )
+
+
+def describe_baseline(run: ReadyRun, baseline: Baseline) -> Iterator[str]:
+    """Yield what the untrained network and simpler means reach, and what to do if it is far below them."""
+    config, images = run.state.config, run.state.plan.total_steps * run.state.plan.global_batch
+    if baseline.knn is None:
+        rank = f"effective rank {baseline.rankme:.1f}, about how many dimensions the features use"
+        yield f"before the first step: {rank}"
+        return
+    measured = "images named right" if baseline.metric == "top-1" else baseline.metric
+    yield (
+        f"before the first step, {measured} in per cent: {levels_text(baseline, 'k-NN')} "
+        "(k-NN names an image after the most similar others)"
+    )
+    distance = above_raw_pixels(baseline, baseline)
+    if distance is not None and distance <= -FAR and images < FEW_VIEWED:
+        yield (
+            f"raw pixels are {-distance:.0f} points better than the untrained network, which may not catch "
+            f"up in {images:,} images: give it an hour, not minutes. {published_advice(config)}".rstrip()
+        )
 
 
 def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:

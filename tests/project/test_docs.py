@@ -7,6 +7,7 @@ import zipfile
 from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.reports.metrics import MetricsRecord
-from dino_vit.reports.states import STATES
+from dino_vit.reports.readings import State
 from eval.dense import DenseConfig
 from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
@@ -239,6 +240,6 @@ def test_the_pages_name_targets_states_and_functions_that_exist():
     targets = [parts[1] for parts in commands(README) if parts[0] == "make"]
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
     table = DOCS[Path("docs/start/watch.md")].split("## States")[1].split("\n\n")[2]
-    assert {state for state, _ in rows(table)} == set(STATES)
+    assert {state for state, _ in rows(table)} == set(get_args(State))
     named = re.findall(r"\bdino_vit\.(\w+)\(", README + DOCS[Path("docs/start/python.md")])
     assert [name for name in named if not hasattr(dino_vit, name)] == []

@@ -15,6 +15,7 @@ from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.maps.pictures import heat, overlay
 from dino_vit.eval.online import random_indices
@@ -48,6 +49,16 @@ def test_the_map_holds_the_neighbours_of_the_teacher(made):
     assert np.array(data["positions"]).min() >= 0
     assert np.ptp(data["positions"], axis=0) == pytest.approx(1, abs=1e-3), "both sides are filled"
     assert picture_of(data["thumbnails"]["uri"]).shape == (6 * 64, 7 * 64, 3)
+
+
+def test_the_map_shows_images_with_labels_first():
+    labels = np.full(50, -1, dtype=np.int32)
+    labels[[3, 10, 41]] = 0, 1, 1
+    source = make_textures(length=50).with_labels(labels, ["a", "b"])
+    indices = report.images_of_map(source, seed=0, count=20)
+    assert {*indices[:3]} == {3, 10, 41}
+    assert len({*indices}) == 20
+    assert len(report.images_of_map(source, seed=0, count=2)) == 2
 
 
 def test_tsne_keeps_groups_together_and_stands_a_collapse():

@@ -5,11 +5,9 @@ from dataclasses import replace
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.reports.metrics import Baseline, MetricsRecord
-from dino_vit.reports.readings import UNIFORM
-from dino_vit.reports.states import LEARNING, TOO_EARLY
 from dino_vit.reports.verdict import Verdict, judge
 
-ADVICE = "Try head.batch_norm=true."
+NEWS, ADVICE = "Every image gets the same flat output.", "In a new run, try recipe=auto."
 
 HEALTHY = MetricsRecord(
     step=10_000,
@@ -46,7 +44,8 @@ class Clock:
 def show_some(progress, clock):
     with progress:
         progress.notice("Resuming runs/demo [at step 1,000].")
-        for n, diagnosis in enumerate([TOO_EARLY, LEARNING, UNIFORM, UNIFORM, LEARNING], start=1):
+        states = ["too early", "learning", "collapsed", "collapsed", "learning"]
+        for n, state in enumerate(states, start=1):
             clock.now += 50
             if n == 3:
                 progress.saved_step = 1_120
@@ -54,7 +53,10 @@ def show_some(progress, clock):
                 progress.advance(step, progress.task.total)
             now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.task.total)
             metrics = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
-            progress.show(metrics, Verdict(diagnosis, "", ADVICE if diagnosis is UNIFORM else ""))
+            bad = state == "collapsed"
+            progress.show(
+                metrics, Verdict(state, NEWS if bad else "It has learned.", "", ADVICE if bad else "")
+            )
 
 
 def evaluated(*, settings=(), colours=25.0, before=None, **figures):

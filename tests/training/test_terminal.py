@@ -12,15 +12,14 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.text import duration
-from dino_vit.reports.states import LEARNING, PAST_BEST
 from dino_vit.reports.verdict import Verdict
 from dino_vit.training import reporter
 from dino_vit.training.progress import RunProgress
-from tests.support.history import ADVICE, HEALTHY, Clock, show_some
+from tests.support.history import ADVICE, HEALTHY, NEWS, Clock, show_some
 from tests.support.images import write_synthetic
 from tests.support.training import trained
 
-FINE = Verdict(LEARNING, "", "")
+FINE = Verdict("learning", "")
 
 
 def test_without_a_terminal_there_are_plain_aligned_lines(monkeypatch):
@@ -28,15 +27,15 @@ def test_without_a_terminal_there_are_plain_aligned_lines(monkeypatch):
     stream, clock = StringIO(), Clock()
     show_some(RunProgress(total_steps=125_100, step=1000, stream=stream, clock=clock), clock)
     lines = stream.getvalue().splitlines()
-    step = "step   1,050/125,100  epoch   0.2  loss  9.100 (ln K  -1.99)  gap  2.50    2,310 img/s  wait  1%"
+    step = "step   1,050/125,100  epoch   0.2  loss  9.100 (ln K  -1.99)    2,310 img/s  wait  1%"
     assert lines[0] == "Resuming runs/demo [at step 1,000]."
-    assert lines[1] == f"{step}  eta      -  too early to say"
+    assert lines[1] == f"{step}  eta      -  too early"
     assert lines[2].endswith("  learning  k-NN 47.5 %")
-    assert lines[3].endswith("  uniform collapse  saved 1,120")
-    assert lines[4] == f"step 1,150: uniform collapse. {ADVICE}"
-    assert lines[5].endswith("  uniform collapse")
+    assert lines[3].endswith("  collapsed  saved 1,120")
+    assert lines[4] == f"step 1,150: collapsed. {NEWS} {ADVICE}"
+    assert lines[5].endswith("  collapsed")
     assert lines[6].endswith("  eta  1d03h  learning")
-    assert lines[7:] == ["step 1,250: learning."]
+    assert lines[7:] == ["step 1,250: learning. It has learned."]
     numbers = [line for line in lines if "img/s" in line]
     assert len({line.index("eta") for line in numbers}) == 1
     assert stream.getvalue().isascii()
@@ -127,7 +126,7 @@ def test_on_a_terminal_there_is_one_bar_below_the_lines():
     *lines, bar = [line for line in screen(received) if line]
     assert lines[0] == "Resuming runs/demo [at step 1,000]."
     assert lines[1].startswith("step 1,050/1,250  epoch   0.2  loss  9.100 (ln K  -1.99)")
-    assert lines[4] == f"step 1,150: uniform collapse. {ADVICE}"
+    assert lines[4] == f"step 1,150: collapsed. {NEWS} {ADVICE}"
     assert len(lines) == 1 + 5 + 1  # the last state is in the summary of the run
     assert re.fullmatch(r"1,250/1,250 ━+ 100% 0s", bar)
     assert received.endswith("\x1b[?25h")  # the cursor is shown again
@@ -184,7 +183,9 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
 
 def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monkeypatch, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
-    monkeypatch.setattr(reporter, "judge", lambda *_: Verdict(PAST_BEST, "", ""))
+    monkeypatch.setattr(
+        reporter, "judge", lambda *_: Verdict("done", "It is past its best.", is_past_best=True)
+    )
     state = trained(tmp_path / "run", {"budget.steps": 10, "run.eval_every_steps": 5})
     said = capsys.readouterr().err
     best = tmp_path / f"run/checkpoints/step-{state.best['step']:08d}.safetensors"

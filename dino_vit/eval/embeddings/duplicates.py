@@ -30,9 +30,8 @@ from dino_vit.eval.embeddings.threshold import FIXED, Threshold, choose_threshol
 from dino_vit.eval.maps.pictures import BLANK, draw_sheet, shorten
 from dino_vit.eval.neighbours import unit
 from dino_vit.eval.results import write_results
-from dino_vit.reports.advice import PUBLISHED
 from dino_vit.reports.record import run_of, state
-from dino_vit.reports.states import NOTHING_LEARNED
+from dino_vit.reports.verdict import BAD, PUBLISHED
 from dino_vit.weights import load_backbone
 
 PAIRS_PRINTED, PAIRS_SHOWN = 10, 24  # in the text, on a sheet
@@ -150,11 +149,11 @@ def threshold_of(config: DuplicatesConfig, embeddings: Embeddings) -> Threshold:
 def warn_of_run(embeddings: Embeddings) -> None:
     """Warn if the weights are of a run that learned nothing, by its own record."""
     record = run_of(embeddings.metadata["weights"]["path"])
-    if record and (diagnosis := state(record)[0]) in NOTHING_LEARNED:
+    if record and (name := state(record)[0]) in BAD:
         text = (
             "the weights are of a run that learned nothing (%s), so pairs may be of different images; see %s"
         )
-        log.warning(text, diagnosis.state, f"`dino-vit report {record.folder}`")
+        log.warning(text, name, f"`dino-vit report {record.folder}`")
 
 
 def advice_on_threshold(pairs: PairList, images: int) -> list[str]:
