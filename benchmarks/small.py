@@ -231,7 +231,7 @@ def peer_of(output: Path) -> Path:
 
 def said(output: Path) -> str:
     """Return what a run said of itself in its last lines."""
-    return verdict(read_run(output)).outcome
+    return " ".join(verdict(read_run(output)).paragraphs)
 
 
 def parts(name: str, folders: dict[str, Path], judged: Judged) -> Iterator[tuple[ImageSet, list[int]]]:

@@ -28,7 +28,7 @@ def test_a_user_pretrains_looks_and_embeds(tmp_path):
         "dino_vit.attention('synthetic:3:32', run, count=2, verbose=False).sheets[0]",
     )
     assert "step  5/20" in stderr(ran), "lines, not a bar"
-    assert "done: run/checkpoints holds the last step" in stderr(ran)
+    assert "saved: run/checkpoints holds the last step" in stderr(ran)
     assert "step 20 of 20" in shown[0]["data"]["text/plain"]
     assert "<pre>run: ViT" in shown[0]["data"]["text/html"]
     assert "Accuracy (%), leave-one-out, on 60 images of synthetic:60:16" in "".join(

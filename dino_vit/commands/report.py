@@ -93,11 +93,11 @@ def attention_rows(teacher: FrozenBackbone, source: ImageSet, indices: list[int]
 
 
 def images_of_map(source: ImageSet, seed: int, count: int) -> list[int]:
-    """Draw the images to show, those with a label first: a grey point says less."""
+    """Draw the images to show: those with a label, then others, which are drawn below them."""
     order = random_indices(source, seed)
     labelled = list(islice((index for index in order if source.label(index) is not None), count))
     others = (index for index in order if source.label(index) is None)
-    return labelled + list(islice(others, count - len(labelled)))
+    return [*islice(others, count - len(labelled)), *labelled]
 
 
 def build_map(

@@ -237,7 +237,9 @@ def _judge_accuracies(run: JudgedRun) -> Diagnosis:
     if run.changes:
         return Diagnosis("stuck", f"It is worse than before training{below}: {figures}.")
     figures += f"; on {run.readings[0].images:,} images the difference may be chance"
-    return Diagnosis("stuck", f"It is not clearly better than before training{below}: {figures}.")
+    has_risen = max(reading.rise for reading in run.readings) >= RISES  # of more images it may be sure
+    state: State = "too early" if has_risen else "stuck"
+    return Diagnosis(state, f"It is not clearly better than before training{below}: {figures}.")
 
 
 def _accuracy_text(run: JudgedRun) -> str:
@@ -300,10 +302,13 @@ def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
         return "In a new run, try recipe=auto." if is_own else slower
     if not run.finished or not run.evaluations:
         return ""
-    if state == "learning" and run.above_pixels > -FAR and (rises := run.rises):
-        before, now = rises
-        rise = f"it still rises ({before:.1f} after two thirds, {now:.1f} at the end)"
-        return f"In a new run, try {run.length(2)}: {rise}."
+    if run.above_pixels > -FAR:  # else more of the same is no advice
+        longer = f"In a new run, try {run.length(2)}"
+        if state == "learning" and run.rises:
+            before, now = run.rises
+            return f"{longer}: it still rises ({before:.1f} after two thirds, {now:.1f} at the end)."
+        if state == "too early" and run.readings:
+            return f"{longer}, or label more images: {run.readings[0].images:,} are few to tell by."
     if state == "stuck" and is_own:
         return "In a new run, try recipe=auto."
     if state == "stuck" or run.above_pixels < 0:

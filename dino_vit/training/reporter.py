@@ -186,7 +186,7 @@ class Reporter:
         if best:
             figure = FIGURES.get(best["figure"], best["figure"])
             text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
-        self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
+        self.progress.notice(f"saved: {self.state.checkpoints.folder} holds the last step{text}")
         self.progress.notice(self._next_commands(weights))
 
     def _next_commands(self, weights: Path) -> str:
@@ -241,9 +241,10 @@ def describe_baseline(run: ReadyRun, baseline: Baseline) -> Iterator[str]:
         yield f"before the first step: {rank}"
         return
     measured = "images named right" if baseline.metric == "top-1" else baseline.metric
+    network = "initial weights" if config.init else "untrained network"
     yield (
-        f"before the first step, {measured} in per cent: {levels_text(baseline, 'k-NN')} "
-        "(k-NN names an image after the most similar others)"
+        f"before the first step, {measured} in per cent: {levels_text(baseline, network)} "
+        "(by k-NN, which names an image after the most similar others)"
     )
     distance = above_raw_pixels(baseline, baseline)
     if distance is not None and distance <= -FAR and images < FEW_VIEWED:
@@ -259,13 +260,16 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
     processes = plural(start.processes, "process", "processes")
     verbose, alone = config.run.verbose, start.processes == 1
     readers = plural(start.workers, "worker") + ("" if alone else " each")
+    factors = (
+        f" = {plural(config.data.batch_size, 'image')} × "
+        f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
+    )
+    factors = "" if config.data.batch_size == start.global_batch else factors
     if not start.workers:
         readers = "images are read in " + ("the main process" if alone else "each process itself")
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
-        f"{readers}, global batch {start.global_batch} = "
-        f"{plural(config.data.batch_size, 'image')} × "
-        f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
+        f"{readers}, global batch {start.global_batch}{factors}"
     )
     length, minutes = f"{plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs)", config.budget.minutes
     length = f"about {length} in budget.minutes={minutes:g}" if minutes else length

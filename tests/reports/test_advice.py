@@ -36,6 +36,13 @@ def test_a_run_that_saw_few_images_hears_how_long_to_train():
     assert judge(history[:-1], config, baseline).advice == ""  # it is under way
 
 
+def test_a_difference_that_may_be_chance_asks_for_more_time_or_labels():
+    unsure = evaluated(knn=[40.0, 43.0, 44.0], settings=["budget.minutes=10"])
+    assert unsure.advice == (
+        "In a new run, try budget.minutes=20, or label more images: 341 are few to tell by."
+    )
+
+
 def test_longer_is_no_advice_where_accuracy_is_flat_or_far_below_raw_pixels():
     rising = {"knn": [30.0, 42.0, 45.0], "best_knn": [30.0, 42.0, 45.0], "probe": [41.0, 43.0, 47.0]}
     first = {"knn": 30.0, "best_knn": 30.0}

@@ -61,7 +61,7 @@ def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
     first, second = finish(pair(output, TWO, srun_environs()))
     assert "2 processes on cpu" in first
     assert "global batch 16 = 8 images × 1 micro-batch × 2 processes" in first
-    assert first.count("done:") == 1
+    assert first.count("saved:") == 1
     said = [line for line in second.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
     assert said == [], "only the first process speaks"
     assert_follows(output, alone)

@@ -17,9 +17,10 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
+from dino_vit.reports.metrics import Baseline
 from dino_vit.training.plan import BudgetEstimate
 from dino_vit.training.pretrain import pretrain
-from dino_vit.training.reporter import describe_start, start_record
+from dino_vit.training.reporter import describe_baseline, describe_start, start_record
 from dino_vit.training.setup import open_context, set_up
 from tests.support.documents import ROOT
 from tests.support.images import write_classes
@@ -169,7 +170,7 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     assert "docs/" not in columns, "a wheel has no docs"
     table = (ROOT / "docs/start/watch.md").read_text().split("## The lines of the log")[1]
     explained = re.findall(r"(?:: |; )([\w ]+): ", columns)
-    assert explained == ["ln K", "gap", "wait"]
+    assert explained == ["ln K", "wait"]
     assert all(f"| `{column}` |" in table for column in explained)
     settings["run.verbose"] = "true"
     found = set_up(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
@@ -179,6 +180,25 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
         assert f"  {key}={value}: " in said
     assert config.head.prototypes == len(found.state.student.head.last_layer.weight_v) == 256
     assert f"budget.epochs={config.budget.epochs}: " in said
+
+
+def test_a_short_run_far_below_raw_pixels_hears_it_before_the_first_step(tmp_path):
+    """Photos of clothes: ten minutes ended below raw pixels, as the first evaluation had foreseen."""
+    run = opened(tmp_path / "run", {"budget.steps": 100})
+    baseline = Baseline(knn=25.5, best_knn=25.5, raw_pixels=45.0, chance=10.0, rankme=9.0)
+    figures, meaning = describe_baseline(run, baseline)
+    assert figures.startswith(
+        "before the first step, images named right in per cent: untrained network 25.5,"
+    )
+    assert meaning.startswith(
+        "raw pixels are 20 points better than the untrained network, which may not catch up"
+    )
+    assert "init.weights=timm:" in meaning
+    assert len([*describe_baseline(run, replace(baseline, raw_pixels=30.0))]) == 1
+    long = opened(tmp_path / "long", {"budget.steps": 100_000})
+    assert len([*describe_baseline(long, baseline)]) == 1
+    (rank,) = describe_baseline(run, Baseline(rankme=9.0))
+    assert rank.startswith("before the first step: effective rank 9.0, about how many dimensions")
 
 
 def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeypatch):
