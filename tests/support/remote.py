@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import fsspec
 from PIL import Image
+from torch import Tensor
 
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.synthetic import make_textures
@@ -40,10 +41,9 @@ class Server(ThreadingHTTPServer):
         self.folder, self.latency = folder, latency
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[Request] = []
-        # Of the next requests for ranges: 500, cut, short, long, late, redirect or drip.
+        # Of the next requests for ranges: 500, cut, short, long, late or drip.
         self.faults: list[str] = []
         self.statuses: dict[str, list[int]] = {}  # of the next answers, by name
-        self.longer: dict[str, int] = {}  # bytes that are stated and not there, by name
         self.down = False
         self.tells_versions = True
         self.lock = threading.Lock()
@@ -98,13 +98,6 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.server.next_fault() if ranged and content else ""
         time.sleep(2 * (fault == "late"))
         status = self.server.statuses[name].pop() if self.server.statuses.get(name) else 0
-        if fault == "redirect":
-            self.send_response(302)
-            self.send_header("Location", self.path)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            self.server.faults.append("redirect")
-            return
         if fault == "500" or self.server.down or status or not path.is_file():
             self.send_response(status or (404 if not path.is_file() else 500))
             self.send_header("Content-Length", "0")
@@ -113,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         with path.open("rb") as file:
             file.seek(start)
             data = file.read(end - start) if content else b""
-        length = end - start + (0 if content else self.server.longer.get(name, 0))
+        length = end - start
         if fault in ("short", "long"):
             data = data[:-1] if fault == "short" else data + b"x"
             length = len(data)
@@ -206,6 +199,7 @@ def write_shards(folder: Path, shards: int = 8, images: int = 16) -> None:
 
 
 def as_png(source: ImageSet, index: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
+    file, image = io.BytesIO(), source.read(index)
+    assert isinstance(image, Tensor)
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
     return file.getvalue()
