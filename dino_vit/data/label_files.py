@@ -153,8 +153,8 @@ def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
     missing = [name for name, value in zip(names, values, strict=True) if value is None]
     if meant := _meant(surplus, missing):
         differ = plural(len(meant), "name differs", "names differ")
-        examples = _examples([(image, name) for name, image in meant.items()], "'%.200s', not '%.200s'")
-        raise ValueError(f"{path}: {differ} from the names of the images: write {examples}")
+        examples = _examples([(image, name) for name, image in meant.items()], "'%.200s' instead of '%.200s'")
+        raise ValueError(f"{path}: {differ} from those of the images: write {examples}")
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has labels for none of the images: its names are like "

@@ -187,9 +187,9 @@ def test_a_name_that_is_nearly_that_of_one_image_is_refused_with_it(tmp_path, gi
         write_synthetic(tmp_path / "photos" / name, 0)
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(dict.fromkeys(given, "x")))
-    with pytest.raises(ValueError, match=r"names? differs? from the names of the images: write ") as error:
+    with pytest.raises(ValueError, match=r"names? differs? from those of the images: write ") as error:
         open_source(str(tmp_path / "photos"), path)
-    assert re.findall(r"'([^']+)', not", str(error.value)) == meant
+    assert re.findall(r"'([^']+)' instead of", str(error.value)) == meant
 
 
 @pytest.mark.parametrize(
