@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from rich.progress import Progress
 from dino_vit.core import log
 
 PATIENCE = 2.0  # seconds; shorter work shows no progress
-LINE_EVERY = 20.0  # seconds, without a terminal
+LINE_EVERY = 20.0  # seconds, at most, without a terminal
 _SIBLINGS = 10_000  # of a path that does not exist are looked at
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -196,10 +196,10 @@ def live_console(stream: TextIO) -> Console | None:
 class Advance:
     """Count finished items, and show them when it is time."""
 
-    def __init__(self, title: str, total: int | None, outer: "Advance | None" = None) -> None:
-        self.outer = outer  # of which this is a part, and which shows it
+    def __init__(self, title: str, total: int | None, outer: Callable[[str], None] | None = None) -> None:
+        self.outer = outer  # shows the work of which this is a part
         self.title, self.total, self.done, self.note = printable(public_text(title)), total, 0, ""
-        self.start = self.shown = time.monotonic()
+        self.start = self.shown = self.counted = time.monotonic()
         # Only rank 0 logs at this level.
         console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
         self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console)
@@ -214,10 +214,13 @@ class Advance:
     def show(self, part: str = "") -> None:
         """Show the line, with that of a part of the work, if it is time."""
         if self.outer:
-            self.outer.show(self.line(part))
+            self.outer(self.line(part))
             return
         now = time.monotonic()
-        if now - self.start < PATIENCE or now - self.shown < (LINE_EVERY if self.bar.disable else 0.2):
+        # A line comes now if the next item, which may take as long as this one, would be late for it.
+        silent = now - self.shown + (now - self.counted if self.bar.disable else 0.0)
+        self.counted = now
+        if now - self.start < PATIENCE or silent < (LINE_EVERY if self.bar.disable else 0.2):
             return
         if self.bar.disable and self.done == self.total:  # which the last line says
             return
@@ -238,7 +241,17 @@ class Advance:
         return f"{text} ({part})" if part else text
 
 
-_at_work: ContextVar[Advance | None] = ContextVar("_at_work", default=None)
+_at_work: ContextVar[Callable[[str], None] | None] = ContextVar("_at_work", default=None)
+
+
+@contextmanager
+def shows_parts(show: Callable[[str], None]) -> Iterator[None]:
+    """Let a function show the progress of all work within the block."""
+    token = _at_work.set(show)
+    try:
+        yield
+    finally:
+        _at_work.reset(token)
 
 
 @contextmanager
@@ -249,11 +262,10 @@ def progress(title: str, total: int | None = None) -> Iterator[Advance]:
     """
     outer = _at_work.get()
     advance = Advance(title, total, outer)
-    token = _at_work.set(advance)
     try:
-        yield advance
+        with shows_parts(advance.show):
+            yield advance
     finally:
-        _at_work.reset(token)
         advance.bar.stop()
     if outer is None and time.monotonic() - advance.start > PATIENCE:
         log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))

@@ -113,7 +113,12 @@ class FrozenBackbone:
         none = Features(self.empty(spec), torch.empty(0, dtype=torch.long), ())
         batches = list(in_batches(indices, self.batch_size))
         batches += [[]] * (passes - len(batches))
-        return concatenate([none, *self.features(source, batches, spec)])
+        with progress("Computing features", len(indices)) as advance:
+            parts = [none]
+            for part in self.features(source, batches, spec):
+                parts.append(part)
+                advance(len(part.indices))
+        return concatenate(parts)
 
     def compute(self, images: Tensor, spec: FeatureSpec) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import LISTED, UnreadableImage, listed
 from dino_vit.data.images.pixels import Pixels
@@ -54,8 +55,12 @@ def raw_pixel_transform(source: ImageSet, indices: Sequence[int], pixels: Pixels
 def pixel_features(source: ImageSet, indices: Sequence[int], *, transform: EvalTransform) -> Features:
     """Return the flattened normalised pixels of images: a baseline for any features."""
     normalise = transform.normaliser(torch.device("cpu"))
-    batches = read_batches(source, transform, in_batches(indices, 256))
-    return concatenate([replace(batch, values=normalise(batch.values).flatten(1)) for batch in batches])
+    parts = list[Features]()
+    with progress("Reading pixels", len(indices)) as advance:
+        for batch in read_batches(source, transform, in_batches(indices, 256)):
+            parts.append(replace(batch, values=normalise(batch.values).flatten(1)))
+            advance(len(batch.indices))
+    return concatenate(parts)
 
 
 def concatenate(parts: Sequence[Features]) -> Features:

@@ -60,6 +60,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 log_step(state, reporter)
             else:
                 state.refit()
+                reporter.progress.tell()
             if stops:
                 state.check_skipped()
                 save(state, reporter, wait=True)

@@ -4,12 +4,14 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Self, TextIO
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from dino_vit.core.text import duration, live_console, printable_lines, unfailing
+from dino_vit.core.text import LINE_EVERY, duration, live_console, printable_lines, shows_parts, unfailing
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.reports.verdict import BAD, Verdict
 
@@ -50,20 +52,36 @@ class RunProgress:
         )
         self.bar.add_task("", total=total_steps, completed=step, left="-")
         (self.task,) = self.bar.tasks
+        self.said = self.told = self.clock()
+        self._within = ExitStack()
 
     def __enter__(self) -> Self:
         self.bar.start()
+        self._within.enter_context(shows_parts(self.tell))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._within.close()
         self.bar.stop()
 
     def advance(self, step: int, total_steps: int) -> None:
-        """Move the bar to `step` of a total that `budget.minutes` changes; cheap enough for every step."""
+        """Move to `step` of a total that `budget.minutes` changes."""
         self.bar.update(self.task.id, completed=step, total=total_steps)
-        if self.clock() - self.drawn >= REFRESH:
-            self.drawn = self.clock()
-            self.bar.update(self.task.id, left=self.time_left(), refresh=True)
+
+    def tell(self, part: str = "") -> None:
+        """Show how far the run is, or a part of its work such as an evaluation; without a terminal rarely.
+
+        It is cheap enough for every step.
+        """
+        now = self.clock()
+        # A line comes now if the next step, which may take as long as this one, would be late for it.
+        silent, self.told = now - self.said + now - self.told, now
+        if self.bar.disable and silent >= LINE_EVERY:
+            step, total = self.task.completed, self.task.total
+            self.notice(f"step {step:,}/{total:,}  {part or f'eta {self.time_left()}'}")
+        elif not self.bar.disable and now - self.drawn >= REFRESH:
+            self.drawn = now
+            self.bar.update(self.task.id, left=escape(part) or self.time_left(), refresh=True)
 
     def time_left(self) -> str:
         """Return how long the run still takes, as a text."""
@@ -86,6 +104,7 @@ class RunProgress:
 
     def notice(self, text: str) -> None:
         """Print a line that stays."""
+        self.said = self.clock()
         text = printable_lines(text)
         if self.bar.disable:
             self.stream.write(f"{text}\n")

@@ -71,6 +71,20 @@ def test_work_within_work_is_told_with_it(monkeypatch, caplog):
     assert lines == ["Folds: 0 of 2,  (Heads: 1 of 3, , C = 1)", "Folds: 1 of 2, ", "Folds: 1 of 2, "]
 
 
+@pytest.mark.parametrize(("seconds", "counts"), [(3, [6, 12, 18]), (15, [1, 2, 3]), (50, [1, 2, 3])])
+def test_in_a_file_no_twenty_seconds_are_silent_unless_an_item_takes_longer(
+    monkeypatch, caplog, seconds, counts
+):
+    now = 7.0
+    monkeypatch.setattr(text.time, "monotonic", lambda: now)
+    with caplog.at_level(logging.INFO, "dino_vit"), text.progress("Images", 100) as advance:
+        for _ in range(counts[-1]):
+            now += seconds
+            advance(1)
+        shown = [int(line.split()[1]) for line in caplog.messages]
+    assert shown == counts
+
+
 @pytest.mark.parametrize(("seconds", "rate"), [(50, "0.4/s"), (4, "5/s"), (1, "20/s"), (0.01, "2,000/s")])
 def test_slow_work_has_a_rate_above_zero(monkeypatch, seconds, rate):
     monkeypatch.setattr(text.time, "monotonic", lambda: 7.0)

@@ -11,7 +11,7 @@ from io import StringIO
 
 import pytest
 
-from dino_vit.core.text import duration
+from dino_vit.core.text import duration, progress
 from dino_vit.reports.verdict import Verdict
 from dino_vit.training import reporter
 from dino_vit.training.progress import RunProgress
@@ -39,6 +39,34 @@ def test_without_a_terminal_there_are_plain_aligned_lines(monkeypatch):
     numbers = [line for line in lines if "img/s" in line]
     assert len({line.index("eta") for line in numbers}) == 1
     assert stream.getvalue().isascii()
+
+
+def test_without_a_terminal_no_twenty_seconds_are_silent():
+    """Neither between two log lines nor in an evaluation; where lines come often there is no other."""
+    stream, clock = StringIO(), Clock()
+
+    def lines():
+        shown = stream.getvalue().splitlines()
+        stream.truncate(stream.seek(0))
+        return shown
+
+    with RunProgress(total_steps=100, stream=stream, clock=clock) as run, progress("Features", 8) as count:
+        for step in range(1, 13):
+            clock.now += 3
+            run.advance(step, 100)
+            run.tell()
+        assert [line.split()[:3] for line in lines()] == [["step", "6/100", "eta"], ["step", "12/100", "eta"]]
+        for _ in range(8):
+            clock.now += 7
+            count(1)
+        assert [line.split(",")[0] for line in lines()] == [
+            f"step 12/100  Features: {done} of 8" for done in (2, 4, 6)
+        ] + ["step 12/100  Features: 8"]
+        for step in (13, 14, 15):
+            clock.now += 15
+            run.advance(step, 100)
+            run.show(replace(HEALTHY, step=step, total_steps=100), FINE)
+        assert all("img/s" in line for line in lines())
 
 
 def test_the_end_is_estimated_from_the_pace():
@@ -155,6 +183,7 @@ def test_the_bar_goes_on_between_records_but_not_at_every_step():
             for step in range(1, 1001):
                 clock.now += 0.01
                 progress.advance(step, 1000)
+                progress.tell()
 
     drawn = set(re.findall(r"[\d,]+/1,000", on_a_terminal(advance)))
     assert 15 < len(drawn) < 30
@@ -166,6 +195,7 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
     def interrupted():
         with suppress(KeyboardInterrupt), RunProgress(total_steps=10) as progress:
             progress.advance(5, 10)
+            progress.tell()
             print("to stdout")
             print("to stderr", file=sys.stderr)
             raise KeyboardInterrupt
