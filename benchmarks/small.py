@@ -41,7 +41,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_scenes, make_textures
+from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.classification.probes import count_correct, train_logistic
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import weighted_knn
@@ -56,13 +56,9 @@ from dino_vit.weights import load_backbone
 
 GREY = "-grey"  # after the name of a set: the same images without colours
 PHOTOS = ("flowers", "groceries", "hands")
-SETS = ("textures", "cifar10", *(f"{name}{grey}" for name in PHOTOS for grey in ("", GREY)), "scenes")
+SETS = ("textures", "cifar10", *(f"{name}{grey}" for name in PHOTOS for grey in ("", GREY)))
 TEXTURES = 20_000
-SIDES = {"textures": 32, "scenes": 96}  # of generated images
-GENERATED = {
-    "textures": f"synthetic:{TEXTURES}:{SIDES['textures']}",
-    "scenes": f"synthetic:scenes:{TEXTURES}:{SIDES['scenes']}",
-}
+GENERATED = {"textures": f"synthetic:{TEXTURES}:32"}
 PIXELS = 48  # largest side of images whose raw pixels are compared
 K = 20
 Judged = tuple[int | None, int | None]  # images of the bank and of the queries; None: all
@@ -239,8 +235,7 @@ def parts(name: str, folders: dict[str, Path], judged: Judged) -> Iterator[tuple
     if name in folders:
         opened = [open_source(str(folders[name] / f"{part}.parquet")) for part in ("train", "test")]
     else:
-        kind = make_scenes if name == "scenes" else make_textures
-        whole = kind(length=TEXTURES + QUERIES, size=SIDES[name])
+        whole = make_textures(length=TEXTURES + QUERIES)
         opened = [whole.subset(range(TEXTURES)), whole.subset(range(TEXTURES, len(whole)))]
     for source, most in zip(opened, judged, strict=True):
         order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))

@@ -218,20 +218,18 @@ def demo(
     config: str | os.PathLike[str] | DemoConfig | None = None,
     verbose: bool = True,
 ) -> DemoResult:
-    """Pretrain small networks on generated images, and show what they learned.
+    """Pretrain a small network on generated images, and show what it learned.
 
         dino_vit.demo(quick=True)
 
-    Pretrain, draw attention maps and write a report; or only a short run and its report.
-
-    Textures have classes, so k-NN says what was learned of them; scenes have regions, which one can see.
+    Pretrain on textures, whose classes tell by k-NN what was learned of them, and write a report.
 
     The settings and their defaults:
 
-      output=runs/demo                    folder of the runs; a second call resumes them
+      output=runs/demo                    folder of the run; a second call resumes it
       seed=0                              seed of every random number
-      quick=false                         one short run and its report: about 90 seconds of one core
-      steps=null                          optimiser steps of each run; null: 4 minutes of both on two cores
+      quick=false                         a shorter run: about 90 seconds of one core
+      steps=null                          optimiser steps; null: about two minutes of two cores
     """
 
 def inspect_data(

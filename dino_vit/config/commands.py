@@ -193,14 +193,14 @@ class AttentionConfig(Settings):
 
 
 class DemoConfig(Settings):
-    """Pretrain small networks on generated images, and show what they learned."""
+    """Pretrain a small network on generated images, and show what it learned."""
 
     examples: ClassVar = ("demo --quick", "demo")
     resumes: ClassVar = True
-    output: str = setting("runs/demo", "folder of the runs; a second call resumes them")
+    output: str = setting("runs/demo", "folder of the run; a second call resumes it")
     seed: Seed = setting(0, "seed of every random number")
-    quick: bool = setting(False, "one short run and its report: about 90 seconds of one core")
-    steps: Count | None = setting(None, "optimiser steps of each run; null: 4 minutes of both on two cores")
+    quick: bool = setting(False, "a shorter run: about 90 seconds of one core")
+    steps: Count | None = setting(None, "optimiser steps; null: about two minutes of two cores")
 
 
 class InspectConfig(Settings):

@@ -164,10 +164,9 @@ def test_sources_open(tmp_path, monkeypatch):
             if not spec.startswith("hf:"):
                 found[spec] = open_source(spec.replace("LENGTH", "40").replace("SIZE", "16"))
     lengths = {spec: len(source) for spec, source in found.items()}
-    assert len(lengths) == 20
+    assert len(lengths) == 17
     assert (lengths["photos"], lengths["photos/**/*.png"], lengths["shards"]) == (2, 1, 11)
     assert (lengths["synthetic"], lengths["synthetic:LENGTH:SIZE"]) == (20_000, 40)
-    assert (lengths["synthetic:scenes"], lengths["synthetic:scenes:LENGTH:SIZE"]) == (20_000, 40)
     assert found["list.txt"].classes == found["list.csv"].classes == found["list.tsv"].classes == ["cat"]
 
 

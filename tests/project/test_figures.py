@@ -64,10 +64,6 @@ FIGURES = {
         "evaluators | linear with two classes | grid | right"
     ],
     ("docs/recipe.md", "| images | figure |"): [
-        *(
-            f"terms | scenes | {row} | {TERMS}"
-            for row in ("mIoU by k-NN", "mIoU by a linear", *CLS, "effective rank")
-        ),
         *(f"terms | textures | {row} | {TERMS}" for row in CLS),
         *(f"terms | {name} | {row} | untrained, {TERMS}" for name in ("flowers", "cifar10") for row in CLS),
     ],

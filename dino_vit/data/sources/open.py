@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,16 +90,13 @@ def _open_named(spec: str) -> ImageSet | None:
 
 
 def _open_synthetic(spec: str) -> ImageSet:
-    from dino_vit.data.sources.synthetic import make_scenes, make_textures
+    from dino_vit.data.sources.synthetic import make_textures
 
-    match = re.fullmatch(r"synthetic(:scenes)?(?::(\d{1,18}))?(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
-    if not match or (match[4] and not match[1]):
-        text = "is not valid: write synthetic[:LENGTH[:SIZE]] or synthetic:scenes[:LENGTH[:SIZE[:CLASSES]]]"
-        raise ValueError(f"{spec!r:.200} {text}")
-    scenes, *numbers = match.groups()
-    given = zip(("length", "size", "classes"), numbers, strict=True)
-    make: Callable[..., ImageSet] = make_scenes if scenes else make_textures
-    return make(**{name: int(value) for name, value in given if value})
+    match = re.fullmatch(r"synthetic(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
+    if not match:
+        raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:LENGTH[:SIZE]]")
+    given = zip(("length", "size"), match.groups(), strict=True)
+    return make_textures(**{name: int(value) for name, value in given if value})
 
 
 def _open_catalogued(spec: str) -> ImageSet | None:

@@ -1,14 +1,9 @@
-"""Textures and scenes made on the fly: the sets that the demo and the tests learn from.
+"""Textures made on the fly: the images that the demo and the tests learn from.
 
 A texture is a quilt: pieces of one pattern, which is its class. Each piece turns, scales, shifts, inverts and
 shades the pattern by itself, the whole is bent and noisy. So the class is what all views of an image share,
 and nothing else is: what is free from image to image but the same all over one (its brightness, its contrast)
 is what DINO would learn in the class's place, and in the minutes of a demo nothing but that.
-
-A scene has two to five regions of free shape with soft borders, each of another class with a turn, a scale
-and colours of its own, and a mask. A class is a pattern and a hue that it often shows, as grass has, but only
-its pattern tells for certain; of more than ten classes some share a pattern, and their hues are closer to
-those of their class. Dense features are judged by whether they find the class of each patch.
 """
 
 import math
@@ -29,13 +24,6 @@ Plane = NDArray[np.floating[Any]]
 VERSION = 2  # of the pictures: a run does not go on with others
 PIECES = 4, 6  # of a quilt, at least and at most
 PERIODS = 2.2, 3.4  # of a pattern in half an image, at least and at most
-SCENES_VERSION = 2
-REGIONS = 2, 5  # of a scene, at least and at most
-MOST_CLASSES = 255  # the last value of a mask is none
-WAVES = 4  # that bend the border of a region
-BORDER = 1.5  # pixels in which one region turns into the next, about
-PERIOD_SIZE = 32  # pixels of a scene in which patterns have the periods of textures
-NUMBERS = 25  # that a region is drawn from
 
 
 class _Textures(Store):
@@ -84,91 +72,9 @@ class _Textures(Store):
         return (total - 510) / math.sqrt(4 * (256**2 - 1) / 12)
 
 
-class _Scenes(_Textures):
-    """Scenes with masks; image and mask of a row are functions of (seed, row)."""
-
-    def __init__(self, length: int, size: int, seed: int, classes: int) -> None:
-        super().__init__(length, size, seed)
-        if not 2 <= classes <= MOST_CLASSES:
-            raise ValueError(f"scenes have 2 to {MOST_CLASSES} classes, not {classes}")
-        names = list(PATTERNS)
-        self.classes = [f"{names[i % 10]} {1 + i // 10}" if i >= 10 else names[i] for i in range(classes)]
-        unusual = f"-{classes}" if classes != len(PATTERNS) else ""
-        self.key = f"scenes-{SCENES_VERSION}-{length}-{size}-{seed}{unusual}"
-
-    def read(self, row: int) -> Tensor:
-        classes, covers = self._regions(row)
-        number, scene = len(self.classes), np.zeros((3, self.size, self.size), np.float32)
-        patterns, spread = list(PATTERNS.values()), 0.35 / math.ceil(number / len(PATTERNS))
-        for region, (kind, cover) in enumerate(zip(classes, covers, strict=True)):
-            u = self._draw(row, 2 + region, NUMBERS)
-            pattern = patterns[kind % len(patterns)](*self._coordinates(u), u[11:].tolist())
-            pattern = ((pattern - pattern.mean()) / pattern.std()).astype(np.float32)
-            hue = 2 * math.pi * (kind / number + np.arange(3) / 3)  # of red, green and blue
-            colours = np.stack([0.4 * np.cos(hue) + spread * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]])
-            tone, contrast = colours.astype(np.float32)[..., None, None]
-            scene += cover * (tone + (contrast if u[4] < 0.5 else -contrast) * pattern)
-        noise = (0.05 + 0.07 * self._draw(row, 1, 1)[0]) * self._noise(row)
-        levels = 127.5 + 127.5 * np.tanh(scene + noise, dtype=np.float32)
-        return torch.from_numpy(np.rint(levels).astype(np.uint8))
-
-    def mask(self, row: int) -> Tensor:
-        """Return the class of every pixel, uint8 (H, W)."""
-        classes, covers = self._regions(row)
-        return torch.from_numpy(classes[covers.argmax(0)].astype(np.uint8))
-
-    def label(self, row: int) -> int:
-        """Return the class of the largest region."""
-        return int(self.mask(row).flatten().bincount().argmax())
-
-    def name(self, row: int) -> str:
-        return f"{row:08d}"
-
-    def _draw(self, row: int, part: int, count: int) -> Plane:
-        # Not the numbers of the texture of the same index.
-        return random_uniform(self.seed, RngPurpose.SYNTHETIC, row, 2, part, np.arange(count))
-
-    def _coordinates(self, u: Plane) -> tuple[Plane, Plane]:
-        """Return turned and shifted coordinates in which patterns have periods near 1."""
-        turn = 2 * math.pi * u[0]
-        periods = PERIODS[0] * (PERIODS[1] / PERIODS[0]) ** u[1] * self.size / PERIOD_SIZE
-        cos, sin = np.float32(periods * math.cos(turn)), np.float32(periods * math.sin(turn))
-        across, along = (np.float32(7 * shift) for shift in u[2:4])
-        return cos * self._x - sin * self._y + across, sin * self._x + cos * self._y + along
-
-    def _regions(self, row: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Plane]:
-        """Return the class of each region, and the part (regions, H, W) of each pixel that it covers."""
-        u = self._draw(row, 0, 1 + len(self.classes))
-        most = min(REGIONS[1], len(self.classes))
-        count = REGIONS[0] + math.floor((most - REGIONS[0] + 1) * u[0])
-        classes = u[1:].argsort()[:count]
-        numbers = self._draw(row, -1, count * (2 + 3 * WAVES)).reshape(count, -1).astype(np.float32)
-        scores = []
-        for left, top, *waves in numbers:
-            score = -((self._x - (1.6 * left - 0.8)) ** 2) - (self._y - (1.6 * top - 0.8)) ** 2
-            for turn, length, shift in np.reshape(waves, (WAVES, 3)):
-                angle, pace = 2 * math.pi * turn, 2 + 4 * length
-                wave = np.cos(angle) * self._x + np.sin(angle) * self._y
-                score = score + 0.9 / pace * np.sin(pace * wave + 2 * math.pi * shift)
-            scores.append(score)
-        sharpness = np.float32(self.size / (2 * BORDER))
-        powers = np.exp(sharpness * (np.stack(scores) - np.max(scores, axis=0)))
-        return classes, (powers / powers.sum(0)).astype(np.float32)
-
-
 def make_textures(*, length: int = 20_000, size: int = 32, seed: int = 0) -> ImageSet:
     """Return a labelled set of textures of any length."""
     store = _Textures(length, size, seed)
-    return _generated(store, length)
-
-
-def make_scenes(*, length: int = 20_000, size: int = 64, seed: int = 0, classes: int = 10) -> ImageSet:
-    """Return scenes with masks, labelled by the class of the largest region."""
-    store = _Scenes(length, size, seed, classes)
-    return _generated(store, length)
-
-
-def _generated(store: _Textures, length: int) -> ImageSet:
     return ImageSet(
         store=store,
         rows=range(length),

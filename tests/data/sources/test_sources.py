@@ -63,6 +63,12 @@ def test_a_file_that_is_gone_is_an_unreadable_image(folder):
         read_image(source, 4)
 
 
+def test_a_synthetic_set_has_a_length_and_a_size():
+    for spec in ("synthetic:big", "synthetic:7:48:20"):
+        with pytest.raises(ValueError, match="is not valid: write synthetic"):
+            open_source(spec)
+
+
 def test_synthetic_is_a_function_of_seed_and_index():
     source = open_source("synthetic:100:72")
     assert (len(source), source.read(7).shape, source.read(7).dtype) == (100, (3, 72, 72), torch.uint8)
