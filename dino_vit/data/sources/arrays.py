@@ -64,7 +64,9 @@ def _load(path: str) -> NDArray[Any]:
     """Map an array of images into memory."""
     try:
         images = open_memmap(path, mode="r")
-    except (ValueError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # Python's parser, which reads the header, has errors of its own
         raise ValueError(f"{path} is damaged or not an array of numbers: {brief(error, 300)}") from error
     shape, dtype = images.shape, images.dtype
     if images.ndim not in (3, 4) or dtype.kind not in "uif" or dtype.itemsize > 8 or not images.size:

@@ -59,9 +59,10 @@ def list_local(root: str) -> list[str]:
                     continue
                 seen.add(identity)
                 folders[:] = [name for name in folders if name[0] != "."]
-                paths = [os.path.join(folder, name) for name in names if name[0] != "."]
-                files += [os.path.relpath(path, root) for path in paths]
-                advance(len(paths))
+                inner = os.path.relpath(folder, root)
+                visible = [name for name in names if name[0] != "."]
+                files += visible if inner == "." else [f"{inner}/{name}" for name in visible]
+                advance(len(visible))
                 links += filter(os.path.islink, (os.path.join(folder, name) for name in folders))
             starts = sorted(links)
     return files

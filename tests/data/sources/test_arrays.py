@@ -48,6 +48,9 @@ def test_arrays_that_do_not_say_what_they_are(tmp_path):
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match=r"or not an array of numbers: .*Python objects"):
         open_source(str(tmp_path / "object.npy"))
+    (tmp_path / "damaged.npy").write_bytes((tmp_path / "cube.npy").read_bytes().replace(b"}", b"{"))
+    with pytest.raises(ValueError, match=r"damaged\.npy is damaged or not an array of numbers"):
+        open_source(str(tmp_path / "damaged.npy"))
     fsspec.filesystem("memory").pipe("/a.npy", b"")
     with pytest.raises(ValueError, match="copy it here first"):
         open_source("memory://a.npy")
