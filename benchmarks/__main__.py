@@ -27,7 +27,7 @@ RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
 NO_PROGRAMS = ["__main__", "measure", "peer", "reference"]
 NO_PROGRAMS += ["gpu", "gpu_facts", "gpu_profile", "gpu_record", "gpu_runs", "gpu_steps", "gpu_summary"]
-LONG = ("cifar10", "distillation", "evaluators", "hours", "small", "small_peer")
+LONG = ("cifar10", "distillation", "hours", "small", "small_peer")
 HEAD = """# Results
 
 Written by `python -m benchmarks`, or by `make bench` for all but the longest; nothing here is typed by hand.

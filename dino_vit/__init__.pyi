@@ -12,6 +12,7 @@ from dino_vit.config.commands import (
     AttentionConfig,
     CompareConfig,
     DemoConfig,
+    EmbedConfig,
     ExportConfig,
     InspectConfig,
     InspectWeightsConfig,
@@ -21,13 +22,10 @@ from dino_vit.config.commands import (
     PredictConfig,
     ReportConfig,
 )
-from dino_vit.config.embeddings import DuplicatesConfig, EmbedConfig, SearchConfig
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.eval.classification.predict import LabelPredictions
 from dino_vit.eval.comparison.compare import ComparisonResult
-from dino_vit.eval.embeddings.duplicates import DuplicatesResult
-from dino_vit.eval.embeddings.embed import ImageEmbeddings
-from dino_vit.eval.embeddings.search import SearchResult
+from dino_vit.eval.embed import ImageEmbeddings
 from dino_vit.eval.maps.attention import AttentionMaps
 from dino_vit.eval.results import EvaluationResult
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
@@ -766,58 +764,6 @@ def embed(
       output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
       blocks=1                            last blocks whose tokens are joined
-    """
-
-def search(
-    embeddings: str | os.PathLike[str] | object = ...,
-    images: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] = ...,
-    *,
-    weights: str | os.PathLike[str] | None = None,
-    k: int = 8,
-    overwrite: bool = False,
-    output: str | os.PathLike[str] | None = None,
-    config: str | os.PathLike[str] | SearchConfig | None = None,
-    verbose: bool = True,
-) -> SearchResult:
-    """Find the images nearest to given ones among those that were embedded.
-
-        dino_vit.search("photos.parquet", ("cat.jpg", "dog.jpg"), output="found.png")
-
-    Find the nearest images to each given one; with an output, write a sheet and the same as JSON.
-
-    The settings and their defaults:
-
-      embeddings=...                      file that `dino-vit embed` wrote
-      images=...                          image files to find similar images to
-      weights=null                        run folder, weights file or name; null: those of the embeddings
-      k=8                                 nearest images to show
-      overwrite=false                     replace files that exist
-      output=null                         picture, with JSON beside it; null: search.png, in Python none [FILE.png]
-    """
-
-def duplicates(
-    embeddings: str | os.PathLike[str] | object = ...,
-    *,
-    threshold: float | None = None,
-    pairs: int = 10000,
-    output: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
-    config: str | os.PathLike[str] | DuplicatesConfig | None = None,
-    verbose: bool = True,
-) -> DuplicatesResult:
-    """List images that are nearly the same, those with two labels or in two splits first.
-
-        dino_vit.duplicates("photos.parquet", output="duplicates.json")
-
-    Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs.
-
-    The settings and their defaults:
-
-      embeddings=...                      file that `dino-vit embed` wrote
-      threshold=null                      minimum cosine of a pair; null: chosen by the features
-      pairs=10000                         closest pairs to list; groups are formed by all pairs
-      output=null                         JSON, with sheets beside it; null: duplicates.json, in Python none [FILE.json]
-      overwrite=false                     replace files that exist
     """
 
 def inspect_weights(

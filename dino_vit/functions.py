@@ -10,8 +10,8 @@ command would print. `verbose=False` prints nothing but warnings. Results are wr
 if they cannot be, the error has the result as its `.result`.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
-(see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What one function
-returns another takes: a run for weights, embeddings to search.
+(see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What `pretrain` returns
+is taken for weights.
 """
 
 import hashlib
@@ -41,7 +41,6 @@ from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import log_shown, printable_lines
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
-EMBEDDINGS = "embeddings"  # takes what `embed` returned
 MODULE = "augment.module"  # and this a module or a function
 FileName = str | os.PathLike[str]
 CALLBACKS = "callbacks is not a setting; give functions as on_metrics= and on_checkpoint="
@@ -112,8 +111,7 @@ def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) ->
         info: Any = infos.get(key)  # of a section there is none
         default = {} if info is None else Parameter.empty if info.required else info.default
         kind = Parameter.POSITIONAL_OR_KEYWORD if title in positional else Parameter.KEYWORD_ONLY
-        takes_object = key in (*OBJECTS, EMBEDDINGS)
-        accepted = FileName | object if takes_object else _accepted(cls.model_fields[key].annotation)
+        accepted = FileName | object if key in OBJECTS else _accepted(cls.model_fields[key].annotation)
         parameters.append(Parameter(title, kind, default=default, annotation=accepted))
     parameters += list(run_signature.parameters.values())[1:]
     config: Any = FileName | cls | None
@@ -162,14 +160,12 @@ def _config(cls: type[Settings], config: object, settings: Mapping[str, Any]) ->
 def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted key, with the names of objects where they are objects."""
     named = flat(settings)
-    for key in named.keys() & {MODULE, EMBEDDINGS, *OBJECTS}:
+    for key in named.keys() & {MODULE, *OBJECTS}:
         value: Any = named[key]
         if isinstance(value, str | os.PathLike | None):
             continue
         if key == MODULE:
             named[key] = pass_object(value, title_of(value))
-        elif key == EMBEDDINGS:
-            named[key] = value.path or pass_object(value, EMBEDDINGS)
         else:
             from dino_vit.data.custom import names_sources, wrap  # import torch
 

@@ -5,7 +5,7 @@
 
 Images are resized to about 256/224 of the backbone's size (bicubic), cropped and normalised.
 The file is the same for any number of processes, also after a kill. Expected: what `backbone(images)` returns
-for each image; nearest neighbours (`dino-vit search`) are alike in content, those of pixels in colour.
+for each image; its nearest neighbours are alike in content, those of pixels in colour.
 """
 
 import sys

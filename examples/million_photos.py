@@ -6,28 +6,30 @@ photos.parquet is what `dino-vit embed photos weights=runs/photos output=photos.
 """
 
 import argparse
+import json
 import time
 
 import faiss
+from pyarrow import parquet
 from sklearn.preprocessing import normalize
 
 import dino_vit
-from dino_vit.eval.embeddings.embed import read_image_embeddings
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("embeddings", help="file of dino-vit embed")
 parser.add_argument("queries", nargs="+", help="photos to find similar ones to")
 options = parser.parse_args()
 
-stored = read_image_embeddings(options.embeddings)
-values = normalize(stored.values).astype("float32")
+table = parquet.read_table(options.embeddings)
+names, facts = table["name"].to_pylist(), json.loads(table.schema.metadata[b"dino_vit"])
+values = normalize(table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(names), -1))
 cells = max(1, int(len(values) ** 0.5))
 index = faiss.index_factory(values.shape[1], f"IVF{cells},SQ8", faiss.METRIC_INNER_PRODUCT)  # a byte a value
 index.train(values[:: max(1, len(values) // (256 * cells))])
 index.add(values)
 faiss.extract_index_ivf(index).nprobe = max(1, cells // 16)
 
-backbone = dino_vit.load_backbone(stored.metadata["weights"]["path"])
+backbone = dino_vit.load_backbone(facts["weights"]["path"])
 for photo in options.queries:
     query = normalize(backbone.embed(photo)[None].cpu().numpy()).astype("float32")
     start = time.perf_counter()
@@ -35,4 +37,4 @@ for photo in options.queries:
     print(f"{photo}: {1000 * (time.perf_counter() - start):.1f} ms")
     for cosine, row in zip(cosines[0], rows[0], strict=True):
         if row >= 0:
-            print(f"  {cosine:.3f}  {stored.names[row]}")
+            print(f"  {cosine:.3f}  {names[row]}")

@@ -1,27 +1,40 @@
-"""Pretrain on a folder of photos, without labels, and find the photos that look like some of them.
+"""Find the photos that look most like some of them, by the embeddings of all.
 
-    python examples/search_photos.py photos photos/cat.jpg photos/dog.jpg --minutes 20
+    dino-vit embed photos runs/photos output=photos.parquet
+    python examples/search_photos.py photos.parquet photos/cat.jpg photos/dog.jpg
 
-The run goes to runs/photos, where a second call finds it finished, or goes on with it.
+similar.png has a row for each of the given photos, with the nearest ones behind it.
 """
 
 import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+from pyarrow import parquet
+from torch.nn.functional import normalize
 
 import dino_vit
 
-if __name__ == "__main__":  # which DataLoader workers on macOS must not run again
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("photos", help="folder")
-    parser.add_argument("queries", nargs="+", help="photos to find similar ones to")
-    parser.add_argument("--minutes", type=float, default=20, help="of pretraining (default %(default)s)")
-    options = parser.parse_args()
+SIDE = 200  # pixels of a picture
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("embeddings", help="file of dino-vit embed")
+parser.add_argument("queries", nargs="+", help="photos to find similar ones to")
+parser.add_argument("-k", type=int, default=5, help="photos to find (default %(default)s)")
+options = parser.parse_args()
 
-    run = dino_vit.pretrain(options.photos, "runs/photos", recipe="auto", budget={"minutes": options.minutes})
-    print(run.outcome)
-    embedded = dino_vit.embed(options.photos, weights=run.folder, output="photos.parquet", verbose=False)
-    found = dino_vit.search(embedded.path, options.queries, k=5, output="similar.png", verbose=False)
-    for image, nearest in zip(found.images, found.nearest, strict=True):
-        print(image)
-        for one in nearest:
-            print(f"  {one.cosine:.3f}  {one.name}")
-    print(f"{found.sheet} shows them, {dino_vit.report(run, verbose=False).path} the run")
+table = parquet.read_table(options.embeddings)
+names, facts = table["name"].to_pylist(), json.loads(table.schema.metadata[b"dino_vit"])
+values = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(names), -1)
+values = values / np.linalg.norm(values, axis=1, keepdims=True)
+folder = Path(facts["source"]["root"])
+queries = normalize(dino_vit.load_backbone(facts["weights"]["path"]).embed(options.queries)).cpu().numpy()
+sheet = Image.new("RGB", (SIDE * (1 + options.k), SIDE * len(queries)), "white")
+for row, (photo, cosines) in enumerate(zip(options.queries, queries @ values.T, strict=True)):
+    nearest = [n for n in np.argsort(-cosines) if (folder / names[n]).resolve() != Path(photo).resolve()]
+    print(photo, *(f"  {cosines[n]:.3f}  {names[n]}" for n in nearest[: options.k]), sep="\n")
+    for column, path in enumerate([Path(photo), *(folder / names[n] for n in nearest[: options.k])]):
+        picture = ImageOps.contain(ImageOps.exif_transpose(Image.open(path)).convert("RGB"), (SIDE, SIDE))
+        sheet.paste(picture, (SIDE * column, SIDE * row))
+sheet.save("similar.png")

@@ -97,7 +97,7 @@ def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
         (["pretrain", "a", "b", "c"], "'c' on the command line is not key=value; write settings as"),
         (["knn", "photos", "weihgts=a"], "weihgts is not a setting; did you mean weights?"),
         (["knn", "photos"], "dino-vit knn: weights is needed: run folder, weights file, "),
-        (["search", "e.parquet", "images=[]"], "images = []: must have at least 1 item"),
+        (["knn", "photos", "a", "k=[]"], "k = []: must have at least 1 item"),
         (["pretrain", "model=vit_small"], "model is not a setting; did you mean model.arch?"),
     ],
 )
@@ -114,7 +114,7 @@ def test_mistakes_are_a_message_and_exit_code_2(argv, message, capsys):
 
 def test_what_is_given_may_be_nearly_something_that_exists(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in ("photos/a.png", "labels.csv", "best.pth", "runs/photos/config.yaml", "photos.parquet"):
+    for name in ("photos/a.png", "labels.csv", "best.pth", "runs/photos/config.yaml"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     for argv, meant in (
@@ -125,7 +125,6 @@ def test_what_is_given_may_be_nearly_something_that_exists(tmp_path, monkeypatch
         ),
         (["inspect-weights", "bets.pth"], "bets.pth does not exist; did you mean best.pth?"),
         (["report", "runs/photo"], "there is no such folder; did you mean runs/photos?"),
-        (["duplicates", "photo.parquet"], "photo.parquet does not exist; did you mean photos.parquet?"),
         (
             ["pretrain", "--config", "runs/photos/conf.yaml", "photos", "runs/a"],
             "did you mean runs/photos/config",
@@ -133,8 +132,6 @@ def test_what_is_given_may_be_nearly_something_that_exists(tmp_path, monkeypatch
     ):
         assert main(argv) == 2
         assert meant in capsys.readouterr().err
-    assert main(["duplicates", "photos"]) == 2
-    assert "photos is not an embedding file; `dino-vit embed photos WEIGHTS " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("pretrian", "pretrain"), ("kn", "knn"), ("lineer", "linear")])

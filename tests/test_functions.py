@@ -100,7 +100,7 @@ def test_type_checkers_know_what_every_function_returns(tmp_path):
     assert not [call for call in calls if "Any" in classes[call] or classes[call] in ("dict", "object")]
     assert classes["dino_vit.knn()"] == classes["dino_vit.linear()"] == "EvaluationResult"
     assert classes["dino_vit.compare()"] == "ComparisonResult"
-    assert classes["dino_vit.duplicates()"] == "DuplicatesResult"
+    assert classes["dino_vit.embed()"] == "ImageEmbeddings"
     assert classes["dino_vit.pretrain()"] == "Run"
     assert classes["dino_vit.knn().figure"] == "Figure"
     assert classes["dino_vit.load_backbone('a').transform"] == "EvalTransform"
@@ -214,20 +214,10 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert repr(patches).startswith("Embeddings(1 image × 16 × 64, patches of the last 2 blocks of ")
     assert repr(patches).endswith(" at step 20; no labels)")
     assert found.labels.count("class0") == 12
-    image = photos / found.names[3]
-    near = dino_vit.search(found, image, weights=run, k=2, verbose=False)
-    assert near.images == [str(image)]
-    assert found.names[3] not in [neighbour.name for neighbour in near.nearest[0]]
-    rows = np.array(found.values, dtype=float)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    expected = rows[3] @ rows[found.names.index(near.nearest[0][0].name)]
-    assert near.nearest[0][0].cosine == pytest.approx(expected, abs=1e-4), "cosines are printed with 4 digits"
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"], "features in the cache only"
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert dino_vit.compare(photos, run, untrained=True, cache=tmp_path, verbose=False).picture is None
-    same = dino_vit.duplicates(found, threshold=0.999999, verbose=False)
-    assert same.path is same.pairs.sheet is None
     dino_vit.attention(photos, run, count=1, verbose=False)
     assert not list(Path().iterdir()), "nothing is written unless output says so"
 

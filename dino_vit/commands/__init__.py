@@ -59,9 +59,7 @@ COMMANDS = {
     "predict": Command("PredictConfig", "eval.classification.predict:run"),
     "compare": Command("CompareConfig", "eval.comparison.compare:run"),
     "attention": Command("AttentionConfig", "eval.maps.attention:run"),
-    "embed": Command("embeddings:EmbedConfig", "eval.embeddings.embed:run"),
-    "search": Command("embeddings:SearchConfig", "eval.embeddings.search:run"),
-    "duplicates": Command("embeddings:DuplicatesConfig", "eval.embeddings.duplicates:run"),
+    "embed": Command("EmbedConfig", "eval.embed:run"),
     "inspect-weights": Command("InspectWeightsConfig", "commands.weights:inspect"),
     "export": Command("ExportConfig", "commands.weights:export"),
 }

@@ -1,4 +1,4 @@
-"""The settings of the commands, but for `pretrain` and those on embeddings (`pretrain.py`, `embeddings.py`).
+"""The settings of the commands, but for `pretrain` (`pretrain.py`).
 
 They import no torch. The results of a command do not depend on its resumable settings.
 """
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import ResizeMode, Sources, WeightsFormat
+from dino_vit.config.sections import ResizeMode, Sources, Tokens, WeightsFormat
 from dino_vit.config.settings import (
     Count,
     Dimension,
@@ -38,6 +38,7 @@ MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
 JsonFile = Annotated[str, Field(pattern=r"\.json$", examples=["FILE.json"])]
 PngFile = Annotated[str, Field(pattern=r"\.png$", examples=["FILE.png"])]
 TableFile = Annotated[str, Field(pattern=r"\.(csv|parquet)$", examples=["FILE.csv"])]
+ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parquet"])]
 SafetensorsFile = Annotated[str, Field(pattern=r"\.safetensors$", examples=["FILE.safetensors"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
 IN_PYTHON = "in Python none"
@@ -190,6 +191,18 @@ class AttentionConfig(Settings):
     size: Dimension | None = setting(None, "pixels of the shorter side; null: at most twice the weights'")
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
     block: Block = setting(-1, "block whose attention is drawn; negative numbers count from the last")
+
+
+class EmbedConfig(CachedConfig):
+    """Write the embeddings of images to a file."""
+
+    writes: ClassVar = "embeddings.parquet"
+    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
+    output: ParquetFile | None = setting(None, f"file to write; null: embeddings.parquet, {IN_PYTHON}")
+    tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
+    precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
 
 
 class DemoConfig(Settings):

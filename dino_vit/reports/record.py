@@ -136,15 +136,6 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-def run_of(weights: str) -> RunRecord | None:
-    """Return the run whose folder or checkpoint this is, or None if it is of no run."""
-    file = Path(weights)
-    try:
-        return read_run(file.parents[1] if file.parent.name == "checkpoints" else file)
-    except ValueError:
-        return None
-
-
 def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
     """Return key, value, default and, where it was chosen automatically, the reason of changed settings."""
     now, default = public_values(values(record.config)), public_values(values(PretrainConfig()))

@@ -10,7 +10,6 @@ from dino_vit import VisionTransformer, knn, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import StorageError
 from dino_vit.data.sources.synthetic import make_textures
-from tests.support import embeddings
 from tests.support.images import saved, smooth
 from tests.support.runs import arguments
 
@@ -48,7 +47,7 @@ SMALL = ["pretrain=small.yaml", "count=2"]
 def folder(tmp_path, monkeypatch):
     """A folder with one of everything, where the commands are run."""
     monkeypatch.chdir(tmp_path)
-    for name in ("photos/cat/1.png", "photos/dog/2.png", "photos/3.png", "q.png"):
+    for name in ("photos/cat/1.png", "photos/dog/2.png", "photos/3.png"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(saved(smooth("RGB"), "PNG"))
     Path("run").mkdir()
@@ -61,7 +60,6 @@ def folder(tmp_path, monkeypatch):
         path = Path(name)
         if not path.exists():
             path.write_text(text)
-    embeddings.write(Path("e.parquet"))
     save_weights(Path("w.safetensors"))
     return tmp_path
 
@@ -176,23 +174,13 @@ def test_what_a_run_has_of_its_own_is_replaced(folder, capsys):
 LONG = "a" * 239  # which leaves no room for the name of the partial file beside it
 UNWRITABLE = [
     ("knn synthetic:20:16 w.safetensors k=1 output={}.json", "top-1"),
-    ("duplicates e.parquet threshold=0.5 output={}.json", "6 pairs in 1 group"),
-    ("search e.parquet q.png weights=w.safetensors output={}.png", "q.png:"),
     ("inspect-data photos sheet={}.png", "3 images"),
 ]
 
 
-def output_at(command, place):
-    """Return the arguments of a command that writes to a place; `search` gets embeddings of its own."""
-    if "search" in command:
-        assert main(["embed", "photos", "w.safetensors", "output=photos2.parquet"]) == 0
-        command = command.replace("e.parquet", "photos2.parquet")
-    return command.format(place).split()
-
-
 @pytest.mark.parametrize(("command", "figure"), UNWRITABLE)
 def test_figures_that_cannot_be_written_are_printed(command, figure, folder, capsys):
-    assert main(output_at(command, LONG)) == 2
+    assert main(command.format(LONG).split()) == 2
     said = capsys.readouterr()
     assert figure in said.out
     assert f"{LONG}." in said.err
@@ -203,9 +191,7 @@ def test_figures_that_cannot_be_written_are_printed(command, figure, folder, cap
 @pytest.mark.parametrize("place", ["file/a", "file/b/a"])
 def test_a_file_in_the_place_of_a_folder_is_told_before_the_work(command, figure, place, folder, capsys):
     Path("file").write_text("of a user")
-    arguments = output_at(command, place)
-    capsys.readouterr()
-    assert main(arguments) == 2
+    assert main(command.format(place).split()) == 2
     said = capsys.readouterr()
     assert figure not in said.out
     assert "cannot be written: file is not a folder; give another output" in said.err

@@ -18,7 +18,6 @@ from dino_vit.config.settings import settings_of
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import save_backbone
 from tests.fuzz import damage
-from tests.support import embeddings as sample
 from tests.support.runs import arguments
 
 
@@ -106,14 +105,6 @@ def runs(rng: Random, folder: Path) -> Callable[[], object]:
     """The folder of a run with a damaged file, of which the page is written."""
     output = _damaged_run(rng, folder)
     return lambda: command(["report", str(output), "images=50"])
-
-
-def embeddings(rng: Random, folder: Path) -> Callable[[], object]:
-    """A damaged embedding file, of which duplicates are looked for."""
-    path = folder / "e.parquet"
-    sample.write(path)
-    path.write_bytes(damage.damaged(rng, path.read_bytes()))
-    return lambda: command(["duplicates", str(path), "threshold=0.5", f"output={folder / 'd.json'}"])
 
 
 def resumes(rng: Random, folder: Path) -> Callable[[], object]:

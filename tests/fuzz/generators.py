@@ -17,7 +17,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
-from tests.fuzz.commands import embeddings, resumes, runs, settings, weights
+from tests.fuzz.commands import resumes, runs, settings, weights
 from tests.fuzz.metadata import metadata
 from tests.fuzz.outputs import outputs
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
@@ -148,7 +148,6 @@ GENERATORS: dict[str, Generator] = {
     "metadata": metadata,
     "settings": settings,
     "runs": runs,
-    "embeddings": embeddings,
     "resumes": resumes,
     "outputs": outputs,
 }

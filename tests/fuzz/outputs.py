@@ -1,9 +1,7 @@
 """A generator of outputs that collide with what a command reads, and with files of others in its folder."""
 
 import os
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -41,7 +39,6 @@ SUFFIXES = (
     ".html",
     ".overlay.png",
     ".attention.npy",
-    "-split-leaks.png",
 )
 COMMANDS: dict[str, tuple[str, str]] = {  # with the setting of what it writes, and how that ends
     "knn photos w.safetensors k=1": ("output", ".json"),
@@ -50,8 +47,6 @@ COMMANDS: dict[str, tuple[str, str]] = {  # with the setting of what it writes, 
     "predict photos w.safetensors labels=few.csv": ("output", ".csv"),
     "predict photos w.safetensors labels=few.csv output=new.csv": ("head", ".safetensors"),
     "embed list.txt w.safetensors": ("output", ".parquet"),
-    "search e.parquet query.png weights=w.safetensors k=2": ("output", ".png"),
-    "duplicates e.parquet threshold=0.1": ("output", ".json"),
     "inspect-data photos": ("sheet", ".png"),
     "report run images=4": ("output", ".html"),
     "attention photos w.safetensors size=16": ("output", "/"),
@@ -62,22 +57,12 @@ COMMANDS: dict[str, tuple[str, str]] = {  # with the setting of what it writes, 
 }
 
 
-@cache
-def good_embeddings() -> bytes:
-    """Return an embedding file of the weights."""
-    with tempfile.TemporaryDirectory() as name:
-        weights, output = f"{name}/w.safetensors", f"{name}/e.parquet"
-        Path(weights).write_bytes(good_weights()["ours.safetensors"])
-        command(["embed", "synthetic:4:16", weights, f"output={output}"])
-        return Path(output).read_bytes()
-
-
 def outputs(rng: Random, folder: Path) -> Callable[[], object]:
     """A command whose output is what it reads, or a file or a link that was there."""
     files = {name: saved(smooth("RGB"), "PNG") for name in PHOTOS}
     files |= {name: text.encode() for name, text in TEXTS.items()}
     files |= {f"run/{name}": data for name, data in good_run().items()}
-    files |= {"w.safetensors": good_weights()["ours.safetensors"], "e.parquet": good_embeddings()}
+    files |= {"w.safetensors": good_weights()["ours.safetensors"]}
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)

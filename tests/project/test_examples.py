@@ -1,6 +1,7 @@
 """The examples, run from the first to the last line, on few images."""
 
 import runpy
+import shutil
 import sys
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 import dino_vit
+from dino_vit import VisionTransformer, save_backbone
 from tests.support.documents import ROOT
 from tests.support.images import write_synthetic
 
@@ -40,14 +42,47 @@ def run(folder, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.slow
-def test_photos_are_searched_and_clustered(run, folder):
-    said = run("search_photos.py", "photos", "photos/sky/0.png", "--minutes", "0.02")
-    assert "sky/" in said
-    assert "  sky/0.png" not in said
-    for made in ("similar.png", "runs/photos/report.html"):
-        assert (folder / made).exists()
-    said = run("scikit_features.py", "photos", "runs/photos", "--groups", "3")
+@pytest.fixture(scope="module")
+def embedded(folder):
+    """The features of the photos, of which two have a copy."""
+    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2)
+    save_backbone(model, folder / "vit.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    (folder / "copies" / "sky").mkdir(parents=True)
+    for path in sorted((folder / "photos").rglob("*.png"))[:12]:
+        shutil.copy(path, folder / "copies" / f"{path.parent.name}-{path.name}")
+    shutil.copy(folder / "photos/sky/0.png", folder / "copies" / "sky" / "again.png")
+    shutil.copy(folder / "photos/grass/11.png", folder / "copies" / "sky" / "grass.png")
+    output = folder / "copies.parquet"
+    return dino_vit.embed(folder / "copies", folder / "vit.safetensors", output=output, verbose=False)
+
+
+def test_photos_are_found_by_photos(run, folder, embedded):
+    said = run(
+        "search_photos.py", "copies.parquet", "copies/grass-1.png", "copies/sky/grass.png", "-k", "3"
+    ).splitlines()
+    unit = embedded.values / np.linalg.norm(embedded.values, axis=1, keepdims=True)
+    for title, found in (said[0], said[1:4]), (said[4], said[5:]):
+        row = embedded.names.index(title.removeprefix("copies/"))
+        cosines = np.delete(unit @ unit[row], row)
+        assert [float(line.split()[0]) for line in found] == pytest.approx(sorted(cosines)[:-4:-1], abs=6e-4)
+    assert said[5] == "  1.000  grass-11.png"
+    with Image.open(folder / "similar.png") as sheet:
+        assert sheet.size == (4 * 200, 2 * 200)
+
+
+def test_near_duplicates_are_grouped(run, folder, embedded):
+    said = run("near_duplicates.py", "copies.parquet", "--cosine", "0.99999")
+    groups = [set(part.split("\n  ")[1:]) for part in said.strip().split("\n2 photos:")]
+    assert {"grass-11.png", "sky/grass.png  sky"} in groups
+    everything = run("near_duplicates.py", "copies.parquet", "--cosine", "-1")
+    assert everything.startswith(f"{len(embedded.names)} photos:")
+    assert run("near_duplicates.py", "copies.parquet", "--cosine", "1.1") == ""
+    with Image.open(folder / "nearest.png") as histogram:
+        assert np.asarray(histogram.convert("L")).std() > 10
+
+
+def test_photos_are_clustered(run, folder, embedded):
+    said = run("scikit_features.py", "photos", "vit.safetensors", "--groups", "3")
     assert [line.partition(",")[0] for line in said.splitlines()[:3]] == ["group 0", "group 1", "group 2"]
     assert "classified correctly: " in said
 

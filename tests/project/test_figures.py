@@ -47,10 +47,6 @@ FIGURES = {
         for name in ("flowers", "groceries", "hands", "cifar10")
         for minutes in ("1 minute", "5 minutes")
     ],
-    ("docs/evaluation.md", "| images | found at 0.95"): [
-        f"evaluators | Copies | {name} | found at 0.95, found at chosen"
-        for name in ("hands", "groceries", "flowers", "cifar10")
-    ],
     ("docs/reference/metrics.md", "a gain from training"): [
         "evaluators | linear on hands | grid | trained, untrained"
     ],

@@ -164,7 +164,7 @@ def test_every_command_works_in_its_order(place, capsys):
     walked = [small(parts) for page in START for parts in filter(here, commands(page))]
     for parts in dict.fromkeys(map(tuple, walked)):
         run(parts, capsys)
-    made = {"views.png", "runs/photos/report.html", "maps/sheet-1.png", "similar.png", "vit.pth"}
+    made = {"views.png", "runs/photos/report.html", "maps/sheet-1.png", "photos.parquet", "vit.pth"}
     assert {path for path in made if not (place / path).exists()} == set()
 
 

@@ -97,11 +97,9 @@ def test_no_command_writes_or_prints_the_secrets_of_a_list(sources, weights, tmp
     commands = (
         ["inspect-data", source, f"sheet={out}/views.png", "count=3"],
         ["embed", source, *given, f"output={out}/e.parquet"],
-        ["duplicates", f"{out}/e.parquet", "pairs=2", f"output={out}/duplicates.json"],
         ["knn", source, *given, f"output={out}/knn.json"],
         ["linear", source, *given, f"output={out}/linear.json", "method=logistic", "cs=1"],
         ["attention", source, f"weights={weights}", f"output={out}/maps", "count=2"],
-        ["search", f"{out}/e.parquet", f"{out}/views.png", f"output={out}/search.png"],
     )
     run_commands(out, commands, capsys, lines)
 

@@ -1,0 +1,140 @@
+"""Write the embeddings of images to a file, with what is needed to compute them again.
+
+It is Parquet with the columns name, label, index and embedding, and the provenance as metadata. A label is
+the name of a class; an index is the image's index in the source.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import parquet
+
+from dino_vit import __version__
+from dino_vit.config.commands import EmbedConfig
+from dino_vit.config.outputs import check_outputs
+from dino_vit.core.distributed import is_main_process, wait_for_all
+from dino_vit.core.storage import OWN_KEY, replacing
+from dino_vit.core.text import Result, brief, plural, public
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.sources.files import is_url
+from dino_vit.data.sources.open import open_source
+from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
+from dino_vit.models.backbone import FeatureSpec
+from dino_vit.weights.hub import is_name
+
+Array = NDArray[Any]
+FORMAT = 1  # of embedding files
+_GROUP_BYTES = 64 * 2**20  # of rows that readers may read at a time
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ImageEmbeddings(Result):
+    """The embeddings of images, row by row."""
+
+    values: Array  # (n, D); of patches (n, N, D)
+    names: Sequence[str]  # of the images
+    labels: Sequence[str | None]  # names of classes
+    indices: NDArray[np.int64]  # of the images in the source
+    metadata: dict[str, Any]
+    path: Path | None  # of the file, if one was written
+
+    def __repr__(self) -> str:
+        """Return what they are of, as "Embeddings(528 images × 96, CLS of runs/hands; no labels)"."""
+        shape = " × ".join(f"{side:,}" for side in self.values.shape[1:])
+        weights, tokens = self.metadata["weights"], self.metadata["tokens"]
+        blocks = f" of the last {tokens['blocks']} blocks" if tokens["blocks"] != 1 else ""
+        path = Path(weights["path"])
+        if path.parent.name == "checkpoints":
+            path = path.parent.parent
+        what = f"{tokens['kind'].replace('cls', 'CLS')}{blocks} of {path}"
+        what += "" if weights["step"] is None else f" at step {weights['step']:,}"
+        labels = sorted({label for label in self.labels if label is not None})
+        named = f"{plural(len(labels), 'label')}: {brief(', '.join(labels), 60)}" if labels else "no labels"
+        return f"Embeddings({plural(len(self.values), 'image')} × {shape}, {what}; {named})"
+
+
+def write_embeddings(path: Path, embeddings: ImageEmbeddings) -> None:
+    """Write an embedding file."""
+    width = int(np.prod(embeddings.values.shape[1:]))
+    flat = pa.array(embeddings.values.ravel())
+    columns = {
+        "name": pa.array(embeddings.names, pa.string()),
+        "label": pa.array(embeddings.labels, pa.string()),
+        "index": pa.array(embeddings.indices, pa.int64()),
+        "embedding": pa.FixedSizeListArray.from_arrays(flat, width),
+    }
+    table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
+    # Floating-point noise neither compresses nor repeats.
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
+    with replacing(path) as partial, partial.open("wb") as file:
+        parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
+
+
+def run(config: EmbedConfig) -> ImageEmbeddings:
+    """Compute the embeddings of a source, and write them to a file if there is an output."""
+    output = None if config.output is None else Path(config.output)
+    if output:
+        check_outputs(config, output)
+    backbone = frozen_backbone(config)
+    source = open_source(config.source, config.labels)
+    spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
+    values, indices = cached_features(
+        backbone, source, spec=spec, title=f"embeddings of {public(config.source)}"
+    )
+    labels = [source.label(i) for i in indices.tolist()]
+    rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
+    shape = " × ".join(map(str, values.shape))
+    has_labels = any(label is not None for label in labels)
+    named = "names, labels and metadata" if has_labels else "names and metadata"
+    text = f"{shape} in float32{rounded}, with {named}"
+    embeddings = ImageEmbeddings(
+        values=values,
+        names=[source.name(i) for i in indices.tolist()],
+        labels=[None if label is None else source.classes[label] for label in labels],
+        indices=indices,
+        metadata=provenance(values, source, backbone, config),
+        path=output,
+        text=f"{output}: {text}" if output else text,
+    )
+    if output and is_main_process():
+        write_embeddings(output, embeddings)
+    wait_for_all()  # the file is complete for all of them
+    return embeddings
+
+
+def provenance(
+    values: Array, source: ImageSet, backbone: FrozenBackbone, config: EmbedConfig
+) -> dict[str, Any]:
+    """Return all that is needed to compute the features again."""
+    path, weights = Path(config.source), backbone.describe_weights()
+    named, root = is_name(weights["source"]), source.store.root
+    local = root is not None and not (is_url(root) or is_url(config.source))
+    return {
+        "format": FORMAT,
+        "dino_vit": __version__,
+        "weights": {
+            "path": weights["source"] if named else str(Path(weights["source"]).absolute()),
+            "file_sha256": weights["sha256"],
+            "sha256": backbone.weights_digest,
+            "network": config.network,
+            "step": weights["step"],
+        },
+        "source": {
+            "spec": str(path.absolute()) if path.exists() else public(config.source),
+            "root": os.path.abspath(str(root)) if local else None,  # of names that are paths of files
+            "fingerprint": source.fingerprint,
+            "images": len(source),
+            "unreadable": len(source) - len(values),
+        },
+        "transform": asdict(backbone.transform),
+        "tokens": {"kind": config.tokens, "blocks": config.blocks},
+        "precision": backbone.precision,
+        "shape": list(values.shape[1:]),
+    }

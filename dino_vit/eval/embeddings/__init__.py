@@ -1,1 +1,0 @@
-"""Embeddings of images: write them, search among them, find duplicates."""

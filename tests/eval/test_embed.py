@@ -1,0 +1,114 @@
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
+from dino_vit.cli import main
+from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.models.backbone import FeatureSpec
+from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
+from tests.support.backbones import backbone, extracted
+from tests.support.hub import offline, snapshot
+from tests.support.images import write_synthetic
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Thirty images in three folders and one outside; two are there twice, one is broken."""
+    root = tmp_path / "images"
+    for number in range(31):
+        label = "abc"[number % 3] if number < 30 else ""
+        write_synthetic(root / label / f"{number:02}.png", number, size=40)
+    shutil.copy(root / "a" / "00.png", root / "b" / "again, 00.png")
+    shutil.copy(root / "c" / "05.png", root / "c" / "05 $x$ ünï.png")
+    (root / "a" / "broken.png").write_bytes(b"no image")
+    return root
+
+
+def embed(tmp_path, weights, source, *more):
+    settings = [f"weights={weights}", f"cache={tmp_path / 'cache'}", "precision=no", "overwrite=true"]
+    assert main(["embed", str(source), *settings, *more]) == 0
+
+
+def read(path):
+    """Return the columns of an embedding file, its features as an array, and its metadata."""
+    table = pq.read_table(path)
+    metadata = json.loads(table.schema.metadata[b"dino_vit"])
+    values = np.array(table["embedding"].to_pylist(), np.float32)
+    return table.to_pydict(), values.reshape(-1, *metadata["shape"]), metadata
+
+
+def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder):
+    embed(tmp_path, weights, folder, f"output={tmp_path / 'e.parquet'}")
+    (columns, values, metadata), source, model = (
+        read(tmp_path / "e.parquet"),
+        open_folder(folder),
+        load_backbone(weights),
+    )
+    np.testing.assert_allclose(values, extracted(model, source).numpy(), rtol=1e-6, atol=1e-6)
+    assert list(columns) == ["name", "label", "index", "embedding"]
+    assert columns["index"] == [i for i in range(34) if source.name(i) != "a/broken.png"]
+    assert columns["name"] == [source.name(index) for index in columns["index"]]
+    assert columns["label"] == [name[0] if "/" in name else None for name in columns["name"]]
+    assert metadata["weights"]["path"] == str(weights)
+    assert metadata["weights"]["file_sha256"] == model.provenance.sha256
+    assert metadata["source"] == {
+        "spec": str(folder),
+        "root": str(folder),
+        "fingerprint": source.fingerprint,
+        "images": 34,
+        "unreadable": 1,
+    }
+    assert TypeAdapter(EvalTransform).validate_python(metadata["transform"]) == eval_transform_of(model)
+    assert (metadata["format"], metadata["precision"]) == (1, "float32")
+
+
+def test_other_tokens(tmp_path, weights):
+    model, source = load_backbone(weights), make_textures(length=9)
+    for tokens, blocks in (("patches", 2), ("cls+mean", 2), ("mean", 1), ("all", 1)):
+        output = tmp_path / "e.parquet"
+        embed(tmp_path, weights, "synthetic:9:32", f"output={output}", f"tokens={tokens}", f"blocks={blocks}")
+        expected = extracted(model, source, spec=FeatureSpec(tokens=tokens, blocks=blocks)).numpy()
+        assert np.array_equal(read(output)[1], expected)
+
+
+def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.iterdir())
+    common = [f"weights={weights}", f"cache={tmp_path / 'cache'}", "output=e.parquet"]
+    for argv, message in (
+        (["embed", folder, *common, "weights=none.pth"], "none.pth does not exist"),
+        (["embed", folder, *common, "output=e.txt"], "must be FILE.parquet"),
+        (["embed", tmp_path / "empty", *common], "empty"),
+        (["embed", folder, *common, "size=18"], "18"),
+    ):
+        assert main(list(map(str, argv))) == 2, argv
+        assert message in capsys.readouterr().err, argv
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_weights_of_a_name_are_found_again_by_it(tmp_path, folder, monkeypatch):
+    offline(tmp_path / "hub", monkeypatch)
+    exported = snapshot(tmp_path / "hub", "owner/name")
+    export_backbone(backbone(), tmp_path / "vit", "huggingface")
+    shutil.copytree(tmp_path / "vit", exported, dirs_exist_ok=True)
+    embed(tmp_path, "hf:owner/name", folder, f"output={tmp_path / 'e.parquet'}")
+    assert read(tmp_path / "e.parquet")[2]["weights"]["path"] == "hf:owner/name"
+
+
+@pytest.mark.parametrize("command", ["embed synthetic:40:16", "attention synthetic:2:16"])
+def test_features_that_are_not_finite_are_refused(tmp_path, capsys, command, monkeypatch):
+    """Though the weights are."""
+    monkeypatch.chdir(tmp_path)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=1, heads=2)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.fill_(1e30)
+    save_backbone(model, tmp_path / "overflows.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert main([*command.split(), "weights=overflows.safetensors"]) == 2
+    assert "overflows.safetensors gives features that are NaN or infinite" in capsys.readouterr().err
