@@ -706,11 +706,11 @@ def attention(
 
         dino_vit.attention("photos", "runs/pretrain", output="maps")
 
-    Draw every image and its maps, or an overlay of a video; only rank 0 does.
+    Draw every image and its maps; only rank 0 does.
 
     The settings and their defaults:
 
-      source=...                          image, video, folder, glob or any other source of images
+      source=...                          image, folder, glob or any other source of images
       weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
       output=null                         folder for pictures and maps; null: attention, in Python none
       overwrite=false                     replace files that exist

@@ -13,7 +13,7 @@ mIoU is that of all pixels of all images. As published: size=512 (518 with patch
 blocks=1 or 4. Not done here: distorted colours, and avoiding crops that one class fills. By k-NN a patch has
 the class that its 20 nearest of about 50,000 patches vote for.
 
-mIoU in % that DINOv2 publishes, by a linear head on the last block, without scales (its column "lin."):
+Published mIoU in % of DINOv2, by a linear head on the last block, without scales (its column "lin."):
                      ADE20k  Cityscapes  Pascal VOC
     ViT-S/14           44.3        66.6        81.1
     ViT-g/14           49.0        71.3        83.0

@@ -181,7 +181,7 @@ class AttentionConfig(Settings):
 
     examples: ClassVar = ("attention photos runs/pretrain output=maps",)
     positional: ClassVar = ("source", "weights")
-    source: str = Field(description="image, video, folder, glob or any other source of images")
+    source: str = Field(description="image, folder, glob or any other source of images")
     weights: str = Field(description="run folder, weights file, hf:OWNER/NAME or timm:NAME")
     output: str | None = setting(None, f"folder for pictures and maps; null: attention, {IN_PYTHON}")
     writes: ClassVar = "attention"

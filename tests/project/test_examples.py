@@ -4,6 +4,7 @@ import runpy
 import shutil
 import sys
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -79,6 +80,23 @@ def test_near_duplicates_are_grouped(run, folder, embedded):
     assert run("near_duplicates.py", "copies.parquet", "--cosine", "1.1") == ""
     with Image.open(folder / "nearest.png") as histogram:
         assert np.asarray(histogram.convert("L")).std() > 10
+
+
+def test_a_video_is_shown_beside_its_attention(run, folder, embedded):
+    with av.open(str(folder / "clip.mp4"), "w") as writer:
+        stream = writer.add_stream("libx264", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p"
+        for number in range(5):
+            picture = np.full((64, 96, 3), 40 * number, np.uint8)
+            writer.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        writer.mux(stream.encode(None))
+    run("attention_video.py", "clip.mp4", "vit.safetensors", "attention.mp4")
+    with av.open(str(folder / "attention.mp4")) as reader:
+        frames = [frame.to_ndarray(format="rgb24") for frame in reader.decode(video=0)]
+        assert reader.streams.video[0].average_rate == 10
+    assert [frame.shape for frame in frames] == [(64, 2 * 96 + 4, 3)] * 5
+    for number, frame in enumerate(frames):
+        assert abs(int(frame[20, 30, 1]) - 40 * number) < 8, "the left half is the video"
 
 
 def test_photos_are_clustered(run, folder, embedded):

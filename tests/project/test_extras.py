@@ -17,7 +17,7 @@ PACKAGES = {
 }
 OWN = {"dev", "docs", "peers"}  # of those who work on the library
 TRACKERS = ("trackio", "wandb", "mlflow", "comet_ml", "clearml", "swanlab", "aim", "dvclive")
-NAMED = [{name} for name in ("pillow-heif", *TRACKERS, *PACKAGES["peers"])]
+NAMED = [{name} for name in ("av", "pillow-heif", *TRACKERS, *PACKAGES["peers"])]
 NAMED += [names for extra, names in PACKAGES.items() if extra not in OWN]
 CLONE = {".", "'.[hub,tiff]'"}
 TEXTS = [
@@ -52,7 +52,6 @@ def test_every_advice_to_install_names_packages():
         ("datasets", ["inspect-data", "hf:owner/name"], "datasets"),
         ("timm", ["inspect-weights", "timm:resnet18"], "timm"),
         ("timm", ["pretrain", "photos", "model.arch=timm:resnet18", "data.batch_size=2"], "timm"),
-        ("av", ["attention", "film.mp4", "vit.pth"], "av"),
         ("onnxruntime", ["export", "vit.pth", "vit.onnx", "--format", "onnx"], "onnxruntime onnxscript"),
         ("onnxscript", ["export", "vit.pth", "vit.onnx", "--format", "onnx"], "onnxruntime onnxscript"),
     ],
@@ -61,7 +60,6 @@ def test_a_command_says_what_to_install(missing, arguments, packages, tmp_path, 
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "photos", {f"{number}.png": FILES[NAMES[0]] for number in range(4)})
     export_backbone(vit_tiny(image_size=32, patch_size=16, depth=1), "vit.pth", "reference")
-    (tmp_path / "film.mp4").touch()
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(arguments) == 2
     assert capsys.readouterr().err.endswith(f": pip install {packages}\n")

@@ -1,4 +1,4 @@
-"""Draw the attention maps of a backbone: overlays, masks and sheets of images, or a video; save the maps.
+"""Draw the attention maps of a backbone: overlays, masks and sheets of images; save the maps.
 
 b images, h heads, y x rows and columns of patches, n tokens, d channels
 """
@@ -31,7 +31,6 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.maps import pictures
 from dino_vit.eval.maps.pictures import principal_colours, resize_sides
-from dino_vit.eval.maps.video import is_video, reading_video, writing_video
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of, resize, say_if_far
@@ -112,25 +111,16 @@ class AttentionMaps(Result):
 
     sheets: Sequence[Path | Image.Image] = field(repr=False)
     maps: Maps = field(repr=False)
-    video: Path | None = None
 
 
 def run(config: AttentionConfig) -> AttentionMaps | None:
-    """Draw every image and its maps, or an overlay of a video; only rank 0 does."""
+    """Draw every image and its maps; only rank 0 does."""
     accelerator = start_processes()
     if not accelerator.is_main_process:
         return None
     model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
     folder, block = config.output and Path(config.output), config.block % model.depth
     which = "the last block" if block == model.depth - 1 else f"block {block} of 0 to {model.depth - 1}"
-    if is_video(config.source):
-        if not folder:
-            raise ValueError(f"{config.source} is a video: give output=FOLDER for the video of its attention")
-        target = folder / f"{Path(config.source).stem}.overlay.mp4"
-        check_outputs(config, target)
-        frames = draw_video(model, target, config)
-        text = f"{target}: {plural(frames, 'frame')} beside the attention of {which}"
-        return AttentionMaps(sheets=[], maps={}, video=target, text=text)
     sheets, maps = draw_sheets(model, open_source(config.source), config)
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
     text = f"attention of {which}, {counts}"
@@ -246,20 +236,6 @@ def file_stem(index: int, name: str) -> str:
     """Return how the files of an image begin: its number in the source, as names in folders may be equal."""
     letters = re.sub(r"[^\w-]+", "-", name.rpartition(".")[0] or name).strip("-")
     return f"{index}-{letters[-100:]}"
-
-
-def draw_video(model: VisionTransformer, target: Path, config: AttentionConfig) -> int:
-    """Write a video with the mean attention of the heads beside each frame; return the number of frames."""
-    transform, written = eval_transform_of(model), 0
-    grey = transform.pixels.channels == 1
-    with reading_video(config.source, grey=grey) as (rate, frames), writing_video(target, rate) as write:
-        for frame in map(transform.pixels.conform, frames):
-            picture, padded = prepare(model, frame, transform, config)
-            attention = cls_attention(model, padded, config.block)[0].mean(0).cpu()
-            check_finite(attention, model)
-            write(pictures.side_by_side([picture, pictures.overlay(picture, attention, model.patch_size)]))
-            written += 1
-    return written
 
 
 PATCHES = 24  # along the shorter side of an image whose attention is drawn: fewer show little

@@ -1,8 +1,7 @@
-"""Attention maps: of the CLS token, as masks, colours, pictures, sheets and videos."""
+"""Attention maps: of the CLS token, as masks, colours, pictures and sheets."""
 
 import re
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -177,42 +176,6 @@ def test_mistakes_are_explained(weights, tmp_path, capsys):
         assert main(["attention", f"output={tmp_path / 'out'}", *arguments]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
-
-
-def video(path, frames, height, width):
-    with av.open(str(path), "w") as writer:
-        stream = writer.add_stream("libx264", rate=10)
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        for number in range(frames):
-            picture = np.full((height, width, 3), 20 * number % 256, dtype=np.uint8)
-            writer.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        writer.mux(stream.encode(None))
-
-
-def test_a_video_becomes_a_video(weights, tmp_path, capsys):
-    video(tmp_path / "clip.mp4", 7, 46, 62)
-    assert main(["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path}"]) == 0
-    assert "7 frames" in capsys.readouterr().out
-    with av.open(str(tmp_path / "clip.overlay.mp4")) as reader:
-        frames = [frame.to_ndarray(format="rgb24") for frame in reader.decode(video=0)]
-        assert reader.streams.video[0].average_rate == 10
-    assert len(frames) == 7
-    assert {frame.shape for frame in frames} == {(46, 2 * 62 + 4, 3)}
-    for number, frame in enumerate(frames):
-        assert abs(int(frame[20, 30, 1]) - 20 * number) < 8, "the left half is the video"
-    (tmp_path / "clip.mp4").write_bytes(b"\0" * 100)
-    again = ["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path}"]
-    assert main([*again, "overwrite=true"]) == 2
-    assert "cannot be read as a video" in capsys.readouterr().err
-
-
-def test_a_grey_network_sees_a_video_in_grey(tmp_path, capsys):
-    video(tmp_path / "clip.mp4", 2, 46, 62)
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=1)
-    save_backbone(model, tmp_path / "grey.safetensors", mean=(0.5,), std=(0.5,))
-    argv = ["attention", str(tmp_path / "clip.mp4"), f"weights={tmp_path / 'grey.safetensors'}"]
-    assert main([*argv, f"output={tmp_path}"]) == 0
-    assert "2 frames" in capsys.readouterr().out
 
 
 def test_a_large_image_needs_little_memory():
