@@ -190,14 +190,17 @@ def _explain(error: BaseException) -> tuple[str | None, int]:
         return "Timed out waiting for another rank (run.peer_timeout); run the same command again", REQUEUE
     if distributed and distributed.lost_process(error):
         return "another process of this run has ended; see its error message", 1
-    is_full = isinstance(error, RuntimeError) and re.search("allocate memory|out of memory", text)
+    if isinstance(error, RuntimeError) and (
+        line := re.search(".*(Bus error|allocate shared memory).*", text)
+    ):
+        advice = "Give more shared memory (docker run --shm-size=16g) or set data.workers=0"
+        return f"{line[0].strip(' .')}. {advice}", 2
+    is_full = isinstance(error, RuntimeError) and re.search(".*(allocate memory|out of memory).*", text)
     if is_full or isinstance(error, MemoryError):
-        first_line = text.partition("\n")[0]
-        return f"out of memory: use a smaller batch, smaller images or a smaller network. {first_line}", 2
+        advice = "use a smaller batch, smaller images or a smaller network"
+        return f"out of memory: {advice}. {is_full[0] if is_full else text}", 2
     if isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):
         advice = "If memory ran out, use fewer workers or smaller batches. Run the same command again"
-        if "Bus error" in text:
-            advice = "Give more shared memory (docker run --shm-size=16g) or set data.workers=0"
         return f"{text.strip(' .')}. {advice}", REQUEUE
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
         text = f"{error.filename}: {error.strerror}{did_you_mean(error.filename)}"

@@ -141,12 +141,16 @@ def test_a_mistyped_command_leads_to_its_name(typed, meant, capsys):
     assert f"there is no command {typed}; did you mean {meant}?" in capsys.readouterr().err
 
 
+FULL = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
         (torch.OutOfMemoryError("CUDA out of memory\nmore"), 2, "out of memory: use a smaller batch, "),
         (RuntimeError("DataLoader worker (pid 7) died. "), 75, "DataLoader worker (pid 7) died. If memory "),
-        (RuntimeError("DataLoader worker: Bus error."), 75, "DataLoader worker: Bus error. Give more "),
+        (RuntimeError("DataLoader worker: Bus error."), 2, "DataLoader worker: Bus error. Give more "),
+        (RuntimeError(f"In a worker\nRuntimeError: {FULL}\n"), 2, f"RuntimeError: {FULL}. Give more shared "),
     ],
 )
 def test_memory_that_runs_out_is_a_sentence(error, code, message, monkeypatch, capsys):

@@ -29,7 +29,6 @@ from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import RESUME_ADVICE, TrainingState
 from dino_vit.views.loader import Batch
-from dino_vit.views.workers import NoBatch
 
 
 def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> bool:
@@ -41,14 +40,9 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         state.interval.restart()
     state.begin_pace()
     interruption.in_steps, first = True, state.step
-    batches = state.loader.batches(state.step, lambda: interruption.received is not None)
-    with contextlib.closing(batches), state.writer:
+    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:
-            try:
-                take_step(state, batches)
-            except NoBatch:
-                stop_without_batch(state, reporter)
-                interruption.leave()
+            take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stops = any_process(interruption.received is not None or state.interval.seems_stuck)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
@@ -71,17 +65,6 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         save(state, reporter, last=True)
     reporter.finish()
     return True
-
-
-def stop_without_batch(state: TrainingState, reporter: Reporter) -> None:
-    """Save what can be saved when a run that was asked to stop would wait for images first."""
-    # Others may be in the middle of the step, and so is this process after a micro-batch.
-    if state.accelerator.num_processes == 1 and state.config.optim.accumulate == 1:
-        save(state, reporter, wait=True)
-        reporter.stop()
-    else:
-        finish_save(state, reporter, wait=True)
-    reporter.warn(f"step {state.step:,}: stopped while no images came")
 
 
 def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:

@@ -3,7 +3,7 @@
 import multiprocessing
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,9 +16,10 @@ import torch
 from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dino_vit.core import Size
+from dino_vit.core.process import is_foreseen, portable
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.decoded import DecodedImages
@@ -31,7 +32,7 @@ from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries, interleave
 from dino_vit.views.sampler import BatchSpec, Sampler
-from dino_vit.views.workers import LOOK_S, handed_over, init_worker, signals_blocked, wait_for_batch
+from dino_vit.views.workers import init_worker, signals_blocked
 
 if TYPE_CHECKING:
     from dino_vit.views.masks import Masking
@@ -65,6 +66,14 @@ class Batch:
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
     masks: Masks | None = None  # of the global views, view by view
     times: dict[str, float] = field(default_factory=dict)  # seconds, by what was done with the images
+
+    def share_memory(self) -> "Batch":
+        """Move the tensors to shared memory, and return the batch."""
+        for tensor in (self.samples, self.read, *self.views.values(), *self.augment.values()):
+            tensor.share_memory_()
+        for tensor in self.masks or ():
+            tensor.share_memory_()
+        return self
 
     def pin_memory(self) -> "Batch":
         """Return a copy in pinned memory (the DataLoader calls this)."""
@@ -101,11 +110,8 @@ class Loader(Dataset[Any]):
         for index, view in enumerate(self.views):
             self.by_size.setdefault(view.size, []).append(index)
 
-    def batches(self, position: int = 0, is_stopping: Callable[[], bool] = lambda: False) -> Generator[Batch]:
-        """Yield the batches from a step on, without end; closing the iterator ends the workers.
-
-        When the run is asked to stop and no batch comes for far longer than usual, this raises NoBatch.
-        """
+    def batches(self, position: int = 0) -> Generator[Batch]:
+        """Yield the batches from a step on, without end; closing the iterator ends the workers."""
         stops = multiprocessing.Event()
         loader: DataLoader[Any] = DataLoader(
             replace(self, prefetch=()),  # whose threads stay in this process
@@ -114,21 +120,18 @@ class Loader(Dataset[Any]):
             num_workers=self.workers,
             prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
-            timeout=LOOK_S if self.workers else 0,
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
             worker_init_fn=partial(init_worker, stops, files.timeout_s),
         )
-        with signals_blocked():
-            batches: Any = iter(loader)
+        batches: Iterator[Any] = iter(())
         try:
+            with signals_blocked():
+                batches = iter(loader)
             with ExitStack() as threads:
                 for prefetch in self.prefetch:  # after the fork of the workers, which would inherit its files
                     threads.enter_context(prefetch.running(position))
-                longest = 0.0  # wait for a batch
                 for taken in count():
-                    start = time.perf_counter()
-                    batch = wait_for_batch(batches, is_stopping, longest)
-                    longest = max(longest, time.perf_counter() - start)
+                    batch = next(batches)
                     for prefetch in self.prefetch:
                         prefetch.position = position + taken // self.sampler.accumulate
                         if prefetch.failure:
@@ -140,12 +143,18 @@ class Loader(Dataset[Any]):
             raise RuntimeError("DataLoader worker exited unexpectedly") from error
         finally:
             stops.set()
-            if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
-                batches._shutdown_workers()
+            del batches  # which ends the workers: a traceback may keep this frame
 
     def __getitem__(self, spec: BatchSpec) -> Any:
-        """Make a batch in a worker; return errors, which the DataLoader would wrap in a traceback."""
-        return handed_over(partial(self.make, spec))
+        """Make a batch, or return an error for users, which the DataLoader would wrap in a traceback."""
+        try:
+            batch = self.make(spec)
+        except Exception as error:
+            if not is_foreseen(error):
+                raise
+            return portable(error)
+        # Where shared memory is full, this is an error; the DataLoader's thread would print it and go on.
+        return batch.share_memory() if get_worker_info() else batch
 
     def make(self, spec: BatchSpec) -> Batch:
         """Make one batch in this process."""
