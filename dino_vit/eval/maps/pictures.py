@@ -18,17 +18,11 @@ from torch.nn import functional as F
 
 from dino_vit.core import Size
 from dino_vit.core.storage import replacing
-from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.files import SourceLost
 from dino_vit.reports.page import Tile
 from dino_vit.views.eval_transform import resize
 
-_THUMBNAIL_PIXELS = 256
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
 _CAPTION_INCHES = 0.18
-EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)  # for an image that cannot be shown
 Panel = tuple[Tensor, str]  # a picture, and the caption below it
 BLANK: Panel = (torch.full((3, 8, 8), 255, dtype=torch.uint8), "")
 
@@ -46,14 +40,6 @@ def resize_sides(image: Tensor, shorter: int | None, longest: int | None) -> Ten
     if longest:
         factor = min(factor, longest / max(height, width))
     return resize(image, (max(1, round(height * factor)), max(1, round(width * factor))))
-
-
-def thumbnail(source: ImageSet, index: int, pixels: Pixels) -> Tensor:
-    """Return an image of a source as a small picture, empty if it cannot be read."""
-    try:
-        return as_picture(resize_sides(read_image(source, index, pixels), None, _THUMBNAIL_PIXELS))
-    except (UnreadableImage, SourceLost):
-        return EMPTY
 
 
 def enlarge(values: Tensor, size: Size, patch: Size, mode: str = "nearest") -> Tensor:
