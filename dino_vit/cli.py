@@ -22,7 +22,6 @@ from dino_vit.core.process import (
     is_foreseen,
     is_rank_0,
     keep_freed_memory,
-    open_standard_streams,
 )
 from dino_vit.core.text import PrintableFormatter, Result, did_you_mean, printable_lines, unfailing
 
@@ -150,13 +149,12 @@ class Ending:
 def reported(program: str, *, show_traceback: bool = False) -> Iterator[Ending]:
     """Do the work of a process; a user's mistake is a message on stderr and exit code 2, not a traceback."""
     tune_process()
-    open_standard_streams()
     ending, stderr = Ending(), sys.stderr
     with redirect_stderr(unfailing(stderr)):
         handler = logging.StreamHandler()
         handler.setFormatter(PrintableFormatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-        for library in ("faiss", "timm"):  # which log what they load
+        for library in ("faiss", "timm", "matplotlib"):  # which log what they load
             logging.getLogger(library).setLevel(logging.WARNING)
         try:
             yield ending

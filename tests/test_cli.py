@@ -1,3 +1,4 @@
+import logging
 import os
 import shlex
 import signal
@@ -162,6 +163,16 @@ def test_memory_that_runs_out_is_a_sentence(error, code, message, monkeypatch, c
     shown = capsys.readouterr().err
     assert shown.startswith(f"dino-vit report: {message}")
     assert shown.count("\n") == 1
+
+
+def test_lines_of_other_libraries_are_not_shown(monkeypatch, capsys):
+    def run(*_):
+        logging.getLogger("matplotlib.font_manager").info("generated new fontManager")
+
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    monkeypatch.setattr(Command, "run", run)
+    assert main(["report", "run"]) == 0
+    assert "fontManager" not in capsys.readouterr().err
 
 
 def test_a_signal_while_libraries_are_imported_asks_for_another_start(monkeypatch, capsys):

@@ -39,10 +39,9 @@ def below_home(path: str) -> Path:
         raise ValueError(f"{text}; give another, for all caches by the variable DINO_VIT_CACHE") from error
 
 
-def bound_caches(gigabytes: float, features: Path | None = None, spared: Path | None = None) -> None:
-    """Delete indexes and features, used longest ago, until all fit; and copies of shards left incomplete."""
-    folder = cache_folder()
-    bound([folder, features or folder / FEATURES, folder / SHARDS], gigabytes, spared)
+def bound_caches(gigabytes: float, folder: Path, spared: Path | None = None) -> None:
+    """Delete indexes and what a command keeps in a folder, used longest ago, until all fit."""
+    bound([cache_folder(), folder], gigabytes, spared)
 
 
 def keep(path: Path, owner: object) -> None:

@@ -23,24 +23,11 @@ THREADS = 16  # they mostly wait for disks and networks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt(3)
-_locked_here = set[Path]()
-_lock = threading.Lock()
 
 
 def is_rank_0() -> bool:
     """Tell whether this process prints and writes, also before and after there is a process group."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def open_standard_streams() -> None:
-    """Open those that are closed, or the next file would get the number of one, and what is written to it."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
 
 
 def drop_output(stream: TextIO) -> None:
@@ -94,11 +81,12 @@ def locked(folder: Path) -> Iterator[None]:
     if not is_rank_0():
         yield
         return
-    if (existed := folder.exists()) and not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, where the folder of a run is needed; give another output")
+    created = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    with _locked_in_process(folder), open(path, "a+b", buffering=0) as file:
+    with open(path, "a+b", buffering=0) as file:
         try:
             # DataLoader workers, which outlive a killed run by some seconds, would inherit that of `flock`.
             lockf(file, LOCK_EX | LOCK_NB)
@@ -113,23 +101,10 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                if not existed and os.listdir(folder) == [path.name]:  # nothing was written
+                if created and os.listdir(folder) == [path.name]:  # nothing was written
                     path.unlink()
-                    folder.rmdir()
-
-
-@contextmanager
-def _locked_in_process(folder: Path) -> Iterator[None]:
-    """Hold a folder in this process: the lock of a file is shared by all threads, and lost by any `close`."""
-    resolved = folder.resolve()
-    with _lock:
-        if resolved in _locked_here:
-            raise _in_use(folder, f"{os.getpid()}, this one")
-        _locked_here.add(resolved)
-    try:
-        yield
-    finally:
-        _locked_here.remove(resolved)
+                    for each in created:
+                        each.rmdir()
 
 
 def _in_use(folder: Path, process: str) -> ValueError:

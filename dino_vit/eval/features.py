@@ -212,7 +212,7 @@ def cached_features(
         to = path if keeps or world_size() > 1 else None
         tensors = _compute(to, frozen, source, chosen, spec, title, description) or _read(path)
         if is_main_process():
-            bound_caches(frozen.cache_gb, frozen.cache, spared=path)
+            bound_caches(frozen.cache_gb, path.parent, spared=path)
     if not keeps:
         wait_for_all()  # until each has read them
         path.unlink(missing_ok=True)

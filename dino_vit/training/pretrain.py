@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.cache import bound_caches
+from dino_vit.core.cache import SHARDS, below_home, bound_caches, cache_folder
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.runtime import start_processes
@@ -27,6 +27,8 @@ def pretrain(
     On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
     """
     config.check_ready()
+    if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
+        raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     with Interruption() as interruption, retrying(config.data.timeout):
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
@@ -37,7 +39,8 @@ def pretrain(
                 context = replace(context, estimate=estimate_budget(config, context))
             run = set_up(config, accelerator, context)
             if config.data.cache_gb and accelerator.is_main_process:
-                bound_caches(config.data.cache_gb)
+                copies = config.data.cache and below_home(config.data.cache)
+                bound_caches(config.data.cache_gb, copies or cache_folder() / SHARDS)
             with Reporter(run, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
                 finished = train(run.state, reporter, interruption)
                 accelerator.wait_for_everyone()

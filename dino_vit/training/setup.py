@@ -95,8 +95,6 @@ def _describe_evaluation(config: PretrainConfig, state: TrainingState) -> Iterat
 
 def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext:
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
-    if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
-        raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     source = open_images(config)
     resumed = find_checkpoint(config)
     planned = resumed.metadata["total_steps"] if resumed and config.budget.minutes else None

@@ -4,7 +4,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -102,29 +101,6 @@ def test_a_file_in_the_place_of_a_folder_is_a_sentence(tmp_path):
     (tmp_path / "run").write_text("of a user")
     with pytest.raises(ValueError, match=r"run is a file, where the folder of a run is needed; give another"):
         locked(tmp_path / "run").__enter__()
-
-
-def test_threads_of_a_process_do_not_share_a_folder(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    with ThreadPoolExecutor(1) as other, locked(tmp_path / "run"):
-        for name in ("run", "link"):
-            text = other.submit(refusal_of, tmp_path / name).result()
-            assert f"another run is using {tmp_path / name} (process {os.getpid()}, this one)" in text
-        # The other thread has not let go of the file, which any `close` in this process would.
-        waiting = server.Process(target=hold, args=(tmp_path / "run", server.Event()))
-        waiting.start()
-        waiting.join()
-        assert waiting.exitcode == 1
-        assert other.submit(refusal_of, tmp_path / "another").result() is None
-    assert refusal_of(tmp_path / "run") is None
-
-
-def refusal_of(folder):
-    try:
-        with locked(folder):
-            return None
-    except ValueError as error:
-        return str(error)
 
 
 def test_an_error_that_cannot_be_pickled_becomes_its_text():

@@ -1,7 +1,9 @@
 """What is in the folder of a run before it starts is not lost."""
 
+import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,30 @@ def test_without_labels_a_run_ends_with_commands_that_work(tmp_path, monkeypatch
     (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
     assert "12 images labelled" in command_here(*commands[2])
     assert "20" in command_here(*commands[1])
+
+
+def test_a_run_that_is_refused_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_synthetic(Path("photos/0.png"), 0)
+    Path("pic").write_text("no image")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["pretrain", "photos", "photos"]) == 2
+    assert "output=photos is the source of the images; give a folder of its own" in capsys.readouterr().err
+    assert main(["pretrain", "pic", "runs/new"]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_deletes_no_features_of_other_commands(tmp_path, monkeypatch):
+    monkeypatch.setenv("DINO_VIT_CACHE", str(tmp_path / "cache"))
+    features = tmp_path / "cache" / "features" / f"{0:015x}.safetensors"
+    features.parent.mkdir(parents=True)
+    features.write_bytes(b"0" * 100)
+    left = tmp_path / "copies" / f"1-{0:024x}.partial"  # of a copy that was not finished
+    left.parent.mkdir()
+    left.touch()
+    os.utime(left, (0, 0))
+    settings = {"budget.steps": 1, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+    settings |= {"data.cache": tmp_path / "copies", "data.cache_gb": 1e-9}
+    assert main(arguments(tmp_path / "run", settings)) == 0
+    assert features.exists()
+    assert not left.exists()

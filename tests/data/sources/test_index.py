@@ -199,12 +199,12 @@ def test_an_index_in_use_stays_however_full_the_cache_is(tmp_path, cache):
     open_source(str(tmp_path / "other"))
     gc.collect()
     assert len({*cache.glob("*.arrow")}) == 2
-    bound_caches(0)
+    bound_caches(0, tmp_path)
     assert {*cache.glob("*.arrow")} == stays
     assert pickle.loads(pickle.dumps(source)).name(0) == source.name(0), "as a worker opens it"
     del source
     gc.collect()
-    bound_caches(0)
+    bound_caches(0, tmp_path)
     assert not {*cache.glob("*.arrow")}
     assert len(open_source(str(tmp_path / "used"))) == 5
 
