@@ -32,11 +32,22 @@ def choose_blocks(
     numbers: Sequence[Any] | None = None,
     classes: Sequence[int] | None = None,
 ) -> NDArray[np.bool_]:
-    """Hold out one in `share` images: of each series a block of neighbours, of a long one some blocks.
+    """Hold out one in `share` images: the first of as many folds (`choose_folds`)."""
+    return choose_folds(series, share, seed, numbers, classes) == 0
 
-    The seed draws where the blocks lie. Neighbours are those in the order of `numbers`, or of the images. Of
-    series of a few images, some have none. With `classes` a series is of one class, and one in `share` images
-    of each class is held out.
+
+def choose_folds(
+    series: Sequence[Hashable],
+    count: int,
+    seed: int,
+    numbers: Sequence[Any] | None = None,
+    classes: Sequence[int] | None = None,
+) -> NDArray[np.int64]:
+    """Return the fold of each image: blocks of neighbours of each series, of a long one some for each fold.
+
+    The seed draws where the blocks lie. Neighbours are those in the order of `numbers`, or of the images. A
+    series of fewer images than folds is not in all of them. With `classes` a series is of one class, and each
+    class is as evenly in all folds as its images allow.
     """
     members = dict[Hashable, list[int]]()
     keys = series if classes is None else [*zip(series, classes, strict=True)]
@@ -46,7 +57,7 @@ def choose_blocks(
     for rows in members.values():
         parts = min(round(STRETCHES * len(rows) / len(series)), len(rows) // SHORTEST)
         stretches += np.array_split(np.array(rows), max(1, parts))
-    held, share, passed = np.zeros(len(series), bool), min(share, len(series)), 0
+    folds, count, passed = np.zeros(len(series), np.int64), min(count, len(series)), 0
     order, places = random_bits(seed, RngPurpose.EVALUATION, np.arange(2)[:, None], np.arange(len(stretches)))
     by_draw = np.argsort(order, kind="stable").tolist()
     if classes is not None:  # class by class, in the order in which they are drawn first
@@ -54,9 +65,9 @@ def choose_blocks(
         place_of = {each: place for place, each in enumerate(dict.fromkeys(class_of[n] for n in by_draw))}
         by_draw.sort(key=lambda number: place_of[class_of[number]])
     for number in by_draw:
-        rows = stretches[number]
-        count = (passed + len(rows)) // share - passed // share
-        start = int(places[number]) % (len(rows) - count + 1)
-        held[rows[start : start + count]] = True
+        rows, before = stretches[number], passed + np.arange(count)
+        sizes = (before + len(rows)) // count - before // count  # their sum is len(rows)
+        start = int(places[number]) % (len(rows) - int(sizes[0]) + 1)
+        folds[np.roll(rows, -start)] = np.repeat(np.arange(count), sizes)
         passed += len(rows)
-    return held
+    return folds

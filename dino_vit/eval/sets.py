@@ -14,7 +14,7 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Task
 from dino_vit.core import log
-from dino_vit.core.blocks import choose_blocks, numbers_of, series_of
+from dino_vit.core.blocks import choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet, count_shared
@@ -62,6 +62,12 @@ class LabelledSubset:
     def fingerprint(self) -> str:
         """Tell the images and their classes from others."""
         return f"{self.images.fingerprint}-{hashlib.sha256(self.targets.tobytes()).hexdigest()[:16]}"
+
+    def folds(self, count: int, seed: int) -> Rows:
+        """Return the fold of each image, by blocks of neighbours in the order of their names."""
+        name, indices = self.source.name, self.indices.tolist()
+        classes = self.targets.tolist() if self.task == "multiclass" else None
+        return choose_folds(series_of(name, indices), count, seed, numbers_of(name, indices), classes)
 
     def require_two_classes(self) -> None:
         """Raise an error unless there is something to predict."""
@@ -160,11 +166,7 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     train, val = given_sets(config)
     if train is not None:
         return train, val
-    name, indices = val.source.name, val.indices.tolist()
-    classes = val.targets.tolist() if val.task == "multiclass" else None
-    chosen = choose_blocks(
-        series_of(name, indices), _VAL_SHARE, config.seed, numbers_of(name, indices), classes
-    )
+    chosen = val.folds(_VAL_SHARE, config.seed) == 0
     train = val.part(~chosen, f"the rest of {val.name}")
     train.require_two_classes()
     return train, val.part(chosen, f"a fifth of {val.name}")

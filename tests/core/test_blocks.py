@@ -10,7 +10,7 @@ from PIL import Image
 
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.settings import Task
-from dino_vit.core.blocks import STRETCHES, choose_blocks, numbers_of, series_of
+from dino_vit.core.blocks import STRETCHES, choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
 
 
@@ -88,6 +88,20 @@ def test_of_every_class_as_many_are_held_out_whatever_the_names_are(seed):
 def test_few_images_leave_one_to_judge_by():
     assert [choose_blocks(["a"] * count, 10, 0).sum() for count in (2, 3, 9, 10, 19, 20)] == [1] * 5 + [2]
     assert choose_blocks(["a", "b"], 2, 0).sum() == 1
+
+
+def test_folds_are_as_large_and_have_blocks_of_every_class():
+    for images, classes in ((400, None), (63, [row % 3 for row in range(63)]), (63, [*range(63)])):
+        names = series([f"frame_{number:04d}.png" for number in range(images)])
+        folds = choose_folds(names, 5, 0, classes=classes)
+        assert {*np.bincount(folds)} <= {images // 5, images // 5 + 1}
+        assert np.array_equal(folds == 0, choose_blocks(names, 5, 0, classes=classes))
+        for kind in {*classes} if classes else [None]:
+            members = folds if classes is None else folds[np.array(classes) == kind]
+            sizes = np.bincount(members, minlength=5)
+            assert sizes.max() - sizes.min() <= 1
+            assert apart(members) <= 2 * 5 * (1 if classes else STRETCHES), "neighbours are in one fold"
+    assert sorted(choose_folds(["a", "b"], 5, 0, classes=[0, 0])) == [0, 1], "no class is in one fold alone"
 
 
 def test_a_fifth_of_labelled_images_is_a_block_of_each_class():
