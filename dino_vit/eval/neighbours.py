@@ -120,9 +120,9 @@ def weighted_knn(
         block = queries[start : start + size].to(device)
         itself = None if self_offset is None else self_offset + start
         cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
-        scores = _class_scores(cosines, classes[rows], k=k, classes=len(labels))
-        for wanted, class_scores in scores.items():
-            ranked[wanted].append(_best(class_scores, labels))
+        scores = class_scores(cosines, classes[rows], k=k, classes=len(labels))
+        for wanted, by_class in scores.items():
+            ranked[wanted].append(_best(by_class, labels))
         if progress:
             progress(len(block))
     return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
@@ -156,7 +156,7 @@ def neighbour_means(
     }
 
 
-def _class_scores(
+def class_scores(
     cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int
 ) -> dict[int, Tensor]:
     """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first.

@@ -36,7 +36,7 @@ class ClassifierFacts(Stated):
     blocks: Few
     temperature: Positive = 1.0
     k: Count | None = None
-    tested: str | None = None  # how well it did in cross-validation, as a sentence
+    tested: tuple[str, ...] = ()  # how well it did in cross-validation, in sentences
 
 
 class LinearScores(nn.Module):

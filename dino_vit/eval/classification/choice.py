@@ -3,26 +3,23 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.commands import LOGISTIC_IMAGES, STANDARD_CS
 from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural, progress
-from dino_vit.eval.classification.predicted import score
-from dino_vit.eval.classification.probes import (
-    LinearHeads,
-    on_standardised,
-    train_logistic,
-)
+from dino_vit.data.image_set import spread
+from dino_vit.eval.classification.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.comparison.baselines import RAW_PIXELS, raw_pixels_of
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.figures import TITLES, Figure, accuracy, trivial_baselines
+from dino_vit.eval.figures import Figure, accuracy, average_precision, measure, trivial_baselines
+from dino_vit.eval.neighbours import class_scores, nearest
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights.classifier import (
@@ -31,17 +28,20 @@ from dino_vit.weights.classifier import (
     LinearScores,
     NeighbourScores,
     Scores,
-    activate,
     score_in_blocks,
 )
 
 FOLDS = 5
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
 TEMPERATURES = torch.logspace(-1.3, 1.3, 105, dtype=torch.double)
-BINS, IN_BIN = 10, 50  # of confidences, with as many images in each: fewer bins of few images
+SHUFFLED, JUDGED = (
+    199,
+    2000,
+)  # times that labels are, and images that tell whether by chance as many are right
+SIGNIFICANT = 0.025
 PIXEL_IMAGES = 10_000  # with more, neighbours by raw pixels take longer than all else
-RARE = 2  # a class of fewer labelled images is never tested
 _ABSENT = -30.0  # score of a class that no image learned from has
+_ALIKE = "if these images are like the labelled ones"
 
 
 class Candidate(NamedTuple):
@@ -55,14 +55,66 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tested:
-    """How well a candidate does on images that it has not learned from."""
+class Trials:
+    """What candidates say of labelled images, each by what it learned from the other folds."""
 
-    candidate: Candidate
-    figure: Figure  # accuracy or mAP
-    loss: float
-    scores: Tensor  # (n, c) of all images, each from the fold that left it out
-    rows: Tensor  # of images whose class was learned from in their fold
+    tried: Sequence[Candidate]
+    scores: Sequence[Tensor]  # (n, c) of each candidate
+    targets: Tensor  # (n,) or (n, c)
+    task: Task
+    folds: Tensor  # (n,)
+    tested: Tensor  # (n,) whether other folds have the class of an image: otherwise nobody could tell it
+
+    @cached_property
+    def hits(self) -> Tensor:
+        """Whether each candidate tells the class, or all labels, of each image: (candidates, n)."""
+        if self.task == "multiclass":
+            return torch.stack([scores.argmax(dim=1) == self.targets for scores in self.scores])
+        return torch.stack([((scores > 0) == (self.targets > 0.5)).all(dim=1) for scores in self.scores])
+
+    @cached_property
+    def losses(self) -> Tensor:
+        return torch.stack([losses_of(scores, self.targets, self.task) for scores in self.scores])
+
+    def best(self, rows: Tensor) -> int:
+        """Return the candidate with the best figure on some images; of some alike, with the lowest loss."""
+        figures, losses = self.figures(rows), self.losses[:, rows].mean(dim=1).tolist()
+        return max(range(len(self.tried)), key=lambda number: (figures[number], -losses[number]))
+
+    def figures(self, rows: Tensor) -> list[float]:
+        """Return the accuracy, or mAP, of each candidate, from 0 to 1."""
+        if self.task == "multiclass":
+            return self.hits[:, rows].double().mean(dim=1).tolist()
+        targets = self.targets[rows].double()
+        once = torch.ones(1, len(targets), dtype=torch.double, device=targets.device)
+        precisions = (average_precision(once, scores[rows].double(), targets) for scores in self.scores)
+        return [float(each.nanmean()) for each in precisions]
+
+    @cached_property
+    def chosen(self) -> Tensor:
+        """The candidate that is the best on the folds without an image (n,).
+
+        To judge by: the best of many on all images is in part the luckiest on them.
+        """
+        chosen = torch.zeros_like(self.folds)
+        for fold in torch.unique(self.folds).tolist():
+            chosen[self.folds == fold] = self.best(self.tested & (self.folds != fold))
+        return chosen
+
+    @property
+    def right(self) -> Tensor:
+        """Whether what is chosen so tells all that is to be told of each image, (n,)."""
+        return self.hits.gather(0, self.chosen[None])[0]
+
+    @cached_property
+    def figure(self) -> Figure | None:
+        """The accuracy, or mAP, of what is chosen so; None if no image can be tested."""
+        if not self.tested.any():
+            return None
+        if self.task == "multiclass":
+            return accuracy(int(self.right[self.tested].sum()), int(self.tested.sum()))
+        scores = torch.stack([self.scores[number][row] for row, number in enumerate(self.chosen.tolist())])
+        return measure(self.task, np.arange(len(scores)), scores, self.targets)[0].figure
 
 
 def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> list[Candidate]:
@@ -113,143 +165,106 @@ def _fit_regressions(values: Sequence[float], train: LabelledFeatures) -> list[L
     return found
 
 
-def folds_of(train: LabelledFeatures) -> NDArray[np.int64]:
-    """Return the fold of each image: stretches of neighbours, of each class in all folds alike.
-
-    Neighbouring images may be of one moment, so that one would give away the other.
-    """
-    targets = train.targets.cpu().numpy() if train.task == "multiclass" else np.zeros(len(train), np.int64)
-    order, counts = np.argsort(targets, kind="stable"), np.bincount(targets)
-    starts = np.cumsum(counts) - counts
-    ranks = np.empty(len(train), np.int64)
-    ranks[order] = np.arange(len(train)) - starts[targets[order]]
-    # Classes of a few images begin with different folds, or the first would have all of them.
-    return (ranks * FOLDS // counts[targets] + targets) % FOLDS
-
-
-def cross_validate(train: LabelledFeatures, tried: Sequence[Candidate], title: str) -> list[Tested]:
-    """Return how well each candidate does in cross-validation."""
-    folds, device = folds_of(train), train.features.device
-    outputs = [torch.zeros(len(train), len(train.classes), device=device) for _ in tried]
-    known = torch.ones(len(train), dtype=torch.bool, device=device)
+def cross_validate(train: LabelledFeatures, folds: Tensor, tried: Sequence[Candidate], title: str) -> Trials:
+    """Return the scores of each candidate for images that it has not learned from."""
+    scores = [train.features.new_zeros(len(train), len(train.classes)) for _ in tried]
+    tested = torch.ones_like(folds, dtype=torch.bool)
     with progress(title, FOLDS) as advance:
-        for fold in np.unique(folds):
-            learned, held = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
-            part = train[learned]
+        for fold in torch.unique(folds):
+            learned, held = (rows.nonzero()[:, 0] for rows in (folds != fold, folds == fold))
+            part = train[learned.cpu().numpy()]
             if train.task == "multiclass":
-                known[held] = torch.isin(train.targets[held], part.targets)
-            for output, scores in zip(outputs, fit(tried, part), strict=True):
-                output[held] = score_in_blocks(scores, train.features[held])
+                tested[held] = torch.isin(train.targets[held], part.targets)
+            for output, classifier in zip(scores, fit(tried, part), strict=True):
+                output[held] = score_in_blocks(classifier, train.features[held])
             advance(1)
-    rows = known.nonzero()[:, 0]
-    return [_test(train, each, scores, rows) for each, scores in zip(tried, outputs, strict=True)]
+    return Trials(tried, scores, train.targets, train.task, folds, tested)
 
 
-def _test(train: LabelledFeatures, candidate: Candidate, scores: Tensor, rows: Tensor) -> Tested:
-    figure: Figure
-    if train.task == "multiclass":
-        figure = accuracy(int((scores.argmax(dim=1) == train.targets).sum()), len(train))
-    else:
-        figure = score(train, activate(scores, train.task, 1.0))[0].figure
-    return Tested(candidate, figure, loss_of(scores[rows], train.targets[rows], train.task), scores, rows)
+def chance_of(train: LabelledFeatures, folds: Tensor) -> float:
+    """Return how often k-NN, by its best k, tells shuffled labels as well as the true ones: a p-value.
+
+    The interval of an accuracy does not say it: noise is above it too often, as of many candidates the best
+    was taken, and images that learn from each other are right together. Labels are shuffled within folds.
+    """
+    ks = [int(each.value) for each in candidates(train.task, len(train), neighbours_only=True)]
+    cosines = train.features.new_zeros(len(train), max(ks))
+    rows = torch.zeros(len(train), max(ks), dtype=torch.long, device=folds.device)
+    members = [(folds == fold).nonzero()[:, 0] for fold in torch.unique(folds)]
+    for held in members:
+        learned = torch.cat([each for each in members if each is not held])
+        cosines[held], nearest_rows = nearest(train.features[learned], train.features[held], k=max(ks))
+        rows[held] = learned[nearest_rows]
+    judged = spread(len(train), JUDGED)
+
+    def most_right(targets: Tensor) -> int:
+        scores = class_scores(cosines[judged], targets[rows[judged]], k=ks, classes=len(train.classes))
+        return max(int((each.argmax(dim=1) == targets[judged]).sum()) for each in scores.values())
+
+    generator, as_right, right = torch.Generator().manual_seed(0), 1, most_right(train.targets)
+    for _ in range(SHUFFLED):
+        shuffled = train.targets.clone()
+        for each in members:
+            shuffled[each] = shuffled[each[torch.randperm(len(each), generator=generator).to(each.device)]]
+        as_right += most_right(shuffled) >= right
+    return as_right / (SHUFFLED + 1)
 
 
-def loss_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.0) -> float:
-    """Return the mean cross-entropy of probabilities."""
+def losses_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.0) -> Tensor:
+    """Return the cross-entropy of each image, (n,)."""
     scores = scores.double() / temperature
     if task == "multilabel":
-        return float(F.binary_cross_entropy_with_logits(scores, targets.double()))
-    return float(F.cross_entropy(scores, targets))
+        losses = F.binary_cross_entropy_with_logits(scores, targets.double(), reduction="none")
+        return losses.mean(dim=1)
+    return F.cross_entropy(scores, targets, reduction="none")
 
 
-def best_of(tested: Sequence[Tested]) -> Tested:
-    """Return the candidate with the best figure; of some alike by it, the one with the lowest loss."""
-    return max(tested, key=lambda each: (each.figure.value, -each.loss))
-
-
-def calibrate(tested: Tested, targets: Tensor, task: Task) -> float:
+def calibrate(scores: Tensor, targets: Tensor, task: Task) -> float:
     """Return the temperature that gives probabilities the lowest loss."""
-    if not len(tested.rows):
+    if not len(scores):
         return 1.0
-    scores, targets = tested.scores[tested.rows], targets[tested.rows]
-    losses = [loss_of(scores, targets, task, temperature) for temperature in TEMPERATURES.tolist()]
+    losses = [float(losses_of(scores, targets, task, each).mean()) for each in TEMPERATURES.tolist()]
     return float(TEMPERATURES[int(np.argmin(losses))])
 
 
-def calibration_error(scores: Tensor, targets: Tensor, task: Task, temperature: float) -> float:
-    """Return by how many points confidences differ from the share that is right, on average over bins."""
-    probabilities = activate(scores.double(), task, temperature)
-    if task == "multilabel":
-        confidence = torch.maximum(probabilities, 1 - probabilities).flatten()
-        right = ((probabilities > 0.5) == (targets > 0.5)).double().flatten()
-    else:
-        confidence, guess = probabilities.max(dim=1)
-        right = (guess == targets).double()
-    order, count = confidence.argsort(), max(1, min(BINS, len(confidence) // IN_BIN))
-    bins = zip(confidence[order].tensor_split(count), right[order].tensor_split(count), strict=True)
-    gaps = [len(sure) * abs(float(sure.mean() - hits.mean())) for sure, hits in bins if len(sure)]
-    return 100 * sum(gaps) / len(confidence)
-
-
 def describe(
-    learned: LabelledFeatures,
-    tested: Sequence[Tested],
-    best: Tested,
-    pixels: Tested | None,
-    temperature: float,
-) -> tuple[list[str], dict[str, Any]]:
-    """Return what is said of the classifier, and the same for a results file."""
-    task, title = learned.task, {"multiclass": "accuracy"}.get(learned.task, TITLES[learned.task])
-    lines = [
-        f"learned from {plural(len(learned), 'labelled image')} of {len(learned.classes)} "
-        + {"multiclass": "classes", "multilabel": "labels"}[task]
-    ]
-    others = [each for each in tested if (each.candidate.kind == "k-NN") != (best.candidate.kind == "k-NN")]
-    beside = []
-    if others:
-        other = best_of(others)
-        beside.append(f"{other.candidate} {other.figure.value:.1f}")
-    if pixels:
-        beside.append(f"raw pixels {pixels.figure.value:.1f}")
-    guess = None
-    if task == "multiclass":
-        trivial = trivial_baselines(learned.targets.cpu().numpy(), learned.classes)["largest_class"]
-        guess = trivial["percent"]
-        beside.append(f"always guessing {brief(trivial['name'])} {guess:.1f}")
-    lines.append(f"cross-validated {title} {best.figure} % by {best.candidate}; {', '.join(beside)}")
-    if guess is not None and best.figure.low <= guess:
-        lines.append("That may be chance, as the interval holds what guessing scores: label more images")
-    if pixels and best.figure.value <= pixels.figure.value:
+    learned: LabelledFeatures, trials: Trials, pixels: Trials | None, chance: float | None
+) -> list[str]:
+    """Say how good the labels will be: in a plain sentence, then by figures."""
+    figure, by_pixels = trials.figure, pixels and pixels.figure
+    if figure is None:
+        return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
+    tested = learned.targets[trials.tested]
+    others = [f"raw pixels {by_pixels.value:.1f} %"] if by_pixels else []
+    if learned.task == "multiclass":
+        guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
+        name, percent = brief(guess["name"]), guess["percent"]
+        others.append(f"always guessing {name} {percent:.1f} %")
+        what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
+        plain = f"About {figure.value:.0f} of 100 labels will be right, {_ALIKE}"
+        if chance is None or chance > SIGNIFICANT or figure.value <= percent:
+            plain = f"These labels may be no better than always guessing {name}: label more images"
+    else:
+        what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
+        right = 100 * float(trials.right.double().mean())
+        plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
+    interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
+    images = f"{plural(len(tested), 'labelled image')} of {what}"
+    lines = [plain, f"cross-validated {metric} {interval} on {images}; {', '.join(others)}"]
+    if by_pixels and figure.value <= by_pixels.value:
         lines.append(
             "These features are no better than raw pixels: train longer, or use published weights, "
             "such as hf:facebook/dinov2-small"
         )
-    details: dict[str, Any] = {
-        "labelled": len(learned),
-        "classes": len(learned.classes),
-        "classifier": str(best.candidate),
-        "cross_validated": best.figure,
-        "raw_pixels": pixels and pixels.figure,
-        "tried": {str(each.candidate): each.figure.value for each in tested},
-    }
-    measured = best.scores, learned.targets, task
-    before, after = calibration_error(*measured, 1.0), calibration_error(*measured, temperature)
-    details |= {"temperature": temperature, "calibration_error": {"before": before, "after": after}}
-    lines.append(
-        f"confidences differ from the share that is right by {after:.1f} points on average "
-        f"({before:.1f} before calibration)"
-    )
-    return [*lines, *_rare_classes(learned)], details
+    return lines
 
 
-def _rare_classes(learned: LabelledFeatures) -> list[str]:
-    """Name the classes that no part of the cross-validation can test, if there are some."""
+def untested_classes(learned: LabelledFeatures, trials: Trials) -> list[str]:
+    """Return the classes with one labelled image, which the other folds never have."""
     if learned.task != "multiclass":
         return []
-    counts = torch.bincount(learned.targets.cpu(), minlength=len(learned.classes)).tolist()
-    few = [name for name, count in zip(learned.classes, counts, strict=True) if count < RARE]
-    text = f"{plural(len(few), 'class', 'classes')} with one labelled image"
-    return [f"{text}, so never tested and rarely predicted: {brief(', '.join(few), 200)}"] if few else []
+    tested = {*learned.targets[trials.tested].tolist()}
+    return [learned.classes[target] for target in sorted({*learned.targets.tolist()} - tested)]
 
 
 @dataclass(frozen=True)
@@ -270,27 +285,55 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
     task, classes = learned.task, learned.classes
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
-    tested = cross_validate(learned, candidates(task, len(learned)), "Cross-validation, folds")
-    best = best_of(tested)
+    trials = _try_all(labelled, learned, candidates(task, len(learned)), "Cross-validation, folds")
     pixels = None
     if len(learned) <= PIXEL_IMAGES:
         by_pixels = labelled_features(raw_pixels_of(labelled.images, frozen), labelled, CLS, RAW_PIXELS)
         tried = candidates(task, len(by_pixels), neighbours_only=True)
-        pixels = best_of(cross_validate(by_pixels, tried, "Raw pixels, folds"))
-    temperature = calibrate(best, learned.targets, task)
-    (scores,) = fit([best.candidate], learned)
-    lines, details = describe(learned, tested, best, pixels, temperature)
+        pixels = _try_all(labelled, by_pixels, tried, "Raw pixels, folds")
+    best = trials.best(trials.tested)
+    candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
+    temperature = calibrate(trials.scores[best][trials.tested], learned.targets[trials.tested], task)
+    (scores,) = fit([candidate], learned)
+    chance = chance_of(learned, trials.folds) if task == "multiclass" else None
+    lines, untested = describe(learned, trials, pixels, chance), untested_classes(learned, trials)
     facts = ClassifierFacts(
-        kind="neighbours" if best.candidate.kind == "k-NN" else "linear",
+        kind="neighbours" if by_neighbours else "linear",
         task=task,
         classes=classes,
         tokens=spec.tokens,
         blocks=spec.blocks,
         temperature=temperature,
-        k=min(int(best.candidate.value), len(learned)) if best.candidate.kind == "k-NN" else None,
-        tested=lines[1],
+        k=min(int(candidate.value), len(learned)) if by_neighbours else None,
+        tested=tuple(lines),
     )
+    if untested:
+        text = (
+            f"Nothing can be said of {plural(len(untested), 'class', 'classes')} with a single labelled image"
+        )
+        lines.append(f"{text}: {brief(', '.join(untested), 200)}")
+    percents = [100 * share for share in trials.figures(trials.tested)] if trials.figure else []
+    details = {
+        "labelled": len(learned),
+        "classes": len(classes),
+        "classifier": str(candidate),
+        "cross_validated": trials.figure,
+        "raw_pixels": pixels and pixels.figure,
+        "chance_p": chance,
+        "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
+        "temperature": temperature,
+        "untested": untested,
+    }
     names = [labelled.source.name(index) for index in learned.indices.tolist()]
     model: Any = frozen.model
     classifier = Classifier(model, scores, facts).to(frozen.device).eval()
     return TrainedClassifier(classifier, learned, names, details, lines)
+
+
+def _try_all(
+    labelled: LabelledSubset, images: LabelledFeatures, tried: Sequence[Candidate], title: str
+) -> Trials:
+    """Cross-validate candidates on those images of a subset that could be read."""
+    readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
+    folds = torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)
+    return cross_validate(images, folds, tried, title)

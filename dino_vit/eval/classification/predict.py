@@ -148,9 +148,10 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
     classifier = read_classifier(config.weights, model).to(frozen.device)
     facts = classifier.facts
     names = brief(", ".join(facts.classes), 100)
-    lines = [f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}"]
-    if facts.tested:
-        lines.append(facts.tested)
+    lines = [
+        f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}",
+        *facts.tested,
+    ]
     return TrainedClassifier(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines)
 
 

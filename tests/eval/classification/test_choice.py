@@ -1,33 +1,54 @@
-"""A classifier is chosen by cross-validation, and its confidences are calibrated."""
+"""A classifier is chosen by cross-validation, judged on what did not choose it, and calibrated."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 
 from dino_vit.config.commands import STANDARD_CS
 from dino_vit.eval.classification.choice import (
     NEIGHBOURS,
+    SIGNIFICANT,
     Candidate,
+    Trials,
     calibrate,
-    calibration_error,
     candidates,
+    chance_of,
     cross_validate,
-    folds_of,
+    describe,
+    untested_classes,
 )
+from dino_vit.eval.figures import accuracy
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.sets import LabelledFeatures
 
 
-def features(*, task="multiclass", images=60, classes=3, width=8):
+def features(*, images=60, classes=3, width=8):
     """Features of classes that overlap."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.arange(images) % classes
     values = torch.randn(images, width, generator=generator)
     values[torch.arange(images), targets] += 1.5
-    names = tuple("abcdefgh"[:classes])
-    return LabelledFeatures(values, targets, np.arange(images), names, task)
+    return LabelledFeatures(values, targets, np.arange(images), tuple("abcdefgh"[:classes]))
+
+
+def in_turn(images):
+    return torch.arange(images) // 3 % 5  # each fold has all three classes
+
+
+def trials_of(right, *, targets=None, classes=2):
+    """Return trials of candidates that are right on given images, (candidates, n); the folds are in turn."""
+    right = torch.as_tensor(right)
+    targets = torch.zeros(right.shape[1], dtype=torch.long) if targets is None else targets
+    told = torch.where(right, targets, (targets + 1) % classes)
+    scores = [*torch.nn.functional.one_hot(told, classes).float()]
+    folds, tested = torch.arange(len(targets)) % 5, torch.ones(len(targets), dtype=torch.bool)
+    tried = [Candidate("k-NN", k) for k in range(1, len(right) + 1)]
+    return Trials(tried, scores, targets, "multiclass", folds, tested)
 
 
 def test_all_penalties_and_numbers_of_neighbours_are_tried():
@@ -40,45 +61,114 @@ def test_all_penalties_and_numbers_of_neighbours_are_tried():
 
 
 def test_cross_validation_is_that_of_scikit_learn():
-    train = features()
-    folds, c = folds_of(train), 0.3
-    found, neighbours = cross_validate(train, [Candidate("logistic regression", c), Candidate("k-NN", 5)], "")
+    train, c = features(), 0.3
+    folds, tried = in_turn(60), [Candidate("logistic regression", c), Candidate("k-NN", 5)]
+    found, neighbours = cross_validate(train, folds, tried, "").scores
     x, y = train.features.numpy(), train.targets.numpy()
     for fold in range(5):
-        held = folds == fold
+        held = (folds == fold).numpy()
         scaler = StandardScaler().fit(x[~held])
         peer = LogisticRegression(C=c, tol=1e-8, max_iter=1000).fit(scaler.transform(x[~held]), y[~held])
         np.testing.assert_allclose(
-            found.scores[held].softmax(1), peer.predict_proba(scaler.transform(x[held])), atol=1e-3
+            found[held].softmax(1), peer.predict_proba(scaler.transform(x[held])), atol=1e-3
         )
         bank, rows = torch.from_numpy(~held), torch.from_numpy(held)
         voted = weighted_knn(train.features[bank], train.targets[bank], train.features[rows], k=[5])[5][:, 0]
-        assert torch.equal(neighbours.scores[rows].argmax(1), voted)
-    assert found.figure.value == pytest.approx(
-        100 * float((found.scores.argmax(1) == train.targets).float().mean())
-    )
+        assert torch.equal(neighbours[rows].argmax(1), voted)
 
 
-def test_folds_have_stretches_of_every_class():
-    train = features(images=63)
-    folds = folds_of(train)
-    for target in range(3):
-        members = folds[train.targets.numpy() == target]
-        assert set(np.bincount(members, minlength=5).tolist()) <= {4, 5}
-        assert (np.diff(members) != 0).sum() == 4, "neighbours are in one fold"
+def test_what_is_announced_is_chosen_on_the_other_folds():
+    folds = np.arange(50) % 5
+    trials = trials_of(np.stack([folds != 0, folds == 0]))
+    assert trials.best(trials.tested) == 0
+    assert trials.figure == accuracy(40, 50), "not the 50 of the best of each fold"
+    lucky = trials_of(np.stack([folds < 2, (folds > 1) & (folds < 4)]))
+    assert lucky.chosen.tolist() == [[1, 1, 0, 0, 0][fold] for fold in folds]
+    assert lucky.figure == accuracy(0, 50)
+
+
+def test_the_best_of_many_that_guess_is_announced_as_a_guess():
+    random, announced, best = np.random.default_rng(0), [], []
+    for _ in range(100):
+        right = random.random((19, 100)) < 0.5
+        announced.append(trials_of(right).figure.value)
+        best.append(right.sum(1).max())
+    assert np.mean(announced) == pytest.approx(50, abs=2)
+    assert np.mean(best) > 57, "this test would see it"
+
+
+def noise(images, classes, seed):
+    random = np.random.default_rng(seed)
+    targets = torch.from_numpy(random.permutation(np.arange(images) % classes))
+    values = torch.from_numpy(random.normal(size=(images, 16))).float()
+    return LabelledFeatures(values, targets, np.arange(images), tuple(map(str, range(classes))))
+
+
+def test_noise_is_taken_for_more_than_chance_as_seldom_as_is_said(monkeypatch):
+    monkeypatch.setattr("dino_vit.eval.classification.choice.SHUFFLED", 39)
+    folds = torch.arange(60) % 5
+    found = np.array([chance_of(noise(60, 3, seed), folds) for seed in range(100)])
+    assert (found <= SIGNIFICANT).sum() <= 8, "2.5 are expected; more than 8 have a probability of 0.1 %"
+    assert 0.4 < np.median(found) < 0.7
+    assert found.min() < 0.1
+
+
+def test_what_is_more_than_chance_is_seen():
+    train = features()
+    assert chance_of(train, in_turn(60)) == 1 / 200
+    assert chance_of(train, in_turn(60)) == chance_of(train, in_turn(60)), "the draws are the same"
+
+
+def test_classes_of_one_image_look_like_no_knowledge():
+    """They are never told, whichever images have them, as labels or shuffled."""
+    few = noise(100, 2, 0)
+    targets = torch.where(torch.arange(100) < 60, few.targets, torch.arange(100))
+    names = tuple(map(str, range(100)))
+    assert chance_of(replace(few, targets=targets, classes=names), torch.arange(100) % 5) > SIGNIFICANT
+
+
+def test_classes_of_one_image_are_in_no_figure():
+    """Fifty such, and 50 images that are all told: half would be announced."""
+    width, classes = 64, 55
+    targets = torch.cat([torch.arange(50) % 5, torch.arange(5, 55)])
+    values = torch.zeros(100, width)
+    values[torch.arange(100), targets] = 1
+    train = LabelledFeatures(values, targets, np.arange(100), tuple(f"{each:02}" for each in range(classes)))
+    trials = cross_validate(train, torch.arange(100) // 5 % 5, [Candidate("k-NN", 5)], "")
+    assert trials.tested.tolist() == [True] * 50 + [False] * 50
+    assert trials.figure == accuracy(50, 50)
+    assert untested_classes(train, trials) == [f"{each:02}" for each in range(5, 55)]
+    said = describe(train, trials, None, chance=0.005)
+    assert said[0].startswith("About 100 of 100 labels will be right")
+    assert "on 50 labelled images of 5 classes; always guessing 00 20.0 %" in said[1]
+
+
+def test_nothing_is_announced_where_no_image_can_be_tested():
+    train = features(images=3)
+    trials = cross_validate(train, torch.arange(3), candidates("multiclass", 3), "")
+    assert trials.figure is None
+    assert trials.best(trials.tested) == 0
+    assert "cannot be said" in describe(train, trials, None, chance=1)[0]
+
+
+def test_several_labels_are_judged_by_their_ranking():
+    generator = torch.Generator().manual_seed(0)
+    targets = (torch.rand(60, 3, generator=generator) > 0.6).float()
+    scores = [targets + torch.randn(60, 3, generator=generator) * noise for noise in (0.5, 2)]
+    tried, tested = [Candidate("k-NN", 1), Candidate("k-NN", 3)], torch.ones(60, dtype=torch.bool)
+    trials = Trials(tried, scores, targets, "multilabel", torch.arange(60) % 5, tested)
+    expected = [100 * average_precision_score(targets, each) for each in scores]
+    assert [100 * share for share in trials.figures(tested)] == pytest.approx(expected)
+    assert trials.figure.value == pytest.approx(expected[0]), "the first is the better in all folds"
+    assert trials.right.tolist() == ((scores[0] > 0) == (targets > 0)).all(1).tolist()
 
 
 def test_a_temperature_makes_confidences_true():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 5, generator=generator) * 1.5
     targets = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    (tested,) = cross_validate(features(), [Candidate("k-NN", 3)], "")
-    over = tested.__class__(tested.candidate, tested.figure, 0.0, 4 * logits, torch.arange(4000))
-    temperature = calibrate(over, targets, "multiclass")
+    temperature = calibrate(4 * logits, targets, "multiclass")
     assert temperature == pytest.approx(4, rel=0.15)
-    losses = [torch.nn.functional.cross_entropy(4 * logits / t, targets) for t in (0.9, 1, 1.1)]
-    assert losses[1] > losses[2], "a higher temperature is better at first"
-    before = calibration_error(4 * logits, targets, "multiclass", 1.0)
-    after = calibration_error(4 * logits, targets, "multiclass", temperature)
-    assert before > 15
-    assert after < 3
+    confidences, told = (4 * logits / temperature).softmax(1).max(1)
+    assert confidences.mean() == pytest.approx(float((told == targets).float().mean()), abs=0.02)
+    assert (4 * logits).softmax(1).amax(1).mean() > confidences.mean() + 0.1
