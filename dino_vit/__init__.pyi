@@ -23,10 +23,10 @@ from dino_vit.config.commands import (
     ReportConfig,
 )
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.eval.attention import AttentionMaps
 from dino_vit.eval.classification.predict import LabelPredictions
 from dino_vit.eval.comparison.compare import ComparisonResult
 from dino_vit.eval.embed import ImageEmbeddings
-from dino_vit.eval.maps.attention import AttentionMaps
 from dino_vit.eval.results import EvaluationResult
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
 from dino_vit.models.vit import vit_base as vit_base

@@ -58,7 +58,7 @@ COMMANDS = {
     "linear": Command("LinearConfig", "eval.classification.linear:run"),
     "predict": Command("PredictConfig", "eval.classification.predict:run"),
     "compare": Command("CompareConfig", "eval.comparison.compare:run"),
-    "attention": Command("AttentionConfig", "eval.maps.attention:run"),
+    "attention": Command("AttentionConfig", "eval.attention:run"),
     "embed": Command("EmbedConfig", "eval.embed:run"),
     "inspect-weights": Command("InspectWeightsConfig", "commands.weights:inspect"),
     "export": Command("ExportConfig", "commands.weights:export"),

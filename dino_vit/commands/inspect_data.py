@@ -25,7 +25,7 @@ from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.data.targets import doubts_about, read_targets, recognise
-from dino_vit.eval.maps.pictures import as_picture, draw_sheet
+from dino_vit.reports.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text
@@ -172,11 +172,11 @@ def draw_views(sheet: Path, source: ImageSet, summary: ImageSummary, training: P
         raise ValueError(f"{sheet} cannot be drawn: training could use none of the images")
     log.info("drawing the views of %s", plural(len(originals), "image"))
     views_of = make_views(training, source, list(originals), epoch=0)
-    panels = [
-        [(as_picture(picture), "") for picture in (original, *views)]
+    rows = [
+        [as_picture(picture) for picture in (original, *views)]
         for original, views in zip(originals.values(), views_of, strict=True)
     ]
     titles = ["image", *(f"global {n + 1}" for n in range(training.views.global_count))]
     titles += [f"local {n + 1}" for n in range(training.views.local_count)]
     names = [source.name(index) for index in originals]
-    return draw_sheet(panels, names=names, titles=titles)
+    return draw_sheet(rows, names=names, titles=titles)

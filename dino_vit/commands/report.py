@@ -29,9 +29,13 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.label_files import join_labels
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.attention import attention_of, whole_patches
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.maps.attention import attention_of, whole_patches
-from dino_vit.eval.maps.pictures import (
+from dino_vit.eval.neighbours import nearest
+from dino_vit.eval.online import random_indices
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
+from dino_vit.reports.pictures import (
     as_picture,
     data_uri,
     draw_patches,
@@ -42,10 +46,6 @@ from dino_vit.eval.maps.pictures import (
     resize_sides,
     shorten,
 )
-from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.online import random_indices
-from dino_vit.models.vit import VisionTransformer
-from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
 from dino_vit.reports.record import RunRecord, read_run
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler

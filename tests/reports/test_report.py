@@ -17,8 +17,8 @@ from dino_vit.data.images.pixels import RGB
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import frozen_backbone
-from dino_vit.eval.maps.pictures import heat, overlay
 from dino_vit.eval.online import random_indices
+from dino_vit.reports.pictures import heat, overlay
 from dino_vit.reports.record import read_run
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_views

@@ -32,9 +32,9 @@ from dino_vit.eval.comparison.baselines import RAW_PIXELS, UNTRAINED, raw_pixels
 from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.figures import Figure, Measured
-from dino_vit.eval.maps.pictures import shorten
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
+from dino_vit.reports.pictures import shorten
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
 

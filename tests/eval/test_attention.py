@@ -10,8 +10,8 @@ from PIL import Image
 import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.eval.maps import attention
-from dino_vit.eval.maps.attention import cls_attention, file_stem, pad
+from dino_vit.eval import attention
+from dino_vit.eval.attention import cls_attention, file_stem, pad
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone
 from tests.support.close import assert_close_to_scale
@@ -153,7 +153,7 @@ def test_large_images_are_shrunk_to_twice_the_trained_side(weights, tmp_path, ca
 
 
 def test_many_images_are_on_several_sheets(weights, monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.maps.attention.SHEET_ROWS", 3)
+    monkeypatch.setattr("dino_vit.eval.attention.SHEET_ROWS", 3)
     drawn = dino_vit.attention("synthetic:5:32", weights, count=None, verbose=False)
     assert "5 images on 2 sheets" in str(drawn)
     assert (len(drawn.sheets), len(drawn.maps)) == (2, 5)

@@ -22,9 +22,6 @@ from dino_vit.reports.page import Tile
 from dino_vit.views.eval_transform import resize
 
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
-_CAPTION_INCHES = 0.18
-Panel = tuple[Tensor, str]  # a picture, and the caption below it
-BLANK: Panel = (torch.full((3, 8, 8), 255, dtype=torch.uint8), "")
 
 
 def as_picture(image: Tensor) -> Tensor:
@@ -95,27 +92,22 @@ def save_png(image: Image.Image, path: Path) -> None:
         image.save(partial, format="PNG")
 
 
-def draw_sheet(
-    rows: Sequence[Sequence[Panel]], *, names: Sequence[str] = (), titles: Sequence[str] = ()
-) -> bytes:
-    """Return a PNG of rows of panels, with the names of rows at the left and the titles of columns on top."""
+def draw_sheet(rows: Sequence[Sequence[Tensor]], *, names: Sequence[str], titles: Sequence[str]) -> bytes:
+    """Return a PNG of rows of pictures, with their names at the left and the titles of columns on top."""
     from matplotlib.figure import Figure
 
-    columns = max(map(len, rows))
-    rows = [[*row, *[BLANK] * (columns - len(row))] for row in rows]
     heights = [max(map(_height, row)) for row in rows]
-    size = 1.03 * _PANEL_INCHES * columns + 0.25, 1.03 * sum(heights) + 0.04 * len(rows) + 0.25
+    size = 1.03 * _PANEL_INCHES * len(titles) + 0.25, 1.03 * sum(heights) + 0.04 * len(rows) + 0.25
     figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
-    axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
-    for (picture, caption), axis in zip(chain.from_iterable(rows), axes.flat, strict=True):
+    axes = figure.subplots(len(rows), len(titles), squeeze=False, height_ratios=heights)
+    for picture, axis in zip(chain.from_iterable(rows), axes.flat, strict=True):
         axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
-        axis.set_xlabel(shorten(caption, 30), fontsize=5.5, parse_math=False)
         axis.set(xticks=[], yticks=[], anchor="N")
         axis.spines[:].set_visible(False)
-    for axis, name in zip(axes[:, 0], names, strict=False):
+    for axis, name in zip(axes[:, 0], names, strict=True):
         axis.set_ylabel(shorten(name), fontsize=6, parse_math=False)
-    for axis, title in zip(axes[0], titles, strict=False):
+    for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, fontsize=8)
     sheet = BytesIO()
     with warnings.catch_warnings():
@@ -129,9 +121,8 @@ def shorten(name: str, length: int = 22) -> str:
     return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
-def _height(panel: Panel) -> float:
-    (_, height, width), caption = panel[0].shape, panel[1]
-    return _PANEL_INCHES * min(1.0, height / width) + (_CAPTION_INCHES if caption else 0)
+def _height(picture: Tensor) -> float:
+    return _PANEL_INCHES * min(1.0, picture.shape[1] / picture.shape[2])
 
 
 TILE_SIDE = 192  # pixels of a picture in a row

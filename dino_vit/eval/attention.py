@@ -29,10 +29,10 @@ from dino_vit.data.image_set import ImageSet, spread
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, check_finite
-from dino_vit.eval.maps import pictures
-from dino_vit.eval.maps.pictures import principal_colours, resize_sides
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.reports import pictures
+from dino_vit.reports.pictures import principal_colours, resize_sides
 from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of, resize, say_if_far
 from dino_vit.weights import load_backbone
 
@@ -187,7 +187,7 @@ def draw_sheet(
     colours = principal_colours([image.tokens for image in images.values()])
     for (index, image), colour in zip(images.items(), colours, strict=True):
         row = draw_maps(image, colour, model)
-        panels.append([(picture, "") for picture in row.values()])
+        panels.append(list(row.values()))
         files = files_of(path.parent, index, image.name) if path else []
         maps[image.name] = write_maps(image, row, files) if files else image.heads.numpy()
     names = [image.name for image in images.values()]
