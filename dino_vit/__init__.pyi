@@ -216,7 +216,7 @@ def demo(
     config: str | os.PathLike[str] | DemoConfig | None = None,
     verbose: bool = True,
 ) -> DemoResult:
-    """Pretrain a small network on generated images, and show what it learned.
+    """Try it: train a small network on generated images in minutes, and show what it learned.
 
         dino_vit.demo(quick=True)
 
@@ -244,7 +244,7 @@ def inspect_data(
     config: str | os.PathLike[str] | InspectConfig | None = None,
     verbose: bool = True,
 ) -> Facts:
-    """Inspect the images of a source before training on them.
+    """Check images before training: how many, which sizes, which cannot be read.
 
         dino_vit.inspect_data("photos", sheet="views.png")
 
@@ -274,7 +274,7 @@ def pack(
     config: str | os.PathLike[str] | PackConfig | None = None,
     verbose: bool = True,
 ) -> PackResult:
-    """Pack a source of images into tar shards.
+    """Pack many image files into a few tar files (shards), which are read faster.
 
         dino_vit.pack("photos", "photos-packed")
 
@@ -314,7 +314,7 @@ def pretrain(
     config: str | os.PathLike[str] | PretrainConfig | None = None,
     verbose: bool = True,
 ) -> Run:
-    """Self-supervised pretraining of a vision transformer with DINO.
+    """Train a vision transformer on your images, without labels (DINO).
 
         dino_vit.pretrain("photos", "runs/photos", recipe="auto", budget={"minutes": 20.0})
 
@@ -455,7 +455,7 @@ def report(
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
 ) -> Written:
-    """Write one HTML file about a run.
+    """Write an HTML page about a training run: curves, a map of the images, attention.
 
         dino_vit.report("runs/pretrain")
 
@@ -496,7 +496,7 @@ def knn(
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
 ) -> EvaluationResult:
-    """Classify images by their nearest neighbours on frozen features, or predict several labels of each.
+    """Measure how good features are: classify labelled images by their nearest neighbours.
 
         dino_vit.knn("photos", "runs/demo")
 
@@ -555,7 +555,7 @@ def linear(
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
 ) -> EvaluationResult:
-    """Train linear classifiers on a frozen backbone, and judge them.
+    """Measure how good features are: train linear classifiers on them, with the network frozen.
 
         dino_vit.linear("photos", "runs/pretrain")
 
@@ -609,7 +609,7 @@ def predict(
     config: str | os.PathLike[str] | PredictConfig | None = None,
     verbose: bool = True,
 ) -> LabelPredictions:
-    """Label images by a few that have labels, with a confidence.
+    """Label all images by a few that have labels, with a confidence for each.
 
         dino_vit.predict("photos", "runs/pretrain", labels="few.csv")
 
@@ -659,7 +659,7 @@ def compare(
     config: str | os.PathLike[str] | CompareConfig | None = None,
     verbose: bool = True,
 ) -> ComparisonResult:
-    """Compare backbones on the same images.
+    """Compare the weights of several trainings on the same images, and say which to take.
 
         dino_vit.compare("photos", ("runs/a", "runs/b"))
 
@@ -702,7 +702,7 @@ def attention(
     config: str | os.PathLike[str] | AttentionConfig | None = None,
     verbose: bool = True,
 ) -> AttentionMaps | None:
-    """Draw the self-attention maps of images.
+    """Draw what a network attends to in images.
 
         dino_vit.attention("photos", "runs/pretrain", output="maps")
 
@@ -741,7 +741,7 @@ def embed(
     config: str | os.PathLike[str] | EmbedConfig | None = None,
     verbose: bool = True,
 ) -> ImageEmbeddings:
-    """Write the embeddings of images to a file.
+    """Write a feature vector for each image to a Parquet file.
 
         dino_vit.embed("photos", "runs/pretrain", output="photos.parquet")
 
@@ -778,7 +778,7 @@ def inspect_weights(
     config: str | os.PathLike[str] | InspectWeightsConfig | None = None,
     verbose: bool = True,
 ) -> Facts:
-    """Show the format, architecture, normalisation, network and step of a weights file or folder.
+    """Show what a file or folder of weights holds: format, architecture, normalisation, step.
 
         dino_vit.inspect_weights("runs/pretrain")
 
@@ -810,7 +810,7 @@ def export(
     config: str | os.PathLike[str] | ExportConfig | None = None,
     verbose: bool = True,
 ) -> Written:
-    """Write a backbone in the format of another library, and check that its features agree.
+    """Write weights for another library (timm, Hugging Face, ONNX), and check that the features agree.
 
         dino_vit.export("runs/pretrain", "vits16.pth", format="timm")
 

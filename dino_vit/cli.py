@@ -100,7 +100,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
             cls = command.config_class
             subparser.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *cls.examples])
             add_config_arguments(subparser, cls)
-    show = commands.add_parser("config", help="print the settings of a command as YAML")
+    show = commands.add_parser("config", help="print all settings of a command as YAML, with their meaning")
     show.description = "Print every setting with its meaning, as YAML that loads again; defaults as comments."
     show.add_argument("shown", choices=COMMANDS, metavar="COMMAND", help="the command")
     shown = next((name for name in argv if name in COMMANDS), None) if "config" in argv else None

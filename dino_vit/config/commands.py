@@ -87,7 +87,7 @@ class SupervisedConfig(Settings):
 
 
 class KnnConfig(SupervisedConfig, CachedConfig):
-    """Classify images by their nearest neighbours on frozen features, or predict several labels of each."""
+    """Measure how good features are: classify labelled images by their nearest neighbours."""
 
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
     writes: ClassVar = "eval/knn"
@@ -100,7 +100,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
 
 
 class LinearConfig(SupervisedConfig, CachedConfig):
-    """Train linear classifiers on a frozen backbone, and judge them."""
+    """Measure how good features are: train linear classifiers on them, with the network frozen."""
 
     examples: ClassVar = ("linear photos runs/pretrain", "linear photos runs/pretrain method=grid")
     writes: ClassVar = "eval/linear"
@@ -132,7 +132,7 @@ class LinearConfig(SupervisedConfig, CachedConfig):
 
 
 class PredictConfig(CachedConfig):
-    """Label images by a few that have labels, with a confidence."""
+    """Label all images by a few that have labels, with a confidence for each."""
 
     examples: ClassVar = (
         "predict photos runs/pretrain labels=few.csv",
@@ -157,7 +157,7 @@ class PredictConfig(CachedConfig):
 
 
 class CompareConfig(SupervisedConfig, CachedConfig):
-    """Compare backbones on the same images."""
+    """Compare the weights of several trainings on the same images, and say which to take."""
 
     examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a untrained=true output=gain")
     # Several, where the other commands take one.
@@ -177,7 +177,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 
 
 class AttentionConfig(Settings):
-    """Draw the self-attention maps of images."""
+    """Draw what a network attends to in images."""
 
     examples: ClassVar = ("attention photos runs/pretrain output=maps",)
     positional: ClassVar = ("source", "weights")
@@ -194,7 +194,7 @@ class AttentionConfig(Settings):
 
 
 class EmbedConfig(CachedConfig):
-    """Write the embeddings of images to a file."""
+    """Write a feature vector for each image to a Parquet file."""
 
     writes: ClassVar = "embeddings.parquet"
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
@@ -206,7 +206,7 @@ class EmbedConfig(CachedConfig):
 
 
 class DemoConfig(Settings):
-    """Pretrain a small network on generated images, and show what it learned."""
+    """Try it: train a small network on generated images in minutes, and show what it learned."""
 
     examples: ClassVar = ("demo --quick", "demo")
     resumes: ClassVar = True
@@ -217,7 +217,7 @@ class DemoConfig(Settings):
 
 
 class InspectConfig(Settings):
-    """Inspect the images of a source before training on them."""
+    """Check images before training: how many, which sizes, which cannot be read."""
 
     examples: ClassVar = ("inspect-data photos sheet=views.png",)
     positional: ClassVar = ("source",)
@@ -233,7 +233,7 @@ class InspectConfig(Settings):
 
 
 class PackConfig(Settings):
-    """Pack a source of images into tar shards."""
+    """Pack many image files into a few tar files (shards), which are read faster."""
 
     examples: ClassVar = ("pack photos photos-packed", "pack shards index_only=true")
     positional: ClassVar = ("source", "output")
@@ -246,7 +246,7 @@ class PackConfig(Settings):
 
 
 class ReportConfig(Settings):
-    """Write one HTML file about a run."""
+    """Write an HTML page about a training run: curves, a map of the images, attention."""
 
     examples: ClassVar = ("report runs/pretrain",)
     positional: ClassVar = ("run",)
@@ -270,14 +270,14 @@ class WeightsConfig(Settings):
 
 
 class InspectWeightsConfig(WeightsConfig):
-    """Show the format, architecture, normalisation, network and step of a weights file or folder."""
+    """Show what a file or folder of weights holds: format, architecture, normalisation, step."""
 
     examples: ClassVar = ("inspect-weights runs/pretrain",)
     as_json: bool = setting(False, "print JSON")
 
 
 class ExportConfig(WeightsConfig):
-    """Write a backbone in the format of another library, and check that its features agree."""
+    """Write weights for another library (timm, Hugging Face, ONNX), and check that the features agree."""
 
     positional: ClassVar = ("source", "out")
     examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)

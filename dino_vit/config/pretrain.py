@@ -65,7 +65,7 @@ PHASES = (
 
 
 class PretrainConfig(Settings):
-    """Self-supervised pretraining of a vision transformer with DINO."""
+    """Train a vision transformer on your images, without labels (DINO)."""
 
     method: Literal["dino", "dinov2"] = setting("dino", "defaults of 2021, or of 2023 with masked patches")
     recipe: Literal["dino", "auto"] = setting("dino", "as published; auto: fit to the images")
