@@ -1,25 +1,38 @@
-"""DINO with lightly's modules and a timm backbone, put together as lightly's documentation does.
+"""DINO by other libraries: what ours is compared with, of those that are installed.
 
-One step: the teacher's average first, a pass for every view, lightly's loss, AdamW. In bf16 where ours is.
-`MaskedPeer` passes the views of one size together, as its loss needs the patches of all global views.
+A step of lightly's modules and one of stable-pretraining's, each on timm's network and put together as its
+documentation does; and lightly-train, which trains as long as a run of ours:
+
+    python -m benchmarks.peer RUN OUTPUT --minutes 10 --seed 0
+
+RUN is the folder of a run of ours: its images, the size of its views and of its network are taken, everything
+else is lightly-train's. Its schedules need the number of steps: two short runs measure how long a step takes.
+OUTPUT/weights.pth are the weights of the teacher in timm's layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import timm
 import torch
-import torch.nn.functional as F
-from lightly.loss import DINOLoss, IBOTPatchLoss, KoLeoLoss
-from lightly.models.modules import DINOProjectionHead, MaskedVisionTransformerTIMM
-from lightly.models.utils import deactivate_requires_grad, update_momentum
-from lightly.transforms.dino_transform import DINOTransform
-from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.functional import to_pil_image
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.models.student_teacher import Masks
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.images.decode import read_image
+from dino_vit.data.sources.open import open_source
+from dino_vit.reports.record import read_run
+
+BATCH = 128  # lightly-train's default
+TRIALS = (8, 40)  # steps
+Step = Callable[[list[Tensor]], float]
 
 
 def build_timm(config: PretrainConfig, drop_path: float = 0) -> timm.models.VisionTransformer:
@@ -39,119 +52,127 @@ def build_timm(config: PretrainConfig, drop_path: float = 0) -> timm.models.Visi
     )
 
 
-class Network(nn.Module):
-    """Backbone and head."""
+def lightly_step(config: PretrainConfig) -> Step:
+    """Return the step of lightly's modules: a pass for every view, the teacher's average first."""
+    from lightly.loss import DINOLoss
+    from lightly.models.modules import DINOProjectionHead
+    from lightly.models.utils import deactivate_requires_grad, update_momentum
 
-    def __init__(self, config: PretrainConfig) -> None:
-        super().__init__()
-        self.backbone = build_timm(config, drop_path=config.model.drop_path)
+    def build() -> nn.Module:
+        backbone = build_timm(config, drop_path=config.model.drop_path)
         width, head = config.model.shape[0], config.head
-        self.head = DINOProjectionHead(
-            width, head.hidden_dim, head.bottleneck_dim, head.prototypes, norm_last_layer=head.norm_last_layer
-        )
+        sizes = (width, head.hidden_dim, head.bottleneck_dim, head.prototypes)
+        return nn.Sequential(backbone, DINOProjectionHead(*sizes, norm_last_layer=head.norm_last_layer))
 
-    def forward(self, view: Tensor) -> Tensor:
-        return self.head(self.backbone(view))
+    student, teacher = build(), build()
+    teacher.load_state_dict(student.state_dict())
+    deactivate_requires_grad(teacher)
+    loss_of = DINOLoss(output_dim=config.head.prototypes, warmup_teacher_temp_epochs=5)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5)
 
-
-class Peer:
-    """A student, a teacher and their optimiser."""
-
-    def __init__(self, config: PretrainConfig, device: torch.device) -> None:
-        self.student = Network(config).to(device)
-        self.teacher = Network(config).to(device)
-        self.teacher.load_state_dict(self.student.state_dict())
-        deactivate_requires_grad(self.teacher)
-        self.loss = DINOLoss(output_dim=config.head.prototypes, warmup_teacher_temp_epochs=5).to(device)
-        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=1e-5)
-        self.device, self.clip = device, config.optim.clip
-        self.bf16 = config.run.precision == "bf16"
-
-    def step(self, views: Sequence[Tensor]) -> float:
-        """Take one step on views of which the first two are global; return its loss."""
-        update_momentum(self.student, self.teacher, 0.996)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            taught = [self.teacher(view) for view in views[:2]]
-            said = [self.student(view) for view in views]
-            loss = self.loss(taught, said, epoch=1)
-        self.optimizer.zero_grad()
+    def step(views: list[Tensor]) -> float:
+        update_momentum(student, teacher, 0.996)
+        targets = [teacher(view) for view in views[: config.views.global_count]]
+        loss = loss_of(targets, [student(view) for view in views], epoch=1)
+        optimizer.zero_grad()
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(self.student.parameters(), self.clip)
-        self.optimizer.step()
+        nn.utils.clip_grad_norm_(student.parameters(), config.optim.clip)
+        optimizer.step()
         return loss.item()
 
-
-class MaskedNetwork(nn.Module):
-    """Backbone and head, the head shared by the CLS token and masked patches."""
-
-    def __init__(self, config: PretrainConfig, drop_path: float) -> None:
-        super().__init__()
-        head = config.head
-        vit = build_timm(config, drop_path)
-        self.backbone = MaskedVisionTransformerTIMM(vit=vit, weight_initialization="skip")
-        self.head = DINOProjectionHead(
-            vit.embed_dim, head.hidden_dim, head.bottleneck_dim, head.prototypes, norm_last_layer=True
-        )
-
-    def forward(self, views: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return all tokens; `hidden` patches are replaced by the mask token."""
-        return self.backbone.encode(views, mask=None if hidden is None else F.pad(hidden, (1, 0)))
+    return step
 
 
-class MaskedPeer:
-    """The loss of DINOv2 with lightly's modules: CLS tokens, masked patches, KoLeo."""
+def stable_step(config: PretrainConfig) -> Step:
+    """Return the step of stable-pretraining's DINO module on timm's network."""
+    from stable_pretraining.methods.dino import DINO
 
-    def __init__(self, config: PretrainConfig, masks: Masks, device: torch.device) -> None:
-        self.student = MaskedNetwork(config, config.model.drop_path).to(device)
-        self.teacher = MaskedNetwork(config, 0).to(device)
-        self.teacher.load_state_dict(self.student.state_dict())
-        deactivate_requires_grad(self.teacher)
-        prototypes = config.head.prototypes
-        self.loss = DINOLoss(output_dim=prototypes, warmup_teacher_temp_epochs=5).to(device)
-        self.patch_loss = IBOTPatchLoss(output_dim=prototypes, teacher_temp=0.04).to(device)
-        self.koleo, self.weights = KoLeoLoss(), config.loss
-        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=1e-5)
-        self.device, self.clip = device, config.optim.clip
-        self.bf16 = config.run.precision == "bf16"
-        rows, columns = config.views.global_shape
-        grid = rows // config.model.patch_size, columns // config.model.patch_size
-        self.mask = masks.mask.to(device)
-        self.as_grid = self.mask.view(-1, *grid)
-
-    def step(self, views: Sequence[Tensor]) -> float:
-        """Take one step on views of which the first two are global; return its loss."""
-        update_momentum(self.student, self.teacher, 0.996)
-        globals_, locals_ = torch.cat(list(views[:2])), torch.cat(list(views[2:]))
-        student, teacher = self.student, self.teacher
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            with torch.no_grad():
-                tokens = teacher(globals_)
-                taught = teacher.head(tokens[:, 0]).chunk(2)
-                taught_patches = teacher.head(tokens[:, 1:][self.mask])
-            tokens = student(globals_, self.mask)
-            cls = tokens[:, 0]
-            said = [*student.head(cls).chunk(2), *student.head(student(locals_)[:, 0]).chunk(len(views) - 2)]
-            loss = self.loss(taught, said, epoch=1)
-            said_patches = student.head(tokens[:, 1:][self.mask])
-            loss = loss + self.weights.patch_weight * self.patch_loss(
-                taught_patches, said_patches, self.as_grid
-            )
-            loss = loss + self.weights.koleo_weight * sum(self.koleo(view) for view in cls.chunk(2))
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(self.student.parameters(), self.clip)
-        self.optimizer.step()
-        return loss.item()
-
-
-def transform(config: PretrainConfig) -> Callable[[Image.Image], list[Tensor]]:
-    """Return its views of a PIL image, with the recipe's sizes and shares."""
-    views = config.views
-    cut: Callable[[Image.Image], list[Tensor]] = DINOTransform(
-        global_crop_size=views.global_shape[0],
-        global_crop_scale=views.global_scale,
-        local_crop_size=views.local_shape[0],
-        local_crop_scale=views.local_scale,
-        n_local_views=views.local_count,
+    head, count = config.head, config.views.global_count
+    module = DINO(
+        build_timm(config, config.model.drop_path),
+        projector_hidden_dim=head.hidden_dim,
+        projector_bottleneck_dim=head.bottleneck_dim,
+        n_prototypes=head.prototypes,
     )
-    return cut
+    weights = module.parameters(with_callbacks=False)
+    student = [weight for weight in weights if weight.requires_grad]
+    optimizer = torch.optim.AdamW(student, lr=1e-5)
+
+    def step(views: list[Tensor]) -> float:
+        loss = module(global_views=views[:count], local_views=views[count:]).loss
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(student, config.optim.clip)
+        optimizer.step()
+        for part in (module.backbone, module.projector):
+            part.update_teacher()
+        return float(loss.detach())
+
+    return step
+
+
+STEPS: dict[str, Callable[[PretrainConfig], Step]] = {
+    "lightly": lightly_step,
+    "stable-pretraining": stable_step,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+    config = read_run(options.run).config
+    images = options.output / "images"
+    source = open_source(config.data.images)
+    write_images(source, images)
+    train = partial(train_peer, config, images, len(source), seed=options.seed)
+    seconds = []
+    for steps in TRIALS:
+        start = time.perf_counter()
+        train(options.output / "trial", steps)
+        seconds.append(time.perf_counter() - start)
+    step = (seconds[1] - seconds[0]) / (TRIALS[1] - TRIALS[0])
+    start = time.perf_counter()
+    train(options.output / "run", int(60 * options.minutes / step))
+    print(f"{time.perf_counter() - start:.0f} seconds, {step:.3f} a step in the trials", flush=True)
+    exported = options.output / "run" / "exported_models" / "exported_last.pt"
+    shutil.copyfile(exported, options.output / "weights.pth")
+
+
+def write_images(source: ImageSet, folder: Path) -> None:
+    """Write the images as files, which is what lightly-train reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in range(len(source)):
+        to_pil_image(read_image(source, place)).save(folder / f"{place:06}.png")
+
+
+def train_peer(
+    config: PretrainConfig, images: Path, count: int, output: Path, steps: int, *, seed: int
+) -> None:
+    """Train for so many steps."""
+    import lightly_train
+
+    torch.manual_seed(seed)
+    views = config.views
+    model = build_timm(config)
+    model.pretrained_cfg = {}  # where the export looks for the name of a published model
+    lightly_train.pretrain(
+        out=output,
+        data=images,
+        model=model,
+        method="dino",
+        epochs=-(-steps // (count // BATCH)),
+        transform_args={"image_size": views.global_shape, "local_view": {"view_size": views.local_shape}},
+        trainer_args={"max_steps": steps},
+        accelerator="cpu",
+        num_workers=0,
+        seed=seed,
+        overwrite=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,30 +1,32 @@
 """Small sets in little time: what `recipe=auto` and nothing else makes of a few thousand images.
 
-    python -m benchmarks.small FOLDER --out benchmarks/results/cpu/small.json [--minutes 10] [--seeds 3]
+    python -m benchmarks.small small FOLDER --out benchmarks/results/cpu/small.json
+    python -m benchmarks.small race FOLDER --plot docs/race.png --out benchmarks/results/cpu/race.json
 
-FOLDER holds flowers/train.parquet, flowers/test.parquet and the same of groceries, hands and cifar10; the
-textures are generated, and the grey sets are made of the coloured ones. Each run has a core to itself
-(--cores: or more), and as many run at a time as there are cores; with --peer, lightly-train's DINO takes as
-long on the same core. A run that has ended is judged as it is, so the program goes on where it was. Judged by
-k-NN (k = 20) and a logistic regression, with 10,000 training images in the bank and 2,000 test images, or
-with all (--whole); no run has seen a label of any image. What decides between recipes is how far k-NN is
-above raw pixels, on average over the sets: the note of the first table says it.
+`small` trains ten minutes of one core, three seeds; `hours` an hour of two cores, judged by all images;
+`race` one and five minutes beside lightly-train's DINO, which takes as long on the same core; `cifar10` the
+hour of configs/pretrain/cifar10_cpu.yaml. FOLDER holds flowers/train.parquet, flowers/test.parquet and the
+same of groceries, hands and cifar10; textures are generated, and the grey sets are made of the coloured ones.
+As many runs go at a time as there are cores for. One that has ended is judged as it is, so the program goes
+on where it was. Judged by k-NN (k = 20) and a logistic regression, with 10,000 training images in the bank
+and 2,000 test images, or with all (--whole); no run has seen a label. What decides between recipes is how far
+k-NN is above raw pixels, on average over the sets: the note of the first table says it.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product, repeat
 from pathlib import Path
 from queue import Queue
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -33,12 +35,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.cifar10 import labels
 from benchmarks.measure import Row, Table, arguments, report
-from dino_vit.config.loading import load
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
@@ -49,84 +46,89 @@ from dino_vit.eval.online import rankme
 from dino_vit.eval.reading import pixel_features
 from dino_vit.models.backbone import Backbone, FeatureSpec
 from dino_vit.reports.record import read_run, verdict
-from dino_vit.training.budget import measured_seconds
-from dino_vit.training.setup import build_untrained, open_context
+from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
 GREY = "-grey"  # after the name of a set: the same images without colours
 PHOTOS = ("flowers", "groceries", "hands")
 SETS = ("textures", "cifar10", *(f"{name}{grey}" for name in PHOTOS for grey in ("", GREY)))
-TEXTURES = 20_000
-GENERATED = {"textures": f"synthetic:{TEXTURES}:32"}
+TEXTURES, SIDE = 20_000, 32  # generated images, and their side
 PIXELS = 48  # largest side of images whose raw pixels are compared
-K = 20
+K, QUERIES = 20, 2000
 Judged = tuple[int | None, int | None]  # images of the bank and of the queries; None: all
-QUERIES = 2000
 JUDGED: Judged = (10_000, QUERIES)
 PENALTIES, ITERATIONS = (1e-3, 1e-2, 1e-1, 1.0), 200
-TIMINGS = 3  # of each variant's step
 PEER = "lightly-train"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LIGHTLY_TRAIN_EVENTS_DISABLED": "1"}
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "LIGHTLY_TRAIN_EVENTS_DISABLED": "1"}
+CIFAR10 = Path(__file__).parents[1] / "configs" / "pretrain" / "cifar10_cpu.yaml"
+USUAL: dict[str, Any] = {"seeds": 1, "cores": 1, "whole": False, "peer": False, "config": None}
+WHAT: dict[str, dict[str, Any]] = {
+    "small": {"minutes": [10], "seeds": 3, "sets": SETS},
+    "hours": {"minutes": [60], "sets": ("groceries", "flowers", "cifar10"), "cores": 2, "whole": True},
+    "race": {"minutes": [1, 5], "sets": (*PHOTOS, "cifar10"), "peer": True},
+    "cifar10": {"minutes": [], "sets": ("cifar10",), "cores": 2, "whole": True, "config": CIFAR10},
+}
+COLOURS = {"trained": "#1f5fbf", PEER: "#b5522b", "raw pixels": "#555555"}
+Figures = dict[str, dict[str, float]]  # by who is judged, and by figure
 
 
-def main(description: str = __doc__.splitlines()[0], **defaults: Any) -> None:
-    """Train and judge; `defaults` are of the options."""
-    parser = arguments(description)
+class Job(NamedTuple):
+    """A run to make; without minutes, of the length of its configuration."""
+
+    name: str  # of the set
+    minutes: float | None
+    seed: int
+    output: Path
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", choices=WHAT, metavar="WHAT", help=", ".join(WHAT))
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--minutes", type=float, default=10, help="of a run (default %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each set (default %(default)s)")
-    parser.add_argument("--cores", type=int, default=1, help="of a run (default %(default)s)")
-    parser.add_argument("--sets", nargs="*", default=SETS[:-1], choices=SETS, metavar="SET")
-    parser.add_argument("--whole", action="store_true", help="judge by all images")
-    parser.add_argument("--peer", action="store_true", help="train lightly-train's DINO as long, beside")
+    parser.add_argument("--minutes", type=float, nargs="*", help="of the runs")
+    parser.add_argument("--seeds", type=int, help="runs of each set")
+    parser.add_argument("--cores", type=int, help="of a run")
+    parser.add_argument("--sets", nargs="*", choices=SETS, metavar="SET")
+    parser.add_argument("--whole", action="store_true", default=None, help="judge by all images")
+    parser.add_argument("--peer", action="store_true", default=None, help="train lightly-train's DINO beside")
+    parser.add_argument("--config", type=Path, help="in the place of recipe=auto")
     parser.add_argument("--runs", type=Path, default=Path("runs/small"), help="their folders go here")
+    parser.add_argument("--plot", type=Path, help="PNG to draw of k-NN over minutes")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="to try another recipe")
-    parser.set_defaults(repeats=0, threads=1, **defaults)
+    parser.set_defaults(repeats=0, threads=1)
     options = parser.parse_intermixed_args()
+    given = {key: value for key, value in vars(options).items() if value is not None}
+    options = argparse.Namespace(**{**vars(options), **USUAL, **WHAT[options.what], **given})
     torch.set_num_threads(1)
-    folders = {
-        name: (options.runs / "sets" if name.endswith(GREY) else options.folder) / name
-        for name in options.sets
-        if name not in GENERATED
-    }
-    for name, folder in folders.items():
-        for part in ("train.parquet", "test.parquet"):
-            if name.endswith(GREY) and not (folder / part).exists():
-                write_grey(options.folder / name.removesuffix(GREY) / part, folder / part)
+    folders = prepare(options.sets, options.folder, options.runs)
     jobs = [
-        Job(
-            name,
-            seed,
-            options.runs / f"{name}-{seed}",
-            [f"budget.minutes={options.minutes}", *options.settings],
-        )
-        for seed, name in product(range(options.seeds), options.sets)
+        Job(name, minutes, seed, options.runs / f"{options.what}-{name}-{minutes or 0:g}-{seed}")
+        for minutes, seed, name in product(options.minutes or [None], range(options.seeds), options.sets)
     ]
-    train(jobs, folders, options.minutes if options.peer else None, options.cores)
+    train(jobs, folders, options)
     most = (None, None) if options.whole else JUDGED
     free = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(free, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        outputs, names = [job.output for job in jobs], [job.name for job in jobs]
-        judged = list(pool.map(judge, outputs, names, repeat(folders), repeat(most)))
-    figures = {
-        name: [found for job, found in zip(jobs, judged, strict=True) if job.name == name]
-        for name in options.sets
-    }
-    told = [f"{job.name}, seed {job.seed}: {said(job.output)}" for job in jobs]
-    cores = "one core" if options.cores == 1 else f"{options.cores} cores"
-    title = f"Small sets, {options.minutes:g} minutes of {cores}, recipe=auto, seeds: {options.seeds}"
-    neighbours = [row_of(name, "k-NN", figures[name]) for name in options.sets]
-    above = mean(row.speed["trained"] - row.speed["raw pixels"] for row in neighbours)
-    note = f"Mean of the seeds; above raw pixels by {above:.1f} points on average over the sets. "
-    note += "What the runs said of themselves at their end: " + " ".join(told)
-    others = [figure for figure in figures[options.sets[0]][0]["untrained"] if figure != "k-NN"]
-    rest = [row_of(name, figure, figures[name]) for name, figure in product(options.sets, others)]
-    tables = [
-        Table(f"{title}: k-NN of the CLS token", "per cent", neighbours, note, ratio="trained / best other"),
-        Table(f"{title}: other readings", "per cent, or dimensions", rest, ratio="trained / untrained"),
-    ]
-    report(tables, options)
+        judged = list(pool.map(judge, jobs, repeat(folders), repeat(most)))
+    found = tables(jobs, judged, options)
+    report(found, options)
+    if options.plot:
+        draw(found[0].rows, options.plot)
+
+
+def prepare(names: Sequence[str], given: Path, runs: Path) -> dict[str, Path]:
+    """Return the folders of sets that are not generated; make those in grey."""
+    folders = {}
+    for name in names:
+        if name == "textures":
+            continue
+        folders[name] = (runs / "sets" if name.endswith(GREY) else given).absolute() / name
+        for part in ("train.parquet", "test.parquet"):
+            if name.endswith(GREY) and not (folders[name] / part).exists():
+                write_grey(given / name.removesuffix(GREY) / part, folders[name] / part)
+    return folders
 
 
 def write_grey(source: Path, target: Path) -> None:
@@ -143,81 +145,49 @@ def write_grey(source: Path, target: Path) -> None:
     pq.write_table(table.set_column(column, field, pa.array(images, type=field.type)), target)
 
 
-class Job(NamedTuple):
-    """A run to make."""
-
-    name: str  # of the set
-    seed: int
-    output: Path
-    settings: Sequence[str]
-    tree: Path | None = None  # of another version of the project
-
-
-def measured_steps(variants: dict[str, list[str]], minutes: float, known: Path) -> dict[str, int]:
-    """Return the steps of one core that fit into the minutes for each variant, measured in turn, once.
-
-    So what else the machine does during the runs changes nothing.
-    """
-    if known.exists():
-        found: dict[str, int] = json.loads(known.read_bytes())
-        return found
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        seconds = list(pool.map(step_seconds, [*variants.values()] * TIMINGS))
-    steps = {
-        variant: round(60 * minutes / median(seconds[number :: len(variants)]))
-        for number, variant in enumerate(variants)
-    }
-    write_bytes(known, json.dumps(steps).encode())
-    return steps
-
-
-def step_seconds(settings: list[str]) -> float:
-    """Return the seconds of a step on one core."""
-    torch.set_num_threads(1)
-    config = load(PretrainConfig, None, [*settings, "budget.steps=1000"])
-    return measured_seconds(config, open_context(config, start_processes()))[0]
-
-
-def of_set(name: str, folders: dict[str, Path]) -> list[str]:
-    """Return the settings of all runs on a set."""
-    source = folders[name] / "train.parquet" if name in folders else GENERATED[name]
-    return [f"data.source={source}", "data.workers=0", "recipe=auto"]
-
-
-def train(
-    jobs: Sequence[Job], folders: dict[str, Path], peer: float | None = None, cores_of_each: int = 1
-) -> None:
-    """Train all that have not ended, each on cores of its own; lightly-train beside for `peer` minutes."""
+def train(jobs: Sequence[Job], folders: Mapping[str, Path], options: argparse.Namespace) -> None:
+    """Train all that have not ended, each on cores of its own."""
     cores: Queue[list[int]] = Queue()
     there = sorted(os.sched_getaffinity(0))
-    for first in range(0, len(there) - cores_of_each + 1, cores_of_each):
-        cores.put(there[first : first + cores_of_each])
+    for first in range(0, len(there) - options.cores + 1, options.cores):
+        cores.put(there[first : first + options.cores])
 
-    def one(job: Job) -> None:
-        name, seed, output, settings, tree = job
-        own = [*of_set(name, folders), f"seed={seed}", f"output={output}"]
-        if cores_of_each > 1:
-            own.remove("data.workers=0")
+    def train_one(job: Job) -> None:
         mine = cores.get()
+        environ = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(len(mine))}
         try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with output.with_suffix(".log").open("a") as log:
-                commands = [["dino_vit", "pretrain", *own, *settings]]
-                if peer and not (peer_of(output) / "weights.pth").exists():
-                    budget = [f"--minutes={peer}", f"--seed={seed}"]
-                    commands.append(["benchmarks.small_peer", str(output), str(peer_of(output)), *budget])
-                environ = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(cores_of_each)}
-                pin: Callable[[], None] = lambda: os.sched_setaffinity(0, mine)  # noqa: E731
-                for command in commands:
-                    whole = [sys.executable, "-m", *command]
-                    options: dict[str, Any] = {"cwd": tree, "env": environ, "preexec_fn": pin}
-                    subprocess.run(whole, stdout=log, stderr=log, check=True, **options)
-            print(f"{output}: {said(output)}", file=sys.stderr, flush=True)
+            job.output.parent.mkdir(parents=True, exist_ok=True)
+            with job.output.with_suffix(".log").open("a") as log:
+                for command in commands(job, folders, options):
+                    whole = [
+                        "taskset",
+                        "--cpu-list",
+                        ",".join(map(str, mine)),
+                        sys.executable,
+                        "-m",
+                        *command,
+                    ]
+                    subprocess.run(whole, stdout=log, stderr=log, check=True, env=environ)
+            print(f"{job.output}: {said(job.output)}", file=sys.stderr, flush=True)
         finally:
             cores.put(mine)
 
     with ThreadPoolExecutor(cores.qsize()) as pool:
-        list(pool.map(one, jobs))
+        list(pool.map(train_one, jobs))
+
+
+def commands(job: Job, folders: Mapping[str, Path], options: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the run, and lightly-train's beside it."""
+    source = folders[job.name] / "train.parquet" if job.name in folders else f"synthetic:{TEXTURES}:{SIDE}"
+    own = [f"data.source={source}", f"seed={job.seed}", f"output={job.output}"]
+    own += ["recipe=auto"] if options.config is None else ["--config", str(options.config)]
+    own += [] if job.minutes is None else [f"budget.minutes={job.minutes:g}"]
+    own += ["data.workers=0"] if options.cores == 1 else []
+    yield ["dino_vit", "pretrain", *own, *options.settings]
+    peer = peer_of(job.output)
+    if options.peer and not (peer / "weights.pth").exists():
+        budget = [f"--minutes={job.minutes:g}", f"--seed={job.seed}"]
+        yield ["benchmarks.peer", str(job.output), str(peer), *budget]
 
 
 def peer_of(output: Path) -> Path:
@@ -230,63 +200,54 @@ def said(output: Path) -> str:
     return " ".join(verdict(read_run(output)).paragraphs)
 
 
-def parts(name: str, folders: dict[str, Path], judged: Judged) -> Iterator[tuple[ImageSet, list[int]]]:
-    """Yield the bank and the queries: a source, and the places of the images in a random order."""
+def parts(name: str, folders: Mapping[str, Path], judged: Judged) -> Iterator[tuple[ImageSet, list[int]]]:
+    """Yield the bank and the queries: a source, and the indices of the images in a random order."""
     if name in folders:
         opened = [open_source(str(folders[name] / f"{part}.parquet")) for part in ("train", "test")]
     else:
-        whole = make_textures(length=TEXTURES + QUERIES)
-        opened = [whole.subset(range(TEXTURES)), whole.subset(range(TEXTURES, len(whole)))]
+        textures = make_textures(length=TEXTURES + QUERIES, size=SIDE)
+        opened = [textures.subset(range(TEXTURES)), textures.subset(range(TEXTURES, len(textures)))]
     for source, most in zip(opened, judged, strict=True):
         order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
         yield source, order[:most].tolist()
 
 
-def judge(
-    output: Path, name: str, folders: dict[str, Path], judged: Judged = JUDGED
-) -> dict[str, dict[str, float]]:
+def judge(job: Job, folders: Mapping[str, Path], judged: Judged = JUDGED) -> Figures:
     """Return the figures of the trained network, of the untrained one and of raw pixels."""
-    record = read_run(output)
+    record = read_run(job.output)
     transform = build_eval_transform(record.config)
-    sets = list(parts(name, folders, judged))
-    targets = [labels(source, torch.tensor(places)) for source, places in sets]
+    sets = list(parts(job.name, folders, judged))
+    targets = [torch.tensor([source.label(index) for index in indices]) for source, indices in sets]
     spec = FeatureSpec(tokens="cls+mean", blocks=min(4, record.config.model.shape[1]))
+    cls = FeatureSpec().columns_in(spec, record.config.model.shape[0])
 
     def features(model: Backbone) -> list[Tensor]:
-        return [
-            FrozenBackbone(model=model, transform=transform, batch_size=256)
-            .extract(source, places, spec=spec)
-            .values
-            for source, places in sets
-        ]
+        frozen = FrozenBackbone(model=model, transform=transform, batch_size=256)
+        return [frozen.extract(source, indices, spec=spec).values for source, indices in sets]
 
-    networks = {"trained": load_backbone(output), "untrained": build_untrained(record.config)[1].backbone}
-    found = {}
+    def knn(bank: Tensor, queries: Tensor) -> float:
+        ranked = weighted_knn(bank, targets[0], queries, k=[K])[K]
+        return 100 * float((ranked[:, 0] == targets[1]).float().mean())
+
+    networks = {"trained": load_backbone(job.output), "untrained": build_untrained(record.config)[1].backbone}
+    found: Figures = {}
     for title, model in networks.items():
         bank, queries = features(model)
-        cls = FeatureSpec().columns_in(spec, model.width)
         found[title] = {
-            "k-NN": knn(bank[:, cls], targets[0], queries[:, cls], targets[1]),
-            "k-NN of 4 blocks + mean patch": knn(bank, targets[0], queries, targets[1]),
+            "k-NN": knn(bank[:, cls], queries[:, cls]),
+            "k-NN of 4 blocks + mean patch": knn(bank, queries),
             "linear": linear(bank[:, cls], targets[0], queries[:, cls], targets[1]),
             "effective rank": rankme(bank[:QUERIES, cls]),
         }
     small = replace(transform, size=(min(transform.size[0], PIXELS),) * 2)
-    pixels = [pixel_features(s, places, transform=small).values for s, places in sets]
-    if (weights := peer_of(output) / "weights.pth").exists():
+    pixels = [pixel_features(source, indices, transform=small).values for source, indices in sets]
+    found["raw pixels"] = {"k-NN": knn(*pixels)}
+    if (weights := peer_of(job.output) / "weights.pth").exists():
         model = load_backbone(weights, format="timm", heads=record.config.model.shape[2])
         bank, queries = features(model)
-        readings = (FeatureSpec().columns_in(spec, model.width), slice(-model.width, None))
-        scores = [knn(bank[:, part], targets[0], queries[:, part], targets[1]) for part in readings]
-        found[PEER] = {"k-NN": max(scores)}  # of CLS or of the mean patch, which it trains
-    found["raw pixels"] = {"k-NN": knn(pixels[0], targets[0], pixels[1], targets[1])}
+        readings = (cls, slice(-model.width, None))  # of CLS or of the mean patch, which it trains
+        found[PEER] = {"k-NN": max(knn(bank[:, part], queries[:, part]) for part in readings)}
     return found
-
-
-def knn(bank: Tensor, bank_targets: Tensor, queries: Tensor, targets: Tensor) -> float:
-    """Return the share of queries that their neighbours classify rightly."""
-    ranked = weighted_knn(bank, bank_targets, queries, k=[K])[K]
-    return 100 * float((ranked[:, 0] == targets).float().mean())
 
 
 def linear(bank: Tensor, bank_targets: Tensor, queries: Tensor, targets: Tensor) -> float:
@@ -299,6 +260,28 @@ def linear(bank: Tensor, bank_targets: Tensor, queries: Tensor, targets: Tensor)
     return 100 * int(count_correct(heads, queries, targets)[best]) / len(queries)
 
 
+def tables(jobs: Sequence[Job], judged: Sequence[Figures], options: argparse.Namespace) -> list[Table]:
+    """Tabulate the means over the seeds of all figures."""
+    by_row: dict[str, list[Figures]] = {}
+    for job, found in zip(jobs, judged, strict=True):
+        minutes = f", {job.minutes:g} minute{'s' * (job.minutes != 1)}" if job.minutes else ""
+        by_row.setdefault(job.name + minutes * (len(options.minutes) > 1), []).append(found)
+    neighbours = [row_of(name, "k-NN", found) for name, found in by_row.items()]
+    figures = [figure for figure in judged[0]["untrained"] if figure != "k-NN"]
+    others = [row_of(name, figure, found) for (name, found), figure in product(by_row.items(), figures)]
+    above = mean(row.speed["trained"] - row.speed["raw pixels"] for row in neighbours)
+    note = f"Mean of the seeds; above raw pixels by {above:.1f} points on average over the sets. "
+    note += "What the runs said of themselves at their end: "
+    note += " ".join(f"{job.output.name}: {said(job.output)}" for job in jobs)
+    minutes = " and ".join(f"{one:g}" for one in options.minutes) or "all"
+    recipe = "recipe=auto" if options.config is None else options.config.name
+    cores = "one core" if options.cores == 1 else f"{options.cores} cores"
+    title = f"Small sets, {minutes} minutes of {cores}, {recipe}, seeds: {options.seeds}"
+    knn = Table(f"{title}: k-NN of the CLS token", "per cent", neighbours, note, ratio="trained / best other")
+    rest = Table(f"{title}: other readings", "per cent, or dimensions", others, ratio="trained / untrained")
+    return [knn, rest]
+
+
 def row_of(name: str, figure: str, found: Sequence[dict[str, dict[str, float]]]) -> Row:
     """Return the means over the seeds of a figure."""
     titles = [title for title in found[0] if figure in found[0][title]]
@@ -307,6 +290,32 @@ def row_of(name: str, figure: str, found: Sequence[dict[str, dict[str, float]]])
     deviation = f" ± {stdev(spread):.1f}" if len(spread) > 1 else ""
     best = max(value for title, value in values.items() if title != "trained")
     return Row(f"{name}: {figure}{deviation}", values, values["trained"] / best)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw k-NN over minutes, a plot for each set and a line for each network."""
+    from matplotlib.figure import Figure
+
+    sets = dict.fromkeys(row.name.partition(",")[0] for row in rows)
+    figure = Figure(figsize=(3 * len(sets), 3), layout="constrained")
+    for number, name in enumerate(sets, 1):
+        axis = figure.add_subplot(1, len(sets), number)
+        own = [row for row in rows if row.name.startswith(f"{name},")]
+        minutes = [0.0, *(float(row.name.split()[1]) for row in own)]
+        for title, colour in COLOURS.items():
+            values = [own[0].speed["untrained"], *(row.speed[title] for row in own if title in row.speed)]
+            style: dict[str, Any] = {"color": colour, "label": "dino-vit" if title == "trained" else title}
+            if title == "raw pixels":
+                axis.axhline(values[-1], linestyle=":", **style)
+            elif len(values) == len(minutes):
+                axis.plot(minutes, values, marker="o", markersize=4, **style)
+        axis.set(title=name, xlabel="minutes of one core", ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+        if number == 1:
+            axis.set_ylabel("k-NN on test images, per cent")
+            axis.legend(fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

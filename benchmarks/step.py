@@ -1,21 +1,26 @@
-"""One training step of ViT-S/16 beside the 2021 code's: images a second and peak memory.
+"""One training step of ViT-S/16 beside the 2021 code's and other libraries': speed, memory, the host's time.
 
     python -m benchmarks.step --repeats 5 --batch 8
 
 2 × 224 and 8 × 96 pixels, 65,536 prototypes that learn, AdamW; views that are ready, no logging. Ours is the
 training loop's own step on a state set up from a config; the other is `benchmarks/reference.py` with the same
-weights, views and rates, in float32 on a CPU and in fp16 with a scaler on CUDA. Memory is all that two steps
-take on top of the imports: networks, optimiser, gradients, activations. On CUDA: ViT-S/16 and ViT-B/16, with
-64 and with 256 images.
+weights, views and rates. Memory is all that two steps take on top of the imports: networks, optimiser,
+gradients, activations. Of lightly's modules and stable-pretraining's DINO those that are installed take the
+same step in float32. What a step costs the host is measured where arithmetic is negligible: 12 blocks of
+width 12, two images, few prototypes, one thread, augmentation included in ours; nearly all the time goes into
+calling operators, which a GPU would wait for.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from itertools import repeat
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -23,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import reference
-from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report, where
+from benchmarks import peer, reference
+from benchmarks.measure import Row, Table, Work, arguments, compare, peak_memory, report
 from dino_vit.cli import tune_process
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
@@ -40,7 +45,6 @@ from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_masking
 from dino_vit.views.loader import Batch
 
-CONTENDERS = ("dino_vit", "reference")
 FIXED: dict[str, Any] = {
     "data.source": "synthetic",
     "data.workers": 0,
@@ -52,9 +56,27 @@ FIXED: dict[str, Any] = {
     "run.eval_every": None,
     "run.log_every": 1_000_000,
 }
-ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 and with 256 images, bf16 beside the reference's fp16; share of peak"
-ARCHS = {"vit_small": "ViT-S/16", "vit_base": "ViT-B/16"}
+TINY: dict[str, Any] = {  # arithmetic is negligible
+    "data.source": "synthetic:64:40",
+    "data.batch_size": 2,
+    "data.augment_on": "device",
+    "data.mean": (0.5,) * 3,
+    "data.std": (0.2,) * 3,
+    "model.arch": None,
+    "model.width": 12,
+    "model.depth": 12,
+    "model.heads": 3,
+    "model.patch_size": 8,
+    "views.global_size": 32,
+    "views.local_size": 16,
+    "head.hidden_dim": 16,
+    "head.bottleneck_dim": 8,
+    "head.prototypes": 64,
+    "run.precision": "no",
+}
+CONTENDERS = ("dino_vit", "2021 code")
 LABELS = {"no": "float32", "bf16": "bf16", "fp16": "fp16"}
+TIMED = 20  # steps of the host that are timed together
 
 
 @dataclass(frozen=True)
@@ -67,10 +89,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        how = [ARCHS[self.changes["model.arch"]]] if self.changes.get("model.arch") else []
-        how += [LABELS[self.precision]]
-        how += ["blocks recomputed"] if self.changes.get("model.grad_checkpointing") else []
-        return f"{', '.join(how)}, {self.batch} images"
+        how = ", blocks recomputed" if self.changes.get("model.grad_checkpointing") else ""
+        return f"{LABELS[self.precision]}{how}, {self.batch} images"
 
     @property
     def config(self) -> PretrainConfig:
@@ -84,9 +104,7 @@ class Ours:
     def __init__(self, case: Case) -> None:
         with TemporaryDirectory() as folder:
             config = replace(case.config, {"output": folder})
-            accelerator = start_processes()
-            run_ = set_up(config, accelerator)
-        self.state: TrainingState = run_.state
+            self.state: TrainingState = set_up(config, start_processes()).state
         self.state.augment = cast(Augment, lambda views, _: views)  # they are ready
         for network in (self.state.student, self.state.teacher):
             assert isinstance(network.backbone, VisionTransformer)
@@ -95,12 +113,6 @@ class Ours:
 
     def __call__(self) -> None:
         take_step(self.state, self.batches)
-
-    def loss(self) -> float:
-        """Return the mean loss of the steps since it was asked for last."""
-        loss = self.state.interval.read()["loss"]
-        self.state.interval.restart()
-        return loss
 
 
 class Reference:
@@ -120,8 +132,7 @@ class Reference:
             momentum=MOMENTUM,
         )
         self.trainer = reference.Trainer(student, teacher, loss, clip=config.optim.clip, device=device)
-        views = make_batch(config, device).views.values()
-        self.views = [view for of_a_size in views for view in torch.split(of_a_size, config.data.batch_size)]
+        self.views = split_views(make_batch(config, device), config.data.batch_size)
         self.state, self.step = state, 0
 
     def __call__(self) -> float:
@@ -175,11 +186,16 @@ def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
     )
 
 
-def build_run(name: str, case: Case, device: torch.device) -> Work:
+def split_views(batch: Batch, images: int) -> list[Tensor]:
+    """Return a tensor for each view, the global ones first."""
+    return [view for of_a_size in batch.views.values() for view in torch.split(of_a_size, images)]
+
+
+def build_run(name: str, case: Case) -> Work:
     """Return what memory is measured of: building everything, and two steps."""
 
     def run() -> None:
-        step = Ours(case) if name == "dino_vit" else Reference(case.config, device)
+        step = Ours(case) if name == "dino_vit" else Reference(case.config, torch.device("cpu"))
         step()
         step()
 
@@ -190,76 +206,108 @@ def measure(case: Case, repeats: int) -> tuple[Row, str]:
     """Measure one row, and say what it comes to."""
     print(f"{case.name} ...", file=sys.stderr, flush=True)
     ours = Ours(case)
-    device = ours.state.device
-    works: dict[str, Work] = {"dino_vit": ours, "reference": Reference(case.config, device, ours.state)}
-    row = compare(case.name, works, items=case.batch, repeats=repeats, device=device.type)
-    share = ""
-    if case.precision == "bf16":
-        share = f", {matrix_share(ours, ours.state.device, row.speed['dino_vit'] / case.batch)}"
-    del ours, works  # the peak on CUDA is that of the process
-    memory = {name: peak_memory(build_run, name, case, device, device=device.type) for name in CONTENDERS}
-    row.memory.update(memory)
-    peak, other = (memory[name] for name in CONTENDERS)
-    compared = f", {peak / other:.2f} times its memory" if peak and other else ""
-    return row, f"{case.name}: {row.advantage:.2f} times the reference's speed{compared}{share}."
+    works: dict[str, Work] = {
+        "dino_vit": ours,
+        "2021 code": Reference(case.config, torch.device("cpu"), ours.state),
+    }
+    row = compare(case.name, works, items=case.batch, repeats=repeats)
+    share = f", {product_share(ours, row.speed['dino_vit'] / case.batch)}" if case.precision == "bf16" else ""
+    row.memory.update({name: peak_memory(build_run, name, case) for name in CONTENDERS})
+    peak, other = row.memory.values()
+    memory = f", {peak / other:.2f} times its memory" if peak and other else ""
+    return row, f"{case.name}: {row.advantage:.2f} times the 2021 code's speed{memory}{share}."
 
 
-def matrix_share(step: Work, device: torch.device, rate: float) -> str:
-    """Set the matrix products of so many steps a second beside the fastest that the device does in bf16."""
+def product_share(step: Work, rate: float) -> str:
+    """Set the products of so many steps a second beside the fastest that the processor does in bf16."""
     with FlopCounterMode(display=False) as counter:
         step()
-    reached = counter.get_total_flops() * rate
-    side, products, seconds = *((8192, 10) if device.type == "cuda" else (2048, 1)), []
-    square = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    reached, side, seconds = counter.get_total_flops() * rate, 2048, []
+    square = torch.randn(side, side, dtype=torch.bfloat16)
     for _ in range(8):
         start = time.perf_counter()
-        for _ in range(products):
-            product = square @ square
-        float(product[0, 0])  # wait for it
-        seconds.append((time.perf_counter() - start) / products)
+        square @ square
+        seconds.append(time.perf_counter() - start)
     peak = 2 * side**3 / min(seconds)
     fastest = f"a bf16 product of {side} × {side} reaches {peak / 1e12:.2f}"
     return f"{reached / 1e12:.2f} TFLOP/s where {fastest} ({reached / peak:.0%})"
 
 
-def cases(device: str, batch: int | None) -> list[Case]:
-    """Name all rows of a device."""
-    if device == "cuda":
-        sizes = (batch,) if batch else (64, 256)
-        return [Case(images, "bf16", {"model.arch": arch}) for arch in ARCHS for images in sizes]
-    images = batch or 8
+def cases(images: int) -> list[Case]:
+    """Return all rows beside the 2021 code."""
     # float32 needs nearly the reference's memory, unless blocks are computed twice
     twice = Case(images, "no", {"model.grad_checkpointing": True})
     return [Case(images, "bf16"), Case(images, "no"), twice]
 
 
-def usual_cases(device: str) -> list[Case]:
-    """Name those in bf16 that other programs look at too."""
-    if device == "cuda":
-        return [Case(64, "bf16", {"model.arch": arch}) for arch in ARCHS]
-    return [Case(8, "bf16")]
-
-
-def run(*, repeats: int, threads: int, batch: int | None = None) -> list[Table]:
-    """Measure every row."""
-    torch.set_num_threads(threads)
-    device, rows, notes = here().type, [], []
-    for case in cases(device, batch):
-        try:
-            row, note = measure(case, repeats)
-        except torch.cuda.OutOfMemoryError:
-            notes.append(f"{case.name}: not both fit in the device's memory.")
+def beside_libraries(images: int, repeats: int) -> Row:
+    """Measure our step beside those of all libraries that are installed, in float32."""
+    case = Case(images, "no")
+    works: dict[str, Work] = {
+        "dino_vit": Ours(case),
+        "2021 code": Reference(case.config, torch.device("cpu")),
+    }
+    views = split_views(make_batch(case.config, torch.device("cpu")), images)
+    for name, build in peer.STEPS.items():
+        if find_spec(name.replace("-", "_")):
+            works[name] = partial(build(case.config), views)
         else:
-            rows.append(row)
-            notes.append(note)
-    other = "fp16" if device == "cuda" else "float32"
-    title = f"Training step, {where(threads)}, reference in {other}"
-    return [Table(title, "images a second", rows, "\n".join(notes))]
+            print(f"no column of {name}, which is not installed", file=sys.stderr)
+    return compare(case.name, works, items=images, repeats=repeats)
+
+
+class TinyStep:
+    """A whole step, from uint8 views, of a network whose arithmetic is negligible."""
+
+    def __init__(self, changes: Mapping[str, Any]) -> None:
+        with TemporaryDirectory() as folder:
+            config = replace(PretrainConfig(), {**FIXED, **TINY, **changes, "output": folder})
+            self.state = set_up(config, start_processes()).state
+            self.batches = repeat(next(self.state.loader.batches()))
+
+    def __call__(self) -> None:
+        take_step(self.state, self.batches)
+
+
+def host_row(name: str, changes: Mapping[str, Any], repeats: int) -> Row:
+    """Measure the milliseconds of this thread in a step, which other programs do not count to."""
+    ours = TinyStep(changes)
+    steps: dict[str, Work] = {
+        "dino_vit": ours,
+        "2021 code": Reference(ours.state.config, torch.device("cpu")),
+    }
+    rounds = [{key: thread_time(step) for key, step in steps.items()} for _ in range(repeats + 1)][1:]
+    milliseconds = {key: median(times[key] for times in rounds) for key in steps}
+    share = median(times["dino_vit"] / times["2021 code"] for times in rounds)
+    return Row(name, milliseconds, share)
+
+
+def thread_time(step: Callable[[], object]) -> float:
+    start = time.thread_time()
+    for _ in range(TIMED):
+        step()
+    return 1000 * (time.thread_time() - start) / TIMED
+
+
+def run(*, repeats: int, threads: int, images: int = 8) -> list[Table]:
+    """Measure every table."""
+    torch.set_num_threads(threads)
+    rows, notes = zip(*(measure(case, repeats) for case in cases(images)), strict=True)
+    where, unit = f"CPU, {threads} threads", "images a second"
+    tables = [Table(f"Training step, {where}, the 2021 code in float32", unit, list(rows), "\n".join(notes))]
+    row = beside_libraries(images, repeats)
+    tables.append(Table(f"Training step beside other libraries, {where}, float32", unit, [row]))
+    torch.set_num_threads(1)
+    methods: dict[str, dict[str, Any]] = {"DINO": {}, "DINOv2": {"method": "dinov2"}}
+    rows = tuple(host_row(name, changes, repeats) for name, changes in methods.items())
+    note = "Ours with augmentation; the 2021 code's step is DINO's in both rows, and its views are ready."
+    title, ratio = "Host time of a step, CPU, 1 thread", "ours / 2021 code"
+    return [*tables, Table(title, "milliseconds", list(rows), note, ratio=ratio)]
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, help="images (default: 8 on a CPU, 64 and 256 on CUDA)")
+    parser.add_argument("--batch", type=int, default=8, help="images (default %(default)s)")
     options = parser.parse_args()
-    tune_process()  # as `dino-vit` does, which both contenders gain from
-    report(run(repeats=options.repeats, threads=options.threads, batch=options.batch), options)
+    tune_process()  # as `dino-vit` does, which all contenders gain from
+    report(run(repeats=options.repeats, threads=options.threads, images=options.batch), options)

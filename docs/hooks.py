@@ -34,18 +34,13 @@ COPIED = {
 }
 # What the page of figures shows: the stored results of a benchmark, and their heading.
 PLOTTED = {
-    "demo": "The quick demo",
     "small": "Small sets, in ten minutes of one core",
     "hours": "Small sets, in an hour of two cores",
+    "race": "Small sets, in one and five minutes of one core, beside lightly-train",
     "cifar10": "CIFAR-10, in an hour of two cores with AVX-512 and bf16",
-    "small_peer": "Beside lightly-train, in ten minutes of one core",
-    "distillation": "A student with a larger teacher",
-    "end_to_end": "The whole program",
     "step": "A step of training",
-    "backbone": "The network alone",
     "input": "Reading and cropping of images",
     "knn": "k-NN",
-    "processes": "Two processes",
 }
 FUNCTIONS = "reference/functions.md"
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
@@ -213,7 +208,7 @@ def figures_page() -> str:
             title, note = (result["tables"][0][key] for key in ("title", "note"))
             parts.append(f"![{title}]({name}-{device}.svg)")
             parts.append(f"*{title}.* {note.partition('What the runs said')[0]}")
-            parts.append(f"`python -m benchmarks.{name}`, {result['day']}, on {result['machine']}.")
+            parts.append(f"Measured on {result['day']}, on {result['machine']}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -222,5 +217,5 @@ FIGURES = """# Figures
 Drawn from the stored results of the programs in `benchmarks/`; longer bars are better.
 [All that is measured](measured.md) has every table. `make bench` repeats them on your machine.
 
-No GPU and no ImageNet run has been measured yet. A machine with another processor has other figures: only
+No ImageNet run has been measured yet. A machine with another processor has other figures: only
 those of one plot were measured together."""

@@ -24,7 +24,7 @@ from dino_vit.method.cross_entropy import (
 )
 
 # Of rows in float32 that a CPU takes from the logits to their gradient at a time: they stay in the cache of a
-# core, where a whole chunk would go through memory once for each operation (`benchmarks/objective.py`).
+# core, where a whole chunk would go through memory once for each operation.
 BLOCK_BYTES = 2**20
 
 

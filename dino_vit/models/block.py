@@ -133,7 +133,7 @@ def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """Return softmax(q·kᵀ·scale)·v, with the kernel that `benchmarks/attention.py` found fastest.
+    """Return softmax(q·kᵀ·scale)·v, with the kernel that was fastest (`benchmarks/TRIED.md`).
 
     The fused kernel of a CPU is slow in bfloat16, so there the softmax is written out: a backbone step of
     ViT-S/16 takes 0.95 s instead of 1.11 s.

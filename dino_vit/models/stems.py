@@ -24,7 +24,7 @@ FIRST_KERNEL = {
 class UnfoldedConv(nn.Conv2d):
     """A convolution whose stride is its kernel, as one product of unfolded patches: -> (B, N, D).
 
-    On a CPU in bfloat16 it takes a fourth of the time of the convolution (`benchmarks/RESULTS.md`).
+    On a CPU in bfloat16 it takes a fourth of the time of the convolution (`benchmarks/TRIED.md`).
     """
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,13 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from benchmarks import cifar10, end_to_end, host, knn, libraries, loop, objective
+from benchmarks import knn, peer, small, step
+from benchmarks.__main__ import RESULTS
 from benchmarks.input import MEAN, STD, Photos, published_views, tensor_views
-from benchmarks.step import FIXED, Case, cases, make_batch
-from dino_vit.config.loading import load, replace
+from benchmarks.measure import Result
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.sources.open import open_source
+from tests.support.image_sets import write_parquet
 from tests.support.runs import TINY as SETTINGS
-from tests.support.runs import run
 
 TINY: dict[str, Any] = {
     **{name: value for name, value in SETTINGS.items() if name.startswith(("model.", "head.", "views."))},
@@ -33,22 +33,30 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.slow  # they measure; what they compare with is tested in tests/training/test_loop.py
 
 
-def test_the_step_of_dinov2_is_compared_with_that_of_dino() -> None:
-    row, said = objective.measure(4, "bf16", objective.NAMES[:2], repeats=1, changes=TINY)
-    assert row.speed.keys() == row.memory.keys() == set(objective.NAMES[:2])
-    assert "times as long as DINO's" in said
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")  # lightly's
-@pytest.mark.parametrize("name", ["lightly", "stable_pretraining"])
+@pytest.mark.parametrize("name", peer.STEPS)
 def test_steps_of_other_libraries_change_their_networks(name: str) -> None:
-    pytest.importorskip(name)
-    config = Case(4, "no", {**TINY, "views.global_size": 224}).config  # the size that one of them asks first
-    step = {"lightly": libraries.lightly_step, "stable_pretraining": libraries.stable_step}[name](config)
-    views = [view for size in make_batch(config, CPU).views.values() for view in torch.split(size, 4)]
-    losses = torch.tensor([step(views) for _ in range(5)])
+    pytest.importorskip(name.replace("-", "_"))
+    # The size that one of them asks first.
+    config = step.Case(4, "no", {**TINY, "views.global_size": 224}).config
+    views = step.split_views(step.make_batch(config, CPU), 4)
+    take = peer.STEPS[name](config)
+    losses = torch.tensor([take(views) for _ in range(5)])
     assert losses.isfinite().all()
     assert losses.unique().numel() == 5
+
+
+def test_a_step_is_measured_beside_the_code_of_2021() -> None:
+    row, said = step.measure(step.Case(2, "bf16", TINY), repeats=1)
+    assert row.speed.keys() == row.memory.keys() == set(step.CONTENDERS)
+    assert "times the 2021 code's speed" in said
+    assert "TFLOP/s" in said
+
+
+def test_what_a_step_costs_the_host_is_measured_beside_the_code_of_2021() -> None:
+    row = step.host_row("DINOv2", {"method": "dinov2"}, repeats=1)
+    assert min(row.speed.values()) > 0
+    assert row.advantage == pytest.approx(row.speed["dino_vit"] / row.speed["2021 code"])
 
 
 def test_the_pipelines_of_pil_and_of_tensors_make_views_that_are_alike() -> None:
@@ -76,73 +84,30 @@ def facts_of(views: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([facts[:, 0], facts[:, 1], facts[:, 2:].mean(1)])
 
 
-def test_parts_of_the_host_time_add_up() -> None:
-    *parts, whole = host.parts("DINOv2", repeats=1).rows
-    for column, total in whole.speed.items():
-        assert sum(row.speed[column] for row in parts) == pytest.approx(total)
-    assert {"augmentation", "teacher", "student", "loss", "backward"} <= {row.name for row in parts}
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_rows_of_a_device_are_valid_configs(device: str) -> None:
-    rows = cases(device, None)
-    assert len({case.name for case in rows}) == len(rows)
-    for case in rows:
-        assert case.config.data.batch_size == case.batch
-
-
-def test_the_loop_is_taken_apart() -> None:
-    short = {"budget.steps": 6, "run.eval_every": None, "run.trackers": (), "data.workers": 0}
-    phases = {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
-    found = loop.shares({**short, **phases})
-    assert found.keys() == {"loading", "forward", "backward", "optimiser", loop.REST}
-    assert sum(found.values()) == pytest.approx(1)
-    assert min(found.values()) > 0
-
-
 def test_neighbours_vote_as_in_the_published_loop() -> None:
-    assert "for 60 of 60 queries" in knn.check(knn.make_case(4000, 60, CPU))
+    assert "for 60 of 60 queries" in knn.check(knn.make_case(4000, 60))
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")  # lightly's head
-def test_the_whole_program_of_everybody_takes_steps(tmp_path: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for number, data in enumerate(Photos(8, 40).files):
-        (photos / f"{number}.jpg").write_bytes(data)
-    own = {"data.source": str(photos), "data.batch_size": 4, "output": str(tmp_path / "run")}
-    config = replace(PretrainConfig(), {**FIXED, **TINY, **own, "run.precision": "bf16"})
-    works = end_to_end.contenders(config, steps=2)
-    assert set(works) >= {"dino_vit", "reference"}
-    before = {
-        name: [p.clone() for p in network_of(work).parameters() if p.requires_grad]
-        for name, work in works.items()
-    }
-    for name, work in works.items():
-        assert isinstance(work, end_to_end.Ours | end_to_end.Theirs)
-        with work.opened():
-            work()
-        after = [p for p in network_of(work).parameters() if p.requires_grad]
-        assert not all(map(torch.equal, before[name], after)), name
+def test_small_sets_are_trained_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"{number % 2}/{number}.jpg": data for number, data in enumerate(Photos(40, 40).files)}
+    for part in ("train", "test"):
+        write_parquet(tmp_path / "flowers" / f"{part}.parquet", files, classes="01")
+    (tmp_path / "tiny.yaml").write_text("")
+    short = ["budget.steps=10", "optim.warmup_epochs=0", "optim.freeze_last_layer_epochs=0"]
+    tiny = [f"{key}={value}" for key, value in SETTINGS.items() if key not in ("data.source", "budget.steps")]
+    given = ["cifar10", str(tmp_path), "--sets", "flowers", "flowers-grey", "--cores", "1"]
+    given += ["--config", str(tmp_path / "tiny.yaml"), "--runs", str(tmp_path / "runs")]
+    given += ["--out", str(tmp_path / "out.json"), *short, *tiny]
+    monkeypatch.setattr(sys, "argv", ["small", *given])
+    small.main()
+    neighbours, others = Result.read(tmp_path / "out.json").tables
+    assert [row.name for row in neighbours.rows] == ["flowers: k-NN", "flowers-grey: k-NN"]
+    assert neighbours.rows[0].speed.keys() == {"trained", "untrained", "raw pixels"}
+    assert neighbours.rows[0].speed["raw pixels"] == 100  # both parts are the same images
+    assert others.rows[0].name == "flowers: k-NN of 4 blocks + mean patch"
 
 
-def network_of(work: object) -> torch.nn.Module:
-    if isinstance(work, end_to_end.Ours):
-        return work.state.student
-    assert isinstance(work, end_to_end.Theirs)
-    owner = work.take.__self__  # type: ignore[attr-defined]
-    network = owner.student if hasattr(owner, "student") else owner.trainer.student
-    assert isinstance(network, torch.nn.Module)
-    return network
-
-
-def test_a_run_is_judged_beside_its_beginning_and_raw_pixels(tmp_path: Path) -> None:
-    phases = {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
-    run(tmp_path / "run", {"data.source": "synthetic:200:32", "run.eval_every": 1, **phases})
-    config = load(PretrainConfig, tmp_path / "run" / "config.yaml")
-    train, test = open_source("synthetic:200:32"), open_source("synthetic:90:32")
-    (row, same) = cifar10.judge(config, train, test)
-    assert row.speed == same.speed  # the bank is smaller than what it could hold
-    assert row.speed.keys() == {"trained", "untrained", "raw pixels"}
-    assert row.speed["raw pixels"] == 100  # each query is in the bank, and is its own nearest neighbour
-    assert "epochs of 200 images" in cifar10.story(config, 200)
+def test_a_race_is_drawn(tmp_path: Path) -> None:
+    small.draw(Result.read(RESULTS / "cpu" / "race.json").tables[0].rows, tmp_path / "plot.png")
+    with Image.open(tmp_path / "plot.png") as plot:
+        assert plot.size == (1320, 330)

@@ -1,6 +1,6 @@
 """A GPU computes what the CPU computes, within the tolerance of the precision: run by `make test-gpu`.
 
-`tests/benchmarks/test_on_cuda.py` runs them on a CPU, so that they fail for no other reason.
+`tests/rehearsal/test_gpu_tests.py` runs them on a CPU, so that they fail for no other reason.
 """
 
 import os

@@ -10,21 +10,17 @@ from tests.support.documents import README, ROOT
 OTHERS = {"k-NN of 4": "trained", **dict.fromkeys(("linear", "effective rank"), "untrained, trained")}
 SMALL = {"k-NN ±": "untrained, raw pixels, trained, ±", **OTHERS}
 HOURS = {"k-NN": "untrained, raw pixels, trained", **OTHERS}
-TERMS = "DINO of 2021, Sinkhorn-Knopp, KoLeo, patches, all"
-CLS = ("k-NN", "linear")
 GREY = ("groceries-grey", "flowers-grey")
 # By page and heading of the table: benchmark, table, row, and the columns in the order of the page.
 FIGURES = {
     ("README.md", "| k-NN accuracy"): [
         *(
-            f"race | The race | {name}, 5 minutes | raw pixels, untrained, lightly-train, now"
+            f"race | Small | {name}, 5 minutes: k-NN | raw pixels, untrained, lightly-train, trained"
             for name in ("flowers", "groceries", "hands", "cifar10")
         ),
         "hours | Small | groceries: k-NN | raw pixels, untrained, trained",
         "hours | Small | cifar10: k-NN | raw pixels, untrained, trained",
     ],
-    ("README.md", "A ViT-S/16 trains on"): ["end_to_end | The whole | ViT-S/16 | dino_vit, reference"],
-    ("docs/start/demo.md", "| untrained |"): ["demo | The | 2,000 | untrained, trained, raw pixels, chance"],
     ("docs/small-sets.md", "| set | seeds |"): [
         *(
             f"small | Small | {name}: {row} | {SMALL[row]}"
@@ -38,34 +34,10 @@ FIGURES = {
         for name in ("groceries", "flowers", "cifar10")
         for row in HOURS
     ],
-    ("docs/small-sets.md", "| set | untrained |"): [
-        f"small_peer | Small | {name}: k-NN | untrained, raw pixels, trained, lightly-train"
-        for name in ("textures", "cifar10", "flowers")
-    ],
     ("docs/race.md", "| set and minutes |"): [
-        f"race | The race | {name}, {minutes} | untrained, raw pixels, lightly-train, 0.3.0, now"
+        f"race | Small | {name}, {minutes}: k-NN | untrained, raw pixels, lightly-train, trained"
         for name in ("flowers", "groceries", "hands", "cifar10")
         for minutes in ("1 minute", "5 minutes")
-    ],
-    ("docs/reference/metrics.md", "a gain from training"): [
-        "evaluators | linear on hands | grid | trained, untrained"
-    ],
-    ("docs/reference/metrics.md", "regressions on standardised"): [
-        "evaluators | linear on hands | regressions | trained, untrained"
-    ],
-    ("docs/reference/metrics.md", "is judged by, as published"): [
-        "evaluators | linear with two classes | grid select=source | right"
-    ],
-    ("docs/reference/metrics.md", "and with the tenth"): [
-        "evaluators | linear with two classes | grid | right"
-    ],
-    ("docs/recipe.md", "| images | figure |"): [
-        *(f"terms | textures | {row} | {TERMS}" for row in CLS),
-        *(f"terms | {name} | {row} | untrained, {TERMS}" for name in ("flowers", "cifar10") for row in CLS),
-    ],
-    ("docs/recipe.md", "| | student without |"): [
-        f"distillation | Flowers | {row} | student without, student with the teacher, the teacher"
-        for row in CLS
     ],
 }
 
