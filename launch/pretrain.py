@@ -1,4 +1,4 @@
-"""What `accelerate launch`, torchrun and srun start; the same as `dino-vit pretrain`."""
+"""What `accelerate launch` and torchrun start; the same as `dino-vit pretrain`."""
 
 import sys
 

@@ -26,8 +26,8 @@ def check_outputs(config: Settings, *paths: Path) -> None:
         name = key.rpartition(".")[2]
         texts = value if isinstance(value, tuple) else (value,)
         for text in texts if existing and name not in OUTPUTS else ():
-            if isinstance(text, str) and (path := _read_by(text, existing, name in FOLDERS)):
-                raise ValueError(f"{path} would be replaced, but {key}={text} is read; give another output")
+            if isinstance(text, str) and (read := _read_by(text, existing, name in FOLDERS)):
+                raise ValueError(f"{read} would be replaced, but {key}={text} is read; give another output")
     if existing and not getattr(config, "overwrite", False):
         more = f", with {plural(len(existing) - 1, 'other file')}" if len(existing) > 1 else ""
         it = "them" if more else "it"

@@ -5,8 +5,7 @@ import logging
 import os
 import platform
 import re
-import socket
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -23,16 +22,13 @@ DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) -> Accelerator:
-    """Join the processes of `accelerate launch`, torchrun or srun; a single process has no process group.
+    """Join the processes of `accelerate launch` or torchrun; a single process has no process group.
 
     Trackers write to `folder`.
     """
     check_trackers(trackers)
     atexit.register(end_processes)
-    adopt_slurm(os.environ)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        choose_interface(os.environ)
     # Without cpu=True, Accelerate would start each process on a machine without GPUs as a run of its own.
     cpu = launched > 1 and not torch.cuda.is_available()
     if cpu and "OMP_NUM_THREADS" not in os.environ:  # otherwise each process would use all cores
@@ -79,80 +75,10 @@ def free_memory() -> int:
 
 def cores_of_a_process(processes: int) -> int:
     """Return the number of cores for each process on this machine, at least one."""
-    environ, cores = os.environ, os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    task, local = environ.get("SLURM_CPUS_PER_TASK"), environ.get("LOCAL_WORLD_SIZE")
-    cores = min(cores, int(task)) if task else cores
-    if environ.get("WORLD_SIZE") == str(
-        _tasks(environ)
-    ):  # each task is a process, which may be bound already
-        node_cores = max(cores, int(environ.get("SLURM_CPUS_ON_NODE", "0")))
-        share = cores if task else min(cores, node_cores // int(local or processes))
-    else:  # a task is a launcher of several
-        share = cores // int(local or (1 if task else processes))
-    return max(share, 1)
-
-
-def _tasks(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that srun started."""
-    return int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
-
-
-def adopt_slurm(environ: MutableMapping[str, str]) -> None:
-    """Set the variables of torchrun from those of SLURM, so that `srun` starts one process per task."""
-    tasks = _tasks(environ)
-    if "RANK" in environ or "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ or tasks == 1:
-        return
-    environ["RANK"] = environ["SLURM_PROCID"]
-    environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
-    environ["WORLD_SIZE"] = str(tasks)
-    if local := tasks_on_node(environ):
-        environ["LOCAL_WORLD_SIZE"] = str(local)
-    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
-    environ.setdefault("MASTER_ADDR", first_host(nodes))
-    # Below the ephemeral ports.
-    environ.setdefault("MASTER_PORT", str(10_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000))
-
-
-def tasks_on_node(environ: Mapping[str, str]) -> int | None:
-    """Return how many tasks of srun this node has, by a list such as `4(x2),3`, if SLURM says it."""
-    listed = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
-    nodes = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
-    node = int(environ.get("SLURM_NODEID", "0"))
-    if node < len(nodes):
-        return nodes[node]
-    given = environ.get("SLURM_NTASKS_PER_NODE")
-    return int(given) if given else None
-
-
-def choose_interface(environ: MutableMapping[str, str]) -> None:
-    """Let gloo use the interface of the default route on a host that resolves its own name to itself.
-
-    Other hosts could not connect to the address that gloo would tell them.
-    """
-    routes = Path("/proc/net/route")
-    if "GLOO_SOCKET_IFNAME" in environ or not routes.exists() or not _is_own(socket.gethostname()):
-        return
-    for interface, destination, *_ in map(str.split, routes.read_text().splitlines()[1:]):
-        if not int(destination, 16):
-            environ["GLOO_SOCKET_IFNAME"] = interface
-            if environ.get("LOCAL_RANK", "0") == "0":
-                log.info("GLOO_SOCKET_IFNAME=%s, as this host resolves its name to itself", interface)
-            return
-
-
-def _is_own(host: str) -> bool:
-    try:
-        return socket.gethostbyname(host).startswith("127.")
-    except OSError:  # nobody knows the name
-        return True
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host in a list of SLURM, such as `gpu[003-005,9],login`."""
-    return re.sub(r"^([^,\[]*)(?:\[([^],-]*)[^]]*\])?([^,\[]*).*$", r"\1\2\3", nodes)
+    return max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", processes)), 1)
 
 
 def check_trackers(names: Iterable[str]) -> None:

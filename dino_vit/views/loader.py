@@ -69,10 +69,9 @@ class Batch:
 
     def share_memory(self) -> "Batch":
         """Move the tensors to shared memory, and return the batch."""
-        for tensor in (self.samples, self.read, *self.views.values(), *self.augment.values()):
-            tensor.share_memory_()
-        for tensor in self.masks or ():
-            tensor.share_memory_()
+        tensors = self.samples, self.read, *self.views.values(), *self.augment.values(), *(self.masks or ())
+        for tensor in tensors:
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def pin_memory(self) -> "Batch":

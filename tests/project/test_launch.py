@@ -1,17 +1,18 @@
 import json
 import os
-import re
 import runpy
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 
-from dino_vit.core.runtime import adopt_slurm
-from tests.support.documents import ROOT, commands
+from tests.support.documents import ROOT
+from tests.support.runs import arguments, steps
 
 CONFIGS = ROOT / "launch" / "accelerate_configs"
 BATCH_SCRIPT = ROOT / "launch" / "slurm" / "pretrain.sbatch"
@@ -48,35 +49,39 @@ def test_accelerate_takes_the_config(name, kind, processes):
     assert config.use_cpu == (name == "cpu")
 
 
-# Stand-ins for SLURM's commands and for the program, which says what it got and does as its environment asks.
+# Stand-ins for SLURM's commands: each node is a task on this machine.
 SRUN = """
-import json, os, signal, subprocess, sys
-at = sys.argv.index("python")
-options, command = sys.argv[1:at], sys.argv[at:]
-tasks = [
-    subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)})
-    for n in range(int(os.environ["SLURM_NTASKS"]))
+import json, os, subprocess, sys
+at = sys.argv.index("bash")
+nodes = [
+    subprocess.Popen(sys.argv[at:], env={**os.environ, "SLURM_NODEID": str(n)})
+    for n in range(int(os.environ["SLURM_NNODES"]))
 ]
-signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
-open("srun", "w").write(json.dumps(options))
-sys.exit(max(task.wait() for task in tasks))
+open("srun.part", "w").write(json.dumps({"options": sys.argv[1:at], "nodes": [node.pid for node in nodes]}))
+os.rename("srun.part", "srun")
+sys.exit(max(abs(node.wait()) for node in nodes))
+"""
+SCANCEL = """
+import json, os, signal, sys
+assert sys.argv[1:] == ["--signal=TERM", "70012"]
+for node in json.load(open("srun"))["nodes"]:
+    os.kill(node, signal.SIGTERM)
 """
 SCONTROL = """
 import os, sys
 if sys.argv[1:3] == ["show", "hostnames"]:
-    print({"node[07-08]": "node07\\nnode08", "node07": "node07"}[sys.argv[3]])
+    print("127.0.0.1\\nnode08")
 else:
     open("requeued", "a").write(" ".join(sys.argv[1:]))
     sys.exit(int(os.environ.get("REFUSE_REQUEUE", "0")))
 """
-PYTHON = """
+# And for the launcher, which says what it got and does as its environment asks.
+ACCELERATE = """
 import json, os, signal, sys, time
 signals = []
-signal.signal(signal.SIGUSR1, lambda *_: signals.append("USR1"))
-names = [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))]
-said = {"argv": sys.argv[1:], **{name: os.environ[name] for name in names}}
-file = "task" + os.environ["SLURM_PROCID"]
-open(file + ".part", "w").write(json.dumps(said))
+signal.signal(signal.SIGTERM, lambda *_: signals.append("TERM"))
+file = "node" + os.environ["SLURM_NODEID"]
+open(file + ".part", "w").write(json.dumps(sys.argv[1:]))
 os.rename(file + ".part", file)
 code = int(os.environ.get("PROGRAM_CODE", "-1"))
 deadline = time.monotonic() + 600
@@ -84,7 +89,7 @@ while code < 0 and time.monotonic() < deadline:
     time.sleep(0.02)
     if signals:
         time.sleep(0.2)  # saving
-        code = 75
+        code = 1
 sys.exit(code)
 """
 
@@ -94,19 +99,20 @@ def start(tmp_path):
     """Return a function that starts the batch script as SLURM would."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, source in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+    stubs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "accelerate": ACCELERATE}
+    for name, source in stubs.items():
         (commands / name).write_text(f"#!{sys.executable} -IS\n{source}")
         (commands / name).chmod(0o755)
-
     jobs = []
 
-    def start(*arguments, tasks=2, **environment):
+    def start(*arguments, **environment):
         job = {
-            "PATH": f"{commands}:{os.environ['PATH']}",
+            "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "70012",
             "SLURM_JOB_NODELIST": "node[07-08]",
-            "SLURM_NTASKS": str(tasks),
-            "SLURM_CPUS_PER_TASK": "6",
+            "SLURM_NNODES": "2",
+            "SLURM_GPUS_ON_NODE": "4",
+            "SLURM_CPUS_PER_TASK": "32",
         }
         command, environment = ["bash", BATCH_SCRIPT, *arguments], {**job, **environment}
         with open(tmp_path / "log", "w") as log:
@@ -118,94 +124,74 @@ def start(tmp_path):
         job.kill()
 
 
-def test_the_batch_script_hands_arguments_and_places_to_every_task(start, tmp_path):
+def test_the_batch_script_starts_a_launcher_on_every_node(start, tmp_path):
     assert start(*ARGUMENTS, PROGRAM_CODE="0").wait(600) == 0
     for number in range(2):
-        said = json.loads((tmp_path / f"task{number}").read_text())
-        assert said["argv"] == ["launch/pretrain.py", *ARGUMENTS]
-        assert said["SLURM_PROCID"] == said["SLURM_LOCALID"] == str(number)
-        assert said["SLURM_NTASKS"] == "2"
-        assert (said["MASTER_ADDR"], said["MASTER_PORT"]) == ("node07", "20012")
-    assert json.loads((tmp_path / "srun").read_text())[:2] == ["--cpus-per-task", "6"]
+        said = json.loads((tmp_path / f"node{number}").read_text())
+        args = launch_command_parser().parse_args(said[1:])
+        assert said[0] == "launch"
+        assert (args.training_script, args.training_script_args) == ("launch/pretrain.py", ARGUMENTS)
+        assert (args.num_machines, args.num_processes, args.machine_rank) == (2, 8, number)
+        assert (args.main_process_ip, args.main_process_port) == ("127.0.0.1", 20012)
+    assert json.loads((tmp_path / "srun").read_text())["options"][:2] == ["--cpus-per-task", "32"]
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "seconds", "refused", "left_with", "requeued"),
-    [
-        (2, 700, False, 2, False),
-        (137, 0, False, 137, False),
-        (137, 700, False, 0, True),
-        (75, 0, True, 75, True),
-    ],
-)
-def test_what_is_saved_or_was_killed_later_goes_back_into_the_queue(
-    start, tmp_path, code, seconds, refused, left_with, requeued
-):
-    job = start(PROGRAM_CODE=str(code), REFUSE_REQUEUE=str(int(refused)), SECONDS=str(seconds))
-    assert job.wait(600) == left_with
-    assert (tmp_path / "requeued").exists() == requeued
-    if requeued:
-        assert (tmp_path / "requeued").read_text() == "requeue 70012"
+def test_a_run_that_fails_is_not_requeued(start, tmp_path):
+    assert start(PROGRAM_CODE="2").wait(600) == 2
+    assert not (tmp_path / "requeued").exists()
 
 
-def test_a_signal_reaches_the_program_which_saves_and_is_requeued(start, tmp_path):
-    job = start()
-    deadline = time.monotonic() + 600
-    while not all((tmp_path / name).exists() for name in ("srun", "task0", "task1")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+@pytest.mark.parametrize(("refused", "code"), [(0, 0), (1, 1)])
+def test_a_run_whose_time_is_over_saves_and_is_requeued(refused, code, start, tmp_path):
+    job = start(REFUSE_REQUEUE=str(refused))
+    wait_for(tmp_path / "srun", tmp_path / "node0", tmp_path / "node1")
     job.send_signal(signal.SIGUSR1)
     time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)  # once more while it saves
-    assert job.wait(600) == 0
+    assert job.wait(600) == code
     assert (tmp_path / "requeued").read_text() == "requeue 70012"
     assert "back into the queue" in (tmp_path / "log").read_text()
 
 
+def wait_for(*paths):
+    deadline = time.monotonic() + 600
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_save_and_resume(start, tmp_path):
+    """Two launchers on this machine, over gloo, by the lines of the script."""
+    (tmp_path / "bin" / "accelerate").unlink()
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    settings = {"budget.steps": 5000, "run.checkpoint_every": 100000, "run.log_every": 1}
+    own = {"SLURM_GPUS_ON_NODE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run, said = tmp_path / "run", ""
+    for _ in range(2):
+        before = steps(run) if run.exists() else []
+        job = start(*arguments(run, settings)[1:], **own)
+        deadline = time.monotonic() + 600
+        while not (run / "metrics.jsonl").exists() or (before and "resuming after step" not in said):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+            said = (tmp_path / "log").read_text()
+        (tmp_path / "log").write_text("")
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(600) == 0
+        assert (tmp_path / "requeued").exists()
+        assert steps(run)[-1] >= max(before, default=1)
+    assert "2 processes on cpu" in said
+    assert f"resuming after step {before[-1]}" in said
+
+
 def test_the_batch_script_asks_slurm_for_what_it_needs():
-    assert {
-        "--open-mode": "append",
-        "--requeue": "",
-        "--signal": "B:USR1@120",
-    }.items() <= directives().items()
+    options = {"--open-mode": "append", "--requeue": "", "--signal": "B:USR1@120", "--ntasks-per-node": "1"}
+    assert options.items() <= directives().items()
 
 
 def directives():
     """Return the options of the batch script."""
     lines = [line.split()[1] for line in BATCH_SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
-
-
-def submitted():
-    """Yield the options and the arguments of the program of each `sbatch` and `srun` that is documented."""
-    text = (ROOT / "docs/multi-node.md").read_text() + re.sub(
-        "(?m)^#   (.*)", r"```bash\n\1\n```", BATCH_SCRIPT.read_text()
-    )
-    for program, *words in commands(text):
-        if program in ("sbatch", "srun"):
-            script = next(at for at, word in enumerate(words) if word.startswith("launch/"))
-            options = dict(zip(words[0:script:2], words[1:script:2], strict=False))
-            yield (directives() if program == "sbatch" else {}) | options, words[script + 1 :]
-
-
-def test_every_job_has_as_many_tasks_as_gpus():
-    jobs = [options for options, _ in submitted()]
-    assert len(jobs) >= 6
-    assert [job for job in jobs if job["--ntasks-per-node"] != job["--gpus-per-node"]] == []
-
-
-def test_one_node_with_four_gpus_is_four_local_processes(start, tmp_path):
-    options, arguments = next(job for job in submitted() if job[0]["--nodes"] == "1")
-    tasks = int(options["--ntasks-per-node"])
-    job = {"SLURM_JOB_NODELIST": "node07", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(tasks)}
-    job |= {"SLURM_STEP_TASKS_PER_NODE": str(tasks), "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "node07"}
-    assert start(*arguments, tasks=tasks, PROGRAM_CODE="0", **job).wait(600) == 0
-    assert tasks == 4
-    for number in range(tasks):
-        environ = json.loads((tmp_path / f"task{number}").read_text())
-        assert environ["argv"] == ["launch/pretrain.py", *arguments]
-        adopt_slurm(environ)
-        assert (environ["RANK"], environ["LOCAL_RANK"]) == (str(number), str(number))
-        assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"]) == ("4", "4")
-        assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("node07", "20012")

@@ -17,13 +17,6 @@ def torchrun_environs():
     return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
-def srun_environs():
-    """Return the environments of two tasks of srun."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    common |= {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
-    return [{**common, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
-
-
 def pair(output, settings, environs, before=(None, None)):
     """Start the two processes of one run, and let each do something first."""
     both = zip(environs, before, strict=True)

@@ -15,7 +15,7 @@ from dino_vit.models.student_teacher import Network
 from dino_vit.training.loop import take_step
 from dino_vit.training.state import TrainingState
 from tests.support.backbones import backbone
-from tests.support.processes import finish, pair, srun_environs
+from tests.support.processes import finish, pair, torchrun_environs
 from tests.support.runs import assert_same_readings, history, run, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
@@ -123,7 +123,7 @@ def test_a_pass_may_have_one_masked_patch_or_none(tmp_path, monkeypatch, shared)
 def test_two_processes_follow_one(tmp_path):
     settings = {**ALL_TERMS, "budget.steps": 8}
     run(tmp_path / "alone", {**settings, "data.batch_size": 16})
-    finish(pair(tmp_path / "run", {**settings, "data.batch_size": 8}, srun_environs()))
+    finish(pair(tmp_path / "run", {**settings, "data.batch_size": 8}, torchrun_environs()))
     keys = "loss", "patch_loss", "gradient_norm", "patch_entropy_gap", "patch_output_entropy"
     assert_same_readings(tmp_path / "run", tmp_path / "alone", *keys, atol=2e-4, rtol=1e-4)
     centers = [tensors(tmp_path / name, 8)["patch_loss.center"] for name in ("run", "alone")]

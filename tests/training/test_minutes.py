@@ -22,7 +22,7 @@ from dino_vit.training.budget import estimate_budget, seconds_per_step
 from dino_vit.training.plan import BudgetEstimate
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.setup import open_context, set_up
-from tests.support.processes import finish, pair, srun_environs
+from tests.support.processes import finish, pair, torchrun_environs
 from tests.support.runs import ROOT, history
 from tests.support.training import configured, opened, trained
 
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 def test_two_processes_end_after_the_same_step(tmp_path):
-    finish(pair(tmp_path / "run", SETTINGS, srun_environs()))
+    finish(pair(tmp_path / "run", SETTINGS, torchrun_environs()))
     found = Checkpoints(tmp_path / "run").newest().metadata
     assert found["step"] == found["total_steps"] == history(tmp_path / "run")[-1]["step"]
 

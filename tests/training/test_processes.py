@@ -11,7 +11,7 @@ import pytest
 from torch.testing import assert_close
 
 from dino_vit.core import checkpoint
-from tests.support.processes import finish, free_port, pair, run_in_two, srun_environs, torchrun_environs
+from tests.support.processes import finish, free_port, pair, run_in_two, torchrun_environs
 from tests.support.runs import (
     Run,
     arguments,
@@ -56,9 +56,9 @@ def test_torchrun_follows_one_process(tmp_path, alone):
     assert_follows(tmp_path / "run", alone)
 
 
-def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
+def test_two_processes_follow_one(tmp_path, alone):
     output = tmp_path / "run"
-    first, second = finish(pair(output, TWO, srun_environs()))
+    first, second = finish(pair(output, TWO, torchrun_environs()))
     assert "2 processes on cpu" in first
     assert "global batch 16 = 8 images × 1 micro-batch × 2 processes" in first
     assert first.count("saved:") == 1
