@@ -198,6 +198,35 @@ def any_process(flag: bool) -> bool:
     return bool(_largest(torch.tensor([int(flag)])).item())
 
 
+class DelayedVote:
+    """A vote whose result is read at the next call, one step later, so that no host waits for the others.
+
+    In a single process the result is that of the call itself.
+    """
+
+    def __init__(self) -> None:
+        self._votes = torch.zeros(1, dtype=torch.int64)
+        self._counting: dist.Work | None = None
+
+    def __call__(self, flag: bool) -> bool:
+        """Cast the vote of this process; return whether any process was in favour the last time."""
+        if world_size() == 1:
+            return flag
+        decided = self.result()
+        group, device = _hosts()
+        self._votes = torch.tensor([int(flag)], device=device)
+        self._counting = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        return decided
+
+    def result(self) -> bool:
+        """Wait for the last vote; return whether any process was in favour."""
+        if self._counting is None:
+            return False
+        self._counting.wait()
+        self._counting = None
+        return bool(self._votes.item())
+
+
 def broadcast_int(number: int) -> int:
     """Return what rank 0 passes, in all processes, without waiting for an accelerator."""
     if world_size() == 1:

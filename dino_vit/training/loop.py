@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.core.distributed import any_process, broadcast_int, limit_waits
+from dino_vit.core.distributed import DelayedVote, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import StorageError
@@ -39,12 +39,12 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
     state.begin_pace()
-    interruption.in_steps, first = True, state.step
+    interruption.in_steps, first, vote = True, state.step, DelayedVote()
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
-            stops = any_process(interruption.received is not None or state.interval.seems_stuck)
+            stops = vote(interruption.received is not None or state.interval.seems_stuck)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
                 limit_waits(timedelta(minutes=state.config.run.peer_timeout))
 
@@ -56,12 +56,14 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 state.refit()
                 reporter.progress.tell()
             if stops:
+                vote.result()  # of this step, which decides nothing any more
                 state.check_skipped()
                 save(state, reporter, wait=True)
                 reporter.stop()
                 return False
             if state.is_best or state.step % state.config.run.checkpoint_every == 0:
                 save(state, reporter)
+        vote.result()
         save(state, reporter, last=True)
     reporter.finish()
     return True

@@ -68,12 +68,14 @@ def test_two_processes_follow_one(tmp_path, alone):
 
 
 def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, alone):
-    """The global batch stays, in two passes, and so do the images and the losses."""
+    """Both leave after the step that follows the signal; the global batch stays, in two passes, and so do the
+    images and the losses.
+    """
     output, stopped = tmp_path / "run", partial(signal_within_step, 2, signal.SIGTERM)
     finish(pair(output, TWO, torchrun_environs(), before=(None, stopped)), 75)
-    assert steps(output) == [3]
+    assert steps(output) == [4]
     said = run(output, TWO)
-    assert "resuming after step 3" in said
+    assert "resuming after step 4" in said
     assert "optim.accumulate=2: keeps the global batch of 16" in said
     assert_same_readings(output, alone, "loss", "gradient_norm")
     assert_close(tensors(output, 10), tensors(alone, 10), atol=1e-4, rtol=1e-3)
