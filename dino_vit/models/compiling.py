@@ -42,8 +42,10 @@ def compile_networks(networks: Sequence[Network], *, whole: bool) -> None:
         from torch._dynamo import config  # slow
 
         config.optimize_ddp = False  # graphs would be split after every 25 MB of DistributedDataParallel's
-    parts: list[tuple[Any, str]] = [(network, "run_backbone") for network in networks]
-    if not whole:
-        parts = [(block, "forward") for n in networks for block in getattr(n.backbone, "blocks", ())]
-    for module, method in parts:
-        setattr(module, method, torch.compile(getattr(module, method), dynamic=False))
+    network: Any
+    for network in networks:
+        if whole:
+            network.run_backbone = torch.compile(network.run_backbone, dynamic=False)
+            continue
+        for block in network.backbone.blocks:
+            block.forward, block.compiled = torch.compile(block.forward, dynamic=False), True
