@@ -6,8 +6,8 @@
 Each takes what its command takes by position, then settings by keyword: a section as a dictionary
 (`optim={"lr": 1e-3}`), or its settings by their dotted name (`**{"optim.lr": 1e-3}`). `config` is a file of
 settings, or an object of them, that these change. A mistake raises a ValueError with the sentence that the
-command would print. `verbose=False` prints nothing but warnings. Results are written if `output` is given;
-if they cannot be, the error has the result as its `.result`.
+command would print. Python shows a result as the command prints it; `verbose=False` logs warnings only.
+Results are written if `output` is given; if they cannot be, the error has the result as its `.result`.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
 (see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What `pretrain` returns
@@ -37,8 +37,7 @@ from dino_vit.config.loading import (
 )
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
-from dino_vit.core.process import is_rank_0
-from dino_vit.core.text import log_shown, printable_lines
+from dino_vit.core.text import log_shown
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
 MODULE = "augment.module"  # and this a module or a function
@@ -67,9 +66,6 @@ def function_of(name: str) -> Callable[..., Any]:
         ready: Any = _config(cls, config, _with_objects_named(settings))
         with log_shown(verbose), at_work() as work:
             work.result = result = run(ready, **called)
-            if verbose and result is not None and is_rank_0():
-                print(printable_lines(str(result)))
-                vars(result)["printed"] = True  # a notebook need not show it again
         return _run_class()(ready.output) if name == "pretrain" else result
 
     function.__name__ = function.__qualname__ = name.replace("-", "_")

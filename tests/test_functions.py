@@ -161,14 +161,14 @@ def test_what_a_callback_raises_ends_the_run(tmp_path):
     assert len(dino_vit.pretrain(output=tmp_path, **SETTINGS).metrics()) == 20
 
 
-def test_verbose_shows_what_the_command_shows_and_otherwise_there_is_nothing(
-    run, tmp_path, capfd, monkeypatch
-):
+def test_verbose_logs_and_a_result_is_shown_once_as_the_command_prints_it(run, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
     settings = {"weights": run.folder, "output": tmp_path / "a.json", "cache": tmp_path, "k": 3}
     found = dino_vit.knn("synthetic:60:16", **settings)
     shown = capfd.readouterr()
-    assert shown.out == f"{found}\n"
+    assert shown.out == ""
+    assert repr(found) == str(found)
+    assert str(found).startswith("Accuracy (%), leave-one-out, on 60 images")
     assert f"{run.folder}" in shown.err
     dino_vit.knn("synthetic:60:16", verbose=False, overwrite=True, **settings)
     dino_vit.pretrain(output=tmp_path / "run", verbose=False, **SETTINGS)
@@ -335,4 +335,4 @@ def test_one_script_calls_several_functions_in_two_processes(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
-    assert done.stdout.count("60 images of synthetic:60:16") == 1
+    assert done.stderr.count("one class for each of 60 images") == 1, "the first process logs"

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from dino_vit.core.text import Result
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Facts(Result):
     """What a source or a backbone is, by the names that as_json prints."""
 
     facts: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Written(Result):
     """The file or folder that was written."""
 

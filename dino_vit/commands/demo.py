@@ -19,7 +19,7 @@ from dino_vit.training.pretrain import pretrain
 MINUTES = 2.5  # without native bf16 a step takes twice as long or more: then the steps that fit into these
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DemoResult(Result):
     """Where the run is, and what was learned."""
 

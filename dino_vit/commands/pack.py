@@ -12,7 +12,7 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -51,11 +51,11 @@ _LOCK = ".lock"  # of `locked`
 _SUFFIXES = {"JPEG": ".jpg", "JPEG 2000": ".jp2", "TIFF": ".tiff", "unknown": ".img"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PackResult(Result):
     """The shards of a source."""
 
-    text: str = field(repr=False, default="")
+    text: str = ""
     shards: list[Path]
     images: int
     unreadable: list[UnreadableImage]  # which were left out

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
 from itertools import islice
@@ -303,18 +303,20 @@ def expand_braces(pattern: str) -> Iterator[str]:
         yield from expand_braces(f"{start}{choice}{end}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
-    """What a command found or wrote; as text it is what the command prints."""
+    """What a command found or wrote; as text, and where Python shows it, it is what the command prints."""
 
-    text: str = field(repr=False)
+    text: str
 
     def __str__(self) -> str:
         return self.text
 
-    def _repr_html_(self) -> str | None:
-        """Return what a notebook shows, or None if the text was printed."""
-        return None if "printed" in vars(self) else f"<pre>{escape(self.text)}</pre>"
+    def __repr__(self) -> str:
+        return printable_lines(self.text)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.text)}</pre>"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

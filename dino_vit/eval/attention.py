@@ -6,7 +6,7 @@ b images, h heads, y x rows and columns of patches, n tokens, d channels
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -105,12 +105,12 @@ class ImageMaps(NamedTuple):
     tokens: Tensor  # of the patches (y, x, d)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionMaps(Result):
     """What was drawn: files if there is an output, otherwise pictures and arrays."""
 
-    sheets: Sequence[Path | Image.Image] = field(repr=False)
-    maps: Maps = field(repr=False)
+    sheets: Sequence[Path | Image.Image]
+    maps: Maps
 
 
 def run(config: AttentionConfig) -> AttentionMaps | None:

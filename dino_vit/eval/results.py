@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,18 +97,18 @@ def evaluation(
     return plain(results) if path is None else write_results(path, results)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluationResult(Result):
     """How well classes or labels are predicted."""
 
     figure: Figure  # top-1 accuracy; mAP of several labels an image
     top5: Figure | None = None  # of more than five classes
-    per_class: dict[str, Figure | None] = field(repr=False)  # accuracy, or AP of each label
-    measured: Measured = field(repr=False)  # the figure, with what each image contributes
-    predictions: Predictions | None = field(default=None, repr=False)  # of classes
-    outputs: NDArray[np.float32] | None = field(default=None, repr=False)  # of several labels, by image
+    per_class: dict[str, Figure | None]  # accuracy, or AP of each label
+    measured: Measured  # the figure, with what each image contributes
+    predictions: Predictions | None = None  # of classes
+    outputs: NDArray[np.float32] | None = None  # of several labels, by image
     path: Path | None  # of the JSON file, if one was written
-    details: dict[str, Any] = field(repr=False)  # all that the file holds
+    details: dict[str, Any]  # all that the file holds
 
 
 def conclude(
