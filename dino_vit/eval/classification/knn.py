@@ -47,7 +47,8 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> EvaluationResult:
         learned.require_one_class(f"shots={config.shots}")
         bank, queries = few_shots(bank, queries, config.shots, config.seed)
     how = "leave-one-out" if queries is bank else f"by {plural(len(bank), 'image')} of {learned.name}"
-    heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(queries), 'image')} of {val.name}\n"
+    heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(queries), 'image')} of {val.name}"
+    heading += "; k neighbours vote; in brackets 95 % intervals\n"
     details = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -78,7 +79,8 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> EvaluationResult:
     if ranking:
         asked = plural(ranking["queries"], "query", "queries")
         line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
-        lines.append(f"ranking by cosine for {asked}: {line}")
+        meaning = "whether images of its class come first, and whether the nearest is one"
+        lines.append(f"ranking by cosine for {asked}: {line} ({meaning})")
     lines.append(_class_table(first, figures[first]["per_class"]))
     title = f"k-NN top-1, k={first}"
     return conclude_classes("knn", path, title, predictions[first], details, lines)

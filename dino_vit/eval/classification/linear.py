@@ -33,6 +33,7 @@ from dino_vit.eval.results import EvaluationResult, asked_output, conclude_class
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 
+_MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
 
 
@@ -81,6 +82,7 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> EvaluationResult:
     text = [
         f"{METRIC[val.task]} (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, list(map(_percent, judged)), best),
+        f"{setting}: {_MEANING[setting]}; CLS, mean patch: the class token, and the mean of the patch tokens",
     ]
     chosen = heads[column]
     best_head = LinearHeads(chosen.weight[row : row + 1], chosen.bias[row : row + 1], chosen.columns)

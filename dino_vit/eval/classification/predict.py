@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,17 @@ from dino_vit.weights.classifier import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LabelPredictions(Result):
     """Labels for images, with how sure they are."""
 
-    names: list[str] = field(repr=False)
-    labels: list[str] = field(repr=False)  # as files of labels have them
-    confidence: NDArray[np.float64] = field(repr=False)  # probability that a label is right
-    outputs: NDArray[np.float32] = field(repr=False)  # (images, classes): probabilities
+    names: list[str]
+    labels: list[str]  # as files of labels have them
+    confidence: NDArray[np.float64]  # probability that a label is right
+    outputs: NDArray[np.float32]  # (images, classes): probabilities
     classes: tuple[str, ...]
-    columns: dict[str, list[Any]] = field(repr=False)  # of the table, for pandas.DataFrame
-    details: dict[str, Any] = field(repr=False)  # what the JSON file holds
+    columns: dict[str, list[Any]]  # of the table, for pandas.DataFrame
+    details: dict[str, Any]  # what the JSON file holds
     path: Path | None
 
 
@@ -122,6 +122,8 @@ def open_images(config: PredictConfig) -> Images:
         if not len(rows):
             text = f"all {plural(len(source), 'image')} of {public(config.source)} have labels"
             raise ValueError(f"{text}: give others, and these as train=")
+        counts = f"{len(labelled):,} of {plural(len(source), 'image')}"
+        log.info("%s have labels; the other %s get them", counts, f"{len(rows):,}")
     else:
         source, name = open_source(config.source), public(config.train)
         labelled = open_subset(config.train, open_source(config.train, config.labels), config.task)
@@ -191,7 +193,7 @@ def _summary(columns: dict[str, list[Any]], task: Task) -> str:
     sure = np.array(columns["confidence"])
     text = f"{count} labelled: mean confidence {100 * sure.mean():.0f} %"
     text += f", {int((sure < 0.5).sum()):,} below 50 %" if task == "multiclass" else ""
-    counts = [f"{name} {number:,}" for name, number in Counter(columns["label"]).most_common()]
+    counts = [f"{name}: {number:,}" for name, number in Counter(columns["label"]).most_common()]
     return f"{text}; {brief(', '.join(counts), 200)}"
 
 

@@ -54,7 +54,7 @@ class Comparison:
     raw_pixels: dict[str, Measured] = field(default_factory=dict)  # by title; no backbone, so never the best
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
@@ -250,8 +250,9 @@ def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
         rows.append([RAW_PIXELS, *(f"{figure.figure} " if figure else "- " for figure in figures), "-"])
     table = format_table(["%", *(f"{title} " for title in best), "effective rank"], rows)
     pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
-    legend = f"* best; = not significantly worse on these images (by image, p corrected for {pairs})"
-    return f"{table}\n{legend}" if best else table
+    meaning = "effective rank: over about how many directions features spread"
+    legend = f"* best; = perhaps as good: the difference may be chance (p, times {pairs}, is 0.05 or more)"
+    return f"{table}\n{legend}; {meaning}" if best else f"{table}\n{meaning}"
 
 
 def conclusion(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
