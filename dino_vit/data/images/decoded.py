@@ -1,6 +1,9 @@
 """Decoded images that stay in memory, where a set is small: its workers decode each only once.
 
 A kept image has the very pixels that decoding it again would give, so a run is the same with and without.
+Where one core reads and trains, three minutes of `recipe=auto` have 1.1 times as many steps on 3,586 JPEGs
+of 400 pixels, and 1.05 times on 1,534 of hands, most of 100 pixels (CPU time of steps with and without, in
+turns, on an Intel Xeon with AVX-512). Where other cores decode fast enough, they have as many.
 """
 
 import mmap
