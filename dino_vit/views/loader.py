@@ -71,7 +71,7 @@ class Batch:
         """Move the tensors to shared memory, and return the batch."""
         tensors = self.samples, self.read, *self.views.values(), *self.augment.values(), *(self.masks or ())
         for tensor in tensors:
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
+            tensor.share_memory_()
         return self
 
     def pin_memory(self) -> "Batch":

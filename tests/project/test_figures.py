@@ -62,8 +62,10 @@ def test_a_table_has_the_figures_that_were_measured(page, heading):
 
 
 def test_the_readme_has_figures_in_its_table_only():
+    """Beside what a command printed, and where minutes fail: on photos of clothes, which are not stored."""
     table = README.split("\n| k-NN accuracy")[1].split("\n\n")[0]
-    assert re.findall(r"\d ?[%×]", README.replace(table, "")) == []
+    text = re.sub(r"(?s)```.*?```", "", README.replace(table, ""))
+    assert re.findall(r"\d+ ?[%×]", text) == ["26 %"]
 
 
 STEPS_OF_AN_H200 = [  # in the order of the table
@@ -97,5 +99,3 @@ def test_the_figures_of_a_gpu_are_those_that_were_measured():
     )
     memory = f"takes {small} GB, with DINOv2's loss {patches}, a ViT-B {base}."
     assert memory in " ".join(page.split())
-    fast, slow = (steps[f"ViT-S/16, DINO, {count} images"]["images_s"] for count in (256, 64))
-    assert f"{fast:,.0f} images a second with 256 images in a step, and {slow:,.0f} with 64" in README
