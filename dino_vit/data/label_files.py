@@ -166,8 +166,8 @@ def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
     if len(missing) == len(names):
         raise ValueError(f"{path} names images, but has a label for none of them: fill in the labels")
     if missing:
-        labelled, images_ = len(names) - len(missing), plural(len(names), "image")
-        log.info("%s: labels for %s of %s, none for %s", path, f"{labelled:,}", images_, _examples(missing))
+        labelled = f"{len(names) - len(missing):,}"
+        log.info("%s: labels for %s of %s", path, labelled, plural(len(names), "image"))
     return images.with_labels(*number_labels(values))
 
 

@@ -156,7 +156,7 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
         source = open_source(str(root), labels=path)
     assert [source.label(index) for index in range(3)] == [None, 1, 0]
     assert source.classes == ["4", "30"]
-    assert "labels for 2 of 3 images, none for 'cat/é.jpg'" in caplog.text
+    assert "labels for 2 of 3 images" in caplog.text
     assert "1 label for names not in the source: 'missing.png'" in caplog.text
     plain = open_source(str(root))
     assert (source.fingerprint, source.name(1), source.read(1)) == (
@@ -227,7 +227,7 @@ def test_names_without_a_match_and_two_values_for_a_name_are_said(tmp_path, capl
     path.write_text("a.png,0\nx.png,1\ny.png,1\nye.png,1\ne\u0301.png,1\nz.png,1\n")
     caplog.set_level("INFO", "dino_vit")
     assert open_source(str(tmp_path / "photos"), path).label(0) == 0
-    assert "labels for 1 of 5 images, none for 'b.png', 'c.png', 'd.png', ...\n" in caplog.text
+    assert "labels for 1 of 5 images\n" in caplog.text
     assert "5 labels for names not in the source: 'e\u0301.png', 'x.png', 'y.png', ..." in caplog.text
     path.write_text("".join(f"{name},{label}\n" for name in "abcde" for label in (1, 2)))
     with pytest.raises(ValueError, match=r"two values for 5 names: 'a' has '1' and '2', 'b' .*, \.\.\.;"):
