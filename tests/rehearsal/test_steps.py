@@ -38,7 +38,7 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
 }
 # A little more than the kernels of a step of ViT-S/16, and the GB that they move: 16 images, bf16, augment on
 # the device. A bound moves down with each mend.
-MOST = {"dino": (1150, 29.2), "dinov2": (1560, 39.8)}
+MOST = {"dino": (1150, 29.1), "dinov2": (1560, 39.7)}
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(method):
     kernels, gigabytes = MOST[method]
     assert 0.97 * kernels < rehearsal.kernels.total() <= kernels, rehearsal.by_part
     assert 0.97 * gigabytes < rehearsal.traffic.total() / 1e9 <= gigabytes, rehearsal.traffic_by(0)
-    # Which a GPU computes 16 times as fast in half precision.
-    assert rehearsal.products[torch.float32] < 1e-3 * rehearsal.products.total(), rehearsal.products
+    # Which a GPU computes 16 times as fast in half precision; those of float32 are the blur's.
+    assert rehearsal.products[torch.float32] < 2e-3 * rehearsal.products.total(), rehearsal.products
 
 
 def test_kernels_of_the_parts_add_up():

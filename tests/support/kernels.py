@@ -79,7 +79,7 @@ _FREE = {
 # Which write their first argument without reading it.
 _OVERWRITE = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 _OVERWRITE |= {_aten._foreach_copy_.default, _aten._foreach_zero_.default}
-_PRODUCTS = {_aten.mm.default, _aten.mm.dtype, _aten.addmm.default, _aten.bmm.default}
+_PRODUCTS = {_aten.mm.default, _aten.mm.dtype, _aten.addmm.default, _aten.bmm.default, _aten.bmm.out}
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
