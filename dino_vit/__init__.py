@@ -1,4 +1,4 @@
-"""Self-supervised pretraining of vision transformers with DINO."""
+"""Train a vision transformer on images without labels (DINO), and label images by a few that have labels."""
 
 import sys
 from importlib import import_module

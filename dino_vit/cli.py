@@ -33,6 +33,7 @@ Start here, with your own folder of images in place of photos:
   dino-vit pretrain photos runs/photos recipe=auto budget.minutes=60
   dino-vit report runs/photos      # one page about the run, also while it runs
   dino-vit knn photos runs/photos  # what its features are worth, with folders as labels
+  dino-vit predict photos runs/photos labels=few.csv  # labels for the rest, by a few
 
 `dino-vit --help` lists all commands, `dino-vit COMMAND --help` the settings of one."""
 
@@ -90,7 +91,8 @@ def tune_process() -> None:
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of all commands, with the arguments of those that are in `argv`."""
-    parser = Parser(prog="dino-vit", description=dino_vit.__doc__)
+    epilog = "`dino-vit COMMAND --help` lists the settings of a command; `dino-vit` alone, first commands."
+    parser = Parser(prog="dino-vit", description=dino_vit.__doc__, epilog=epilog)
     parser.add_argument("--version", action="version", version=f"%(prog)s {dino_vit.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error occurred")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
