@@ -24,7 +24,7 @@ from rich.progress import Progress
 from dino_vit.core import log
 
 PATIENCE = 2.0  # seconds; shorter work shows no progress
-LINE_EVERY = 20.0  # seconds, at most, without a terminal
+LINE_EVERY = 15.0  # seconds without a terminal, so that no twenty are silent where items take unlike times
 _SIBLINGS = 10_000  # of a path that does not exist are looked at
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
