@@ -62,7 +62,7 @@ def test_with_other_labels_figures_so_far_are_set_aside_if_that_is_asked_for(tmp
     before = opened(output, settings).state
     assert before.best["figure"] == "knn"
     write_labels(tmp_path, 3)
-    with pytest.raises(ValueError, match="evaluated with other images, labels or masks"):
+    with pytest.raises(ValueError, match="evaluated with other images or labels"):
         opened(output, settings)
     unevaluated = opened(output, {**settings, "run.eval_every": "null"}).state
     assert unevaluated.best["figure"] == "knn"
@@ -84,7 +84,7 @@ def test_labels_that_change_before_the_first_evaluation_are_noticed(tmp_path):
     settings = {"data.labels": write_labels(tmp_path, 2), "budget.steps": 20, "run.eval_every": 50, **SHORT}
     interrupted(tmp_path / "run", settings, 3)
     write_labels(tmp_path, 3)
-    with pytest.raises(ValueError, match="evaluated with other images, labels or masks"):
+    with pytest.raises(ValueError, match="evaluated with other images or labels"):
         opened(tmp_path / "run", settings)
 
 
