@@ -34,10 +34,8 @@ from dino_vit.weights.classifier import (
 FOLDS = 5
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
 TEMPERATURES = torch.logspace(-1.3, 1.3, 105, dtype=torch.double)
-SHUFFLED, JUDGED = (
-    199,
-    2000,
-)  # times that labels are, and images that tell whether by chance as many are right
+PERMUTATIONS = 199  # of the labels, for a p-value
+PERMUTATION_IMAGES, PERMUTATION_SCORES = 2000, 400_000  # classified in each, at most, and their scores
 SIGNIFICANT = 0.025
 PIXEL_IMAGES = 10_000  # with more, neighbours by raw pixels take longer than all else
 _ABSENT = -30.0  # score of a class that no image learned from has
@@ -67,7 +65,7 @@ class Trials:
 
     @cached_property
     def hits(self) -> Tensor:
-        """Whether each candidate tells the class, or all labels, of each image: (candidates, n)."""
+        """Whether each candidate predicts the class, or all labels, of each image: (candidates, n)."""
         if self.task == "multiclass":
             return torch.stack([scores.argmax(dim=1) == self.targets for scores in self.scores])
         return torch.stack([((scores > 0) == (self.targets > 0.5)).all(dim=1) for scores in self.scores])
@@ -77,7 +75,7 @@ class Trials:
         return torch.stack([losses_of(scores, self.targets, self.task) for scores in self.scores])
 
     def best(self, rows: Tensor) -> int:
-        """Return the candidate with the best figure on some images; of some alike, with the lowest loss."""
+        """Return the candidate with the best figure on some images; ties go to the lowest loss."""
         figures, losses = self.figures(rows), self.losses[:, rows].mean(dim=1).tolist()
         return max(range(len(self.tried)), key=lambda number: (figures[number], -losses[number]))
 
@@ -103,7 +101,7 @@ class Trials:
 
     @property
     def right(self) -> Tensor:
-        """Whether what is chosen so tells all that is to be told of each image, (n,)."""
+        """Whether the candidate that is chosen on the other folds is right about each image, (n,)."""
         return self.hits.gather(0, self.chosen[None])[0]
 
     @cached_property
@@ -113,8 +111,16 @@ class Trials:
             return None
         if self.task == "multiclass":
             return accuracy(int(self.right[self.tested].sum()), int(self.tested.sum()))
-        scores = torch.stack([self.scores[number][row] for row, number in enumerate(self.chosen.tolist())])
+        # By ranks, as scores of different candidates do not compare.
+        ranks = [_ranks(scores) for scores in self.scores]
+        scores = torch.stack([ranks[number][row] for row, number in enumerate(self.chosen.tolist())])
         return measure(self.task, np.arange(len(scores)), scores, self.targets)[0].figure
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Return how many scores of the same label are lower than each, (n, c)."""
+    columns = scores.T.contiguous()
+    return torch.searchsorted(columns.sort(dim=1).values, columns).T.to(scores.dtype)
 
 
 def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> list[Candidate]:
@@ -181,33 +187,50 @@ def cross_validate(train: LabelledFeatures, folds: Tensor, tried: Sequence[Candi
     return Trials(tried, scores, train.targets, train.task, folds, tested)
 
 
-def chance_of(train: LabelledFeatures, folds: Tensor) -> float:
-    """Return how often k-NN, by its best k, tells shuffled labels as well as the true ones: a p-value.
+def chance_of(train: LabelledFeatures, folds: Tensor) -> float | None:
+    """Return the permutation p-value of the best k-NN accuracy; None if no result could be significant.
 
     The interval of an accuracy does not say it: noise is above it too often, as of many candidates the best
-    was taken, and images that learn from each other are right together. Labels are shuffled within folds.
+    was taken, and images that learn from each other are right together. Labels are permuted within folds.
     """
-    ks = [int(each.value) for each in candidates(train.task, len(train), neighbours_only=True)]
-    cosines = train.features.new_zeros(len(train), max(ks))
-    rows = torch.zeros(len(train), max(ks), dtype=torch.long, device=folds.device)
     members = [(folds == fold).nonzero()[:, 0] for fold in torch.unique(folds)]
+    if _permutations([train.targets[each] for each in members]) < 2 / SIGNIFICANT:
+        return None  # the labels themselves, and those of two classes exchanged, are too large a part of them
+    most, classes = len(train) - max(map(len, members)), len(train.classes)
+    ks = [int(each.value) for each in candidates(train.task, len(train), neighbours_only=True)]
+    ks = [k for k in ks if k <= most]
+    judged = torch.zeros_like(folds, dtype=torch.bool)
+    judged[spread(len(train), min(PERMUTATION_IMAGES, max(100, PERMUTATION_SCORES // classes)))] = True
+    cosines, neighbours, queries = list[Tensor](), list[Tensor](), list[Tensor]()
     for held in members:
         learned = torch.cat([each for each in members if each is not held])
-        cosines[held], nearest_rows = nearest(train.features[learned], train.features[held], k=max(ks))
-        rows[held] = learned[nearest_rows]
-    judged = spread(len(train), JUDGED)
+        queries.append(held[judged[held]])
+        fold_cosines, rows = nearest(train.features[learned], train.features[queries[-1]], k=max(ks))
+        cosines.append(fold_cosines)
+        neighbours.append(learned[rows])
+    near, voters, query = torch.cat(cosines), torch.cat(neighbours), torch.cat(queries)
 
     def most_right(targets: Tensor) -> int:
-        scores = class_scores(cosines[judged], targets[rows[judged]], k=ks, classes=len(train.classes))
-        return max(int((each.argmax(dim=1) == targets[judged]).sum()) for each in scores.values())
+        scores = class_scores(near, targets[voters], k=ks, classes=classes)
+        return max(int((each.argmax(dim=1) == targets[query]).sum()) for each in scores.values())
 
     generator, as_right, right = torch.Generator().manual_seed(0), 1, most_right(train.targets)
-    for _ in range(SHUFFLED):
-        shuffled = train.targets.clone()
-        for each in members:
-            shuffled[each] = shuffled[each[torch.randperm(len(each), generator=generator).to(each.device)]]
-        as_right += most_right(shuffled) >= right
-    return as_right / (SHUFFLED + 1)
+    with progress("Permuting the labels", PERMUTATIONS) as advance:
+        for _ in range(PERMUTATIONS):
+            permuted = train.targets.clone()
+            for each in members:
+                order = torch.randperm(len(each), generator=generator).to(each.device)
+                permuted[each] = permuted[each[order]]
+            as_right += most_right(permuted) >= right
+            advance(1)
+    return as_right / (PERMUTATIONS + 1)
+
+
+def _permutations(folds: Sequence[Tensor]) -> float:
+    """Return in how many ways labels can be permuted within folds; infinite if they are very many."""
+    counts = [torch.unique(targets, return_counts=True)[1].tolist() for targets in folds]
+    ways = sum(math.lgamma(sum(each) + 1) - sum(math.lgamma(n + 1) for n in each) for each in counts)
+    return math.exp(ways) if ways < 100 else math.inf
 
 
 def losses_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.0) -> Tensor:
@@ -242,7 +265,10 @@ def describe(
         others.append(f"always guessing {name} {percent:.1f} %")
         what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
         plain = f"About {figure.value:.0f} of 100 labels will be right, {_ALIKE}"
-        if chance is None or chance > SIGNIFICANT or figure.value <= percent:
+        if chance is None:
+            labelled = plural(len(learned), "labelled image")
+            plain = f"{labelled} are too few to say how many labels will be right: label more images"
+        elif chance > SIGNIFICANT or figure.value <= percent:
             plain = f"These labels may be no better than always guessing {name}: label more images"
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
@@ -250,7 +276,8 @@ def describe(
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     images = f"{plural(len(tested), 'labelled image')} of {what}"
-    lines = [plain, f"cross-validated {metric} {interval} on {images}; {', '.join(others)}"]
+    figures = f"cross-validated {metric} {interval} on {images}"
+    lines = [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
     if by_pixels and figure.value <= by_pixels.value:
         lines.append(
             "These features are no better than raw pixels: train longer, or use published weights, "

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
@@ -105,7 +106,7 @@ def noise(images, classes, seed):
 
 
 def test_noise_is_taken_for_more_than_chance_as_seldom_as_is_said(monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.classification.choice.SHUFFLED", 39)
+    monkeypatch.setattr("dino_vit.eval.classification.choice.PERMUTATIONS", 39)
     folds = torch.arange(60) % 5
     found = np.array([chance_of(noise(60, 3, seed), folds) for seed in range(100)])
     assert (found <= SIGNIFICANT).sum() <= 8, "2.5 are expected; more than 8 have a probability of 0.1 %"
@@ -117,6 +118,19 @@ def test_what_is_more_than_chance_is_seen():
     train = features()
     assert chance_of(train, in_turn(60)) == 1 / 200
     assert chance_of(train, in_turn(60)) == chance_of(train, in_turn(60)), "the draws are the same"
+
+
+@pytest.mark.parametrize(("images", "enough"), [(4, False), (8, False), (10, False), (14, True), (20, True)])
+def test_so_few_images_that_no_result_could_be_significant_are_said_to_be_too_few(images, enough):
+    """Two classes that features tell without a mistake."""
+    targets = torch.arange(images) % 2
+    train = LabelledFeatures(F.one_hot(targets, 8).float(), targets, np.arange(images), ("a", "b"))
+    folds = torch.arange(images) // 2 % 5
+    chance = chance_of(train, folds)
+    assert (chance is not None) == enough
+    said = describe(train, cross_validate(train, folds, [Candidate("k-NN", 1)], ""), None, chance)[0]
+    few = f"{images} labelled images are too few to say how many labels will be right: label more images"
+    assert said == few or (enough and said.startswith("About 100 of 100 labels will be right"))
 
 
 def test_classes_of_one_image_look_like_no_knowledge():
@@ -149,6 +163,19 @@ def test_nothing_is_announced_where_no_image_can_be_tested():
     assert trials.figure is None
     assert trials.best(trials.tested) == 0
     assert "cannot be said" in describe(train, trials, None, chance=1)[0]
+
+
+def test_scores_of_candidates_on_other_scales_are_ranked_alike():
+    """What one candidate says a hundred times as loudly is the same, so the mAP is that of the one."""
+    generator = torch.Generator().manual_seed(0)
+    targets = (torch.rand(40, 3, generator=generator) < 0.4).long()
+    scores = targets + torch.randn(40, 3, generator=generator)
+    folds = torch.arange(40) % 2
+    tried, everywhere = [Candidate("k-NN", 5), Candidate("k-NN", 1)], torch.ones(40, dtype=torch.bool)
+    trials = Trials(tried, [scores, 100 * scores + 7], targets, "multilabel", folds, everywhere)
+    trials.__dict__["chosen"] = folds  # each candidate for half of the images
+    alone = Trials(tried[:1], [scores], targets, "multilabel", folds, everywhere)
+    assert trials.figure == alone.figure
 
 
 def test_several_labels_are_judged_by_their_ranking():
