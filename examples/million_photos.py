@@ -29,9 +29,11 @@ index.train(values[:: max(1, len(values) // (256 * cells))])
 index.add(values)
 faiss.extract_index_ivf(index).nprobe = max(1, cells // 16)
 
-backbone = dino_vit.load_backbone(facts["weights"]["path"])
+backbone = dino_vit.load_backbone(facts["weights"]["path"], network=facts["weights"]["network"])
+tokens, blocks = facts["tokens"]["kind"], facts["tokens"]["blocks"]
 for photo in options.queries:
-    query = normalize(backbone.embed(photo)[None].cpu().numpy()).astype("float32")
+    query = backbone.embed(photo, tokens=tokens, blocks=blocks).reshape(1, -1)
+    query = normalize(query.numpy()).astype("float32")
     start = time.perf_counter()
     cosines, rows = index.search(query, 5)
     print(f"{photo}: {1000 * (time.perf_counter() - start):.1f} ms")

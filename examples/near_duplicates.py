@@ -3,6 +3,7 @@
     dino-vit embed photos runs/photos output=photos.parquet
     python examples/near_duplicates.py photos.parquet --cosine 0.95
 
+It needs SciPy, which comes with scikit-learn (`pip install scikit-learn`).
 nearest.png is a histogram of the cosine of each photo with the nearest other one. Copies are its right end,
 often behind a gap. That is where to set --cosine, which depends on the network and the photos.
 """

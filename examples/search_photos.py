@@ -28,8 +28,13 @@ table = parquet.read_table(options.embeddings)
 names, facts = table["name"].to_pylist(), json.loads(table.schema.metadata[b"dino_vit"])
 values = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(names), -1)
 values = values / np.linalg.norm(values, axis=1, keepdims=True)
+if facts["source"]["root"] is None:
+    parser.error(f"{options.embeddings} does not say in which folder the photos are: embed a folder")
 folder = Path(facts["source"]["root"])
-queries = normalize(dino_vit.load_backbone(facts["weights"]["path"]).embed(options.queries)).cpu().numpy()
+backbone = dino_vit.load_backbone(facts["weights"]["path"], network=facts["weights"]["network"])
+tokens, blocks = facts["tokens"]["kind"], facts["tokens"]["blocks"]
+queries = backbone.embed(options.queries, tokens=tokens, blocks=blocks)
+queries = normalize(queries.flatten(1)).numpy()
 sheet = Image.new("RGB", (SIDE * (1 + options.k), SIDE * len(queries)), "white")
 for row, (photo, cosines) in enumerate(zip(options.queries, queries @ values.T, strict=True)):
     nearest = [n for n in np.argsort(-cosines) if (folder / names[n]).resolve() != Path(photo).resolve()]
