@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.targets import SEPARATOR
+from dino_vit.data.targets import NO_LABEL, SEPARATOR
 
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
     ["label", "labels", "tags", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
@@ -20,7 +20,6 @@ LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
 TRAIN = ("train", "training")
 # The first of these that has labels is evaluated on.
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
-NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 
 

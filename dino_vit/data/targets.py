@@ -17,6 +17,7 @@ from dino_vit.core.text import brief, plural
 from dino_vit.data.image_set import ImageSet
 
 SEPARATOR = ";"
+NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
 ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
 
 
@@ -87,6 +88,6 @@ def _parse(labels: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.float32]]
     if parts and all(len(each) == len(parts[0]) > 2 and {*each} <= ZERO_OR_ONE for each in parts):
         text = "is a 0 or 1 for each label, without the names of the labels: let the object have `classes`"
         raise ValueError(f"{brief(labels[0])} {text}, or write those of an image by name, as in sea;sky")
-    sets = [{*each} - {""} for each in parts]
+    sets = [{name for name in each if name and name.lower() not in NO_LABEL} for each in parts]
     names = tuple(sorted(set[str]().union(*sets)))
     return names, np.array([[name in each for name in names] for each in sets], np.float32)

@@ -60,6 +60,7 @@ def test_folders_that_differ_by_capital_letters_are_named():
             ("sea", "sky"),
             [[1, 1], [0, 0], [0, 1]],
         ),
+        ("a.png,-1;sea\nb.png,sky; NaN\n", "multilabel", ("sea", "sky"), [[1, 0], [0, 1]]),
         ("a.png,3\nb.png,2.5\nc.png,nan\nd.png,-1e2\n", "multiclass", ("-1e2", "2.5", "3"), [2, 1, 0]),
         ("path,age\na.png,3.5\nb.png,4\n", "multiclass", ("3.5", "4"), [0, 1]),
     ],
