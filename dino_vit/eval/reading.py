@@ -154,5 +154,10 @@ def warn_of_unreadable(
 ) -> None:
     """Say how many of some images cannot be read, and why the first cannot, which are read once more."""
     (batch,) = read_batches(source, transform, [unreadable[:LISTED]])
+    read, failures = set(batch.indices.tolist()), iter(batch.unreadable)
+    images = [
+        UnreadableImage(source.name(index), "") if index in read else next(failures)
+        for index in unreadable[:LISTED]
+    ]
     text = "%d of %d images cannot be read and are left out:%s"
-    log.warning(text, len(unreadable), total, listed(batch.unreadable, len(unreadable)))
+    log.warning(text, len(unreadable), total, listed(images, len(unreadable)))

@@ -19,6 +19,7 @@ from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone, cached_features
+from dino_vit.eval.reading import warn_of_unreadable
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import extracted
@@ -289,3 +290,11 @@ def test_images_that_lose_bits_are_said(tmp_path, caplog):
     store_in(tmp_path / "cache", open_folder(tmp_path / "deep"))
     converted = "3 repeated from grey to RGB, 3 scaled down to 8 bits"
     assert f"of 3 images that were inspected, {converted}, as the weights need them" in caplog.text
+
+
+def test_an_image_that_is_read_the_second_time_is_named_without_a_reason(tmp_path, caplog):
+    write_synthetic(tmp_path / "a.png", 0)
+    (tmp_path / "b.png").write_bytes(b"")
+    warn_of_unreadable(open_folder(tmp_path), TRANSFORM, [0, 1], 500)
+    said = "2 of 500 images cannot be read and are left out:\n  a.png\n  b.png: the file is empty"
+    assert said in caplog.text

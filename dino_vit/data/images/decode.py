@@ -27,7 +27,8 @@ class UnreadableImage(Exception):
         super().__init__(self.name, self.reason)
 
     def __str__(self) -> str:
-        return f"{brief(self.name, 3000)}: {self.reason}"  # a list may have names longer than any path
+        name = brief(self.name, 3000)  # a list may have names longer than any path
+        return f"{name}: {self.reason}" if self.reason else name
 
 
 def listed(unreadable: Sequence[UnreadableImage], count: int | None = None) -> str:
