@@ -93,12 +93,14 @@ class _CastTogether(torch.autograd.Function):
     """Cast float32 tensors to the dtype of autocast, and their gradients back."""
 
     @staticmethod
-    def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an optimiser decays weights whose gradient is zero, but not None
         return _cast(tensors, torch.get_autocast_dtype(tensors[0].device.type))
 
     @staticmethod
-    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return _cast(grads, torch.float32)
+    def backward(_: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        cast = iter(_cast(tuple(grad for grad in grads if grad is not None), torch.float32))
+        return tuple(None if grad is None else next(cast) for grad in grads)
 
 
 def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

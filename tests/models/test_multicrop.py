@@ -164,3 +164,13 @@ def test_weights_that_autocast_leaves_alone_are_not_cast():
         block.mlp.fc1 = torch.nn.utils.remove_spectral_norm(computed)
         half = block.half()
         assert torch.equal(call_with_cast_weights(half, x.half()), half(x.half()))
+
+
+def test_weights_that_are_not_used_get_no_gradient():
+    block, x = backbone().blocks[0], torch.randn(2, 5, 32)
+    block.unused = torch.nn.Linear(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        call_with_cast_weights(block, x).sum().backward()
+    assert block.unused.weight.grad is None
+    assert block.unused.bias.grad is None
+    assert block.mlp.fc1.weight.grad is not None
