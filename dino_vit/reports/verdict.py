@@ -4,7 +4,6 @@ With labels all accuracies decide on the state, without them the effective rank 
 """
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -317,24 +316,10 @@ def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
 
 
 def published_advice(config: PretrainConfig) -> str:
-    """Return the command that starts from weights that know photos; nothing where these do not fit."""
-    data, output = config.data, f"{config.output}-published"
-    if config.init or data.channels != 3 or config.teacher.weights is not None:
+    """Return how to start from weights that know photos; nothing where these do not fit."""
+    if config.init or config.data.channels != 3 or config.teacher.weights is not None:
         return ""
-    start = "Try weights that have seen a million photos"
-    if any(source.startswith("object:") for source in data.sources):  # which no command line can name
-        return f"{start}: init.weights={PUBLISHED}."
-    unit = config.budget.unit
-    given = {"labels": data.labels, "mix": data.mix}
-    words = [f"data.{key}={write_yaml(value)}" for key, value in given.items() if value is not None]
-    words = [
-        "recipe=auto",
-        f"budget.{unit}={write_yaml(getattr(config.budget, unit))}",
-        f"init.weights={PUBLISHED}",
-        *words,
-    ]
-    if isinstance(data.source, str) and "=" not in data.source + output:
-        words = [data.source, output, *words]
-    else:
-        words = [f"data.source={write_yaml(data.source)}", f"output={write_yaml(output)}", *words]
-    return f"{start}: `{shlex.join(['dino-vit', 'pretrain', *words])}`."
+    return (
+        f"Try weights that have seen a million photos: the same command with init.weights={PUBLISHED}, "
+        "recipe=auto and another output."
+    )

@@ -74,10 +74,12 @@ def test_a_head_resumes_and_two_processes_train_the_same(weights, monkeypatch):
 
 
 def test_what_the_protocol_lacks_is_refused(weights, tmp_path):
-    labels, photos = tmp_path / "numbers.csv", write_classes(tmp_path / "photos", "ab", 6)
+    labels, photos = tmp_path / "several.csv", write_classes(tmp_path / "photos", "ab", 6)
     names = (path.relative_to(photos) for path in sorted(photos.rglob("*.png")))
-    labels.write_text("path,x\n" + "".join(f"{name},{row / 3}\n" for row, name in enumerate(names)))
-    with pytest.raises(ValueError, match=r"dino2021\.py needs one class for each image; .* numbers"):
+    labels.write_text(
+        "path,label\n" + "".join(f"{name},{'x;y' if row % 2 else 'x'}\n" for row, name in enumerate(names))
+    )
+    with pytest.raises(ValueError, match=r"dino2021\.py needs one class for each image"):
         train(weights, source=str(photos), labels=str(labels))
     (problem,) = Dino2021Config(**settings(weights, mean=True)).contradictions()
     assert problem == "mean=true needs blocks=1, not 2"
