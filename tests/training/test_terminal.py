@@ -226,12 +226,17 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
     assert f"`dino-vit report {tmp_path / 'run'}`" in said
 
 
-def test_the_next_command_has_the_labels_of_the_run(tmp_path, capsys, caplog):
+@pytest.mark.parametrize(
+    ("labelled", "advised"),
+    [(20, "knn {}` classifies"), (16, "predict {} output=rest.csv` labels the other")],
+)
+def test_the_next_command_has_the_labels_of_the_run(labelled, advised, tmp_path, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")
     for number in range(20):
         write_synthetic(tmp_path / f"photos/{number}.png", number)
-    (tmp_path / "few.csv").write_text("\n".join(["name,label", *(f"{n}.png,{n % 2}" for n in range(20))]))
+    rows = (f"{number}.png,{number % 2}" for number in range(labelled))
+    (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
     given = {"data.source": tmp_path / "photos", "data.labels": tmp_path / "few.csv"}
     trained(tmp_path / "run", {**given, "budget.steps": 4, "run.eval_every_steps": 2})
-    command = f"dino-vit knn {tmp_path / 'photos'} {tmp_path / 'run'} labels={tmp_path / 'few.csv'}"
-    assert f"`{command}` classifies" in capsys.readouterr().err
+    arguments = f"{tmp_path / 'photos'} {tmp_path / 'run'} labels={tmp_path / 'few.csv'}"
+    assert f"`dino-vit {advised.format(arguments)}" in capsys.readouterr().err
