@@ -22,6 +22,7 @@ from dino_vit.views.eval_transform import EvalTransform
 from tests.support.images import write_synthetic
 from tests.support.processes import free_port, run_in_two
 from tests.support.runs import RESNET, history, run
+from tests.support.training import trained
 
 DEVICE = torch.device(os.environ.get("TEST_GPU_ON", "cuda"))
 pytestmark = [
@@ -68,6 +69,17 @@ def test_training_steps_have_the_losses_of_the_cpu(tmp_path, name):
         assert ours[taken] == pytest.approx(
             np.array(losses(tmp_path / "cpu"), dtype=float)[taken], rel=tolerance
         )
+
+
+@pytest.mark.parametrize("settings", [{"model.drop_path": 0.2}, PATCHES], ids=["dino", "dinov2"])
+def test_compiled_blocks_have_the_losses_of_plain_ones(tmp_path, monkeypatch, settings):
+    """As in a run of many steps; a CPU has no Triton, and compiles nothing."""
+    settings = {"budget.steps": 6, "optim.warmup_epochs": 0, "run.precision": "bf16", **settings}
+    trained(tmp_path / "plain", {**settings, "run.compile": "false"})
+    monkeypatch.setattr("dino_vit.training.setup.choose_compile", lambda wanted, *_: wanted == "auto")
+    state = trained(tmp_path / "compiled", settings)
+    assert state.student.backbone.blocks[0].compiled == (DEVICE.type == "cuda")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=0.05)
 
 
 @pytest.mark.parametrize("rows", [0, 50])
