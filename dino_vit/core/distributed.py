@@ -363,7 +363,7 @@ def _hosts() -> tuple[dist.ProcessGroup | None, torch.device]:
         _set_timeout(SETUP_TIMEOUT, group)
         return group, torch.device("cpu")
     log.warning(
-        "the hosts cannot connect by gloo, so each step waits for the GPUs; set GLOO_SOCKET_IFNAME to the "
-        "network interface between them"
+        "the hosts cannot connect by gloo, so each step waits until the GPUs end the one before; set "
+        "GLOO_SOCKET_IFNAME to the network interface between them"
     )
     return None, device
