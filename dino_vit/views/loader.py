@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,8 +139,12 @@ class Loader(Dataset[Any]):
                     if isinstance(batch, Exception):
                         raise batch
                     yield batch
-        except (EOFError, ConnectionError) as error:  # it was about to hand over the memory of a batch
-            raise RuntimeError("DataLoader worker exited unexpectedly") from error
+        except Exception as error:
+            if self.workers:
+                clear_frames(error.__traceback__)  # those of the DataLoader would keep its workers alive
+            if isinstance(error, (EOFError, ConnectionError)):  # one was about to hand over a batch's memory
+                raise RuntimeError("DataLoader worker exited unexpectedly") from error
+            raise
         finally:
             stops.set()
             del batches  # which ends the workers: a traceback may keep this frame

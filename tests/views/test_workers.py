@@ -52,8 +52,10 @@ def fail_with_lock():
 
 @pytest.mark.parametrize(("act", "kind"), [(fail, RuntimeError), (lambda: {}["x"], KeyError)])
 def test_an_error_of_the_users_code_arrives_with_its_traceback(act, kind):
-    with pytest.raises(kind, match=r"(?s)in DataLoader worker process \d.*Traceback.*test_workers\.py"):
+    said = r"(?s)in DataLoader worker process \d.*Traceback.*test_workers\.py"
+    with pytest.raises(kind, match=said) as held:
         list(islice(loader_of(odd(act)).batches(), 5))
+    assert not multiprocessing.active_children(), f"{held.value!r} keeps none alive"
 
 
 def test_a_sentence_arrives_as_one_with_what_cannot_be_pickled(monkeypatch):
