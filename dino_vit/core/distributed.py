@@ -199,9 +199,9 @@ def any_process(flag: bool) -> bool:
 
 
 class DelayedVote:
-    """A vote whose result is read at the next call, one step later, so that no host waits for the others.
+    """All-reduce a flag; each call returns the result of the call before, so that no host waits for others.
 
-    In a single process the result is that of the call itself.
+    In a single process it returns the flag itself.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class DelayedVote:
         self._counting: dist.Work | None = None
 
     def __call__(self, flag: bool) -> bool:
-        """Cast the vote of this process; return whether any process was in favour the last time."""
+        """Start to reduce the flag; return whether any process had it set in the last call."""
         if world_size() == 1:
             return flag
         decided = self.result()
@@ -219,7 +219,7 @@ class DelayedVote:
         return decided
 
     def result(self) -> bool:
-        """Wait for the last vote; return whether any process was in favour."""
+        """Wait for the last call's flags; return whether any was set."""
         if self._counting is None:
             return False
         self._counting.wait()
