@@ -119,9 +119,11 @@ class _Views(TypedDict, total=False):
     local_scale: collections.abc.Sequence[float]
 
 class _AugmentSettings(TypedDict, total=False):
-    """Colour and sharpness, drawn for each view; triples are for the first global, other globals, locals."""
+    """What is drawn for each view; triples are for the first global view, other globals, locals."""
 
     flip: float
+    vertical_flip: float
+    rotation: float
     jitter: float
     brightness: float
     contrast: float
@@ -385,6 +387,8 @@ def pretrain(
       views.local_size=96                 in pixels: side, or [height, width]
       views.local_scale=[0.05, 0.4]       share of the image's area, from and to
       augment.flip=0.5                    probability of a horizontal flip
+      augment.vertical_flip=0             probability of a vertical flip
+      augment.rotation=0                  degrees either way; 90: quarter turns
       augment.jitter=0.8                  probability of the four jitters, in random order
       augment.brightness=0.4              factor from 1 - this to 1 + this
       augment.contrast=0.4                factor from 1 - this to 1 + this

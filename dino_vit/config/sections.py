@@ -226,9 +226,11 @@ class Views(Settings):
 
 
 class AugmentSettings(Settings):
-    """Colour and sharpness, drawn for each view; triples are for the first global, other globals, locals."""
+    """What is drawn for each view; triples are for the first global view, other globals, locals."""
 
     flip: Probability = setting(0.5, "probability of a horizontal flip")
+    vertical_flip: Probability = setting(0.0, "probability of a vertical flip")
+    rotation: Annotated[float, Field(ge=0, le=180)] = setting(0.0, "degrees either way; 90: quarter turns")
     jitter: Probability = setting(0.8, "probability of the four jitters, in random order")
     brightness: Probability = setting(0.4, "factor from 1 - this to 1 + this")
     contrast: Probability = setting(0.4, "factor from 1 - this to 1 + this")

@@ -1,11 +1,10 @@
-"""Augmentation of views: flip, colour jitter, grey, blur, solarisation, normalisation.
+"""Augmentation of views: flips, rotation, colour jitter, grey, blur, solarisation, normalisation.
 
 `draw_augment` draws a row of parameters for each view; `Augment` applies the rows to a batch on any
 device, in float32 on levels from 0 to 255, without rounding between operations (PIL rounds after each).
 
 Axes: n images, c channels, h height, w width. An operation takes images and their parameters (k, n, 1, 1, 1),
-and overwrites the images. There is one path for all devices, but for the blur: on a CPU it takes 1 % of a
-step of ViT-S/16.
+and overwrites the images. All but the blur has one path for all devices: on a CPU 1 % of a ViT-S/16's step.
 """
 
 import hashlib
@@ -58,6 +57,9 @@ class ViewAugment:
     """The probability and strength of each operation for one view; everything is off by default."""
 
     flip: float = 0.0
+    vertical_flip: float = 0.0
+    rotation: float = 0.0  # up to this many degrees either way
+    turn: float = 0.0  # or a multiple of 90 or 180 degrees
     jitter: float = 0.0
     brightness: float = 0.0
     contrast: float = 0.0
@@ -82,6 +84,8 @@ class Column(IntEnum):
     GREY = 7
     SIGMA = 8
     SOLARISE = 9
+    VERTICAL_FLIP = 10
+    ROTATION = 11  # in degrees, counter-clockwise
 
 
 def draw_augment(
@@ -89,7 +93,7 @@ def draw_augment(
 ) -> NDArray[np.float32]:
     """Draw the rows of parameters of every view of every sample: (samples, views, columns)."""
     keys = (epoch, samples[:, None, None], np.arange(len(views))[:, None])
-    u = np.moveaxis(random_uniform(seed, RngPurpose.AUGMENT, *keys, np.arange(11)), -1, 0)
+    u = np.moveaxis(random_uniform(seed, RngPurpose.AUGMENT, *keys, np.arange(13)), -1, 0)
 
     def setting(name: str) -> NDArray[np.float64]:
         return np.array([getattr(view, name) for view in views])
@@ -106,6 +110,9 @@ def draw_augment(
     rows[..., Column.GREY] = u[7] < setting("grey")
     rows[..., Column.SIGMA] = (u[8] < setting("blur")) * (low + (high - low) * u[9])
     rows[..., Column.SOLARISE] = u[10] < setting("solarise")
+    rows[..., Column.VERTICAL_FLIP] = u[11] < setting("vertical_flip")
+    turn, angle = setting("turn"), (2 * u[12] - 1) * setting("rotation")
+    rows[..., Column.ROTATION] = angle + turn * np.floor(u[12] * 360 / np.maximum(turn, 1))
     return rows
 
 
@@ -135,7 +142,7 @@ class Augment(nn.Module):
         assert images.dtype in (torch.uint8, torch.float32), images.dtype
         assert images.shape[1] == len(self.mean), images.shape
         x = images * 255 if images.is_floating_point() else images.float()
-        if steps := [step for step in self._steps(rows.numpy(), min(x.shape[-2:])) if len(step[1])]:
+        if steps := [step for step in self._steps(rows.numpy(), *x.shape[-2:]) if len(step[1])]:
             # The indices of all steps move to the device in one copy, their parameters in another.
             operations, chosen, numbers = zip(*steps, strict=True)
             indices = _on_device(chosen, x.device)
@@ -150,14 +157,20 @@ class Augment(nn.Module):
                     x.index_copy_(0, index, selected)
         return x.sub_(self.mean).div_(self.std)
 
-    def _steps(self, rows: NDArray[np.float32], side: int) -> Iterator[Step]:
+    def _steps(self, rows: NDArray[np.float32], height: int, width: int) -> Iterator[Step]:
         """Yield the operations in order, each with the images that it applies to and its parameters."""
         on = rows.T > 0
 
         def step(operation: Operation, images: NDArray[np.bool_], *own: NDArray[np.float32]) -> Step:
             return operation, images.nonzero()[0], np.array([values[images] for values in own], np.float32)
 
-        yield step(_flip_, on[Column.FLIP])
+        yield step(partial(_flip_, dim=-1), on[Column.FLIP])
+        yield step(partial(_flip_, dim=-2), on[Column.VERTICAL_FLIP])
+        angle, turn = rows[:, Column.ROTATION] % 360, 90 if height == width else 180
+        for exact in range(turn, 360, turn):
+            yield step(partial(_turn_, quarters=exact // 90), angle == exact)
+        radians = np.radians(angle, dtype=np.float64)
+        yield step(_rotate_, angle % turn != 0, np.cos(radians), np.sin(radians))
         for is_hue, chosen, own in self._jitters(rows):
             if is_hue:
                 yield step(self.hue, chosen, *own)
@@ -165,8 +178,8 @@ class Augment(nn.Module):
                 yield step(_blend_, np.ones(len(rows), bool), *own)
         if self.colour:
             yield step(_grey_, on[Column.GREY])
-        blurred = on[Column.SIGMA]
-        yield _blur_, blurred.nonzero()[0], _gaussian(rows[blurred, Column.SIGMA], self.sigma_max, side - 1)
+        blurred, reach = on[Column.SIGMA], min(height, width) - 1
+        yield _blur_, blurred.nonzero()[0], _gaussian(rows[blurred, Column.SIGMA], self.sigma_max, reach)
         yield step(_solarise_, on[Column.SOLARISE])
 
     def _jitters(self, rows: NDArray[np.float32]) -> Iterator[Jitter]:
@@ -194,8 +207,7 @@ def _on_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Sequence[
 class CustomAugment(nn.Module):
     """Stand in for `Augment`: change views (n, C, h, w) from 0 to 1 by a module, then normalise them.
 
-    torch's random numbers are seeded for each batch by the seed, the epoch and the samples. What else the
-    module draws from is its own concern.
+    torch is seeded for each batch by the seed, the epoch and the samples; other generators are not.
     """
 
     mean: Tensor
@@ -212,8 +224,9 @@ class CustomAugment(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor, rows: Tensor) -> Tensor:
-        # A row is a function of (seed, epoch, sample, view), and its order of jitters is always drawn.
-        digest = hashlib.sha256(rows.numpy().tobytes()).digest()
+        # A row is a function of (seed, epoch, sample, view), and its order of jitters is always drawn. The
+        # columns after SOLARISE are left out: the digest does not depend on how many there are.
+        digest = hashlib.sha256(rows.numpy()[:, : Column.VERTICAL_FLIP].tobytes()).digest()
         with torch.random.fork_rng([images.device] if images.is_cuda else []):
             torch.manual_seed(int.from_bytes(digest[:8], "little"))
             changed = self.module(unit_scale(images))
@@ -223,8 +236,22 @@ class CustomAugment(nn.Module):
         return (changed.float() - self.mean) / self.std
 
 
-def _flip_(x: Tensor, _: Tensor) -> None:
-    x.copy_(x.flip(-1))
+def _flip_(x: Tensor, _: Tensor, *, dim: int) -> None:
+    x.copy_(x.flip(dim))
+
+
+def _turn_(x: Tensor, _: Tensor, *, quarters: int) -> None:
+    x.copy_(x.rot90(quarters, (-2, -1)))
+
+
+def _rotate_(x: Tensor, own: Tensor) -> None:
+    """Rotate counter-clockwise about the centre, bilinear; beyond its borders the image is mirrored."""
+    (height, width), (cos, sin) = x.shape[-2:], own.squeeze(2).unbind()
+    down = torch.arange(height, device=x.device)[:, None] - (height - 1) / 2
+    right = torch.arange(width, device=x.device) - (width - 1) / 2
+    # Rotated in pixels, and then divided by half the sides: a view that is not square is not sheared.
+    grid = torch.stack([(cos * right - sin * down) / width, (sin * right + cos * down) / height], dim=-1)
+    x.copy_(F.grid_sample(x, 2 * grid, mode="bilinear", padding_mode="reflection", align_corners=False))
 
 
 def _luma(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, prod, sqrt
 from shutil import disk_usage
 from statistics import median
@@ -57,7 +58,7 @@ OVERHEAD, SCALED, LARGE = 90_000, 0.22, 2
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
     """Return the views of an image, global ones first."""
     views, augment, times = config.views, config.augment, _enlargement(config)
-    common = augment.model_dump(exclude={"blur", "blur_sigma", "solarise", "module"})
+    common = augment.model_dump(exclude={"rotation", "blur", "blur_sigma", "solarise", "module"})
     narrow, wide = augment.blur_sigma
     first, other, local = (
         ViewAugment(**common, blur=blur, blur_sigma=(size * narrow, size * wide), solarise=solarise)
@@ -71,10 +72,18 @@ def build_views(config: PretrainConfig) -> tuple[View, ...]:
         (views.local_count, views.local_shape, views.local_scale, local),
     )
     return tuple(
-        View(size=size, scale=scale, augment=settings)
+        View(size=size, scale=scale, augment=_rotated(settings, augment.rotation, size))
         for count, size, scale, settings in groups
         for _ in range(count)
     )
+
+
+def _rotated(augment: ViewAugment, degrees: float, size: Size) -> ViewAugment:
+    """Add a rotation: by any angle, or by turns that keep the height and width of the view."""
+    height, width = size
+    if degrees != 90:
+        return replace(augment, rotation=degrees)
+    return replace(augment, turn=90 if height == width else 180)
 
 
 def _enlargement(config: PretrainConfig) -> int:

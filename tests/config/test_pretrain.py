@@ -95,6 +95,8 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["augment.blur_sigma=[0.1, 1e6]"], "must be less than or equal to 1000"),
         (["run.peer_timeout=1e-9"], "must be greater than or equal to 0.01"),
         (["run.peer_timeout=1e9"], "must be less than or equal to 1000000"),
+        (["augment.rotation=-10"], "must be greater than or equal to 0"),
+        (["augment.rotation=200"], "must be less than or equal to 180"),
         (["augment.blur_sigma=[2, 1]"], "try [1.0, 2.0]"),
         (["data.channels=1"], "augment.saturation=0 augment.hue=0 augment.grey=0"),
         (["data.mean=[0.5]"], "data.mean=[0.5] does not fit data.channels=3; give one value per channel, or"),

@@ -197,6 +197,7 @@ def test_photometry_is_that_of_the_cpu():
     rows[:, Column.BRIGHTNESS : Column.HUE] = torch.rand(64, 3) * 0.8 + 0.6
     rows[:, Column.HUE] = torch.rand(64) * 0.2 - 0.1
     values = {"FLIP": 1, "JITTER": 1, "GREY": 1, "SIGMA": 1.3, "SOLARISE": 1}
+    values |= {"VERTICAL_FLIP": 1, "ROTATION": torch.tensor([90, 180, 17.5, -40]).repeat(16)}
     for name, value in values.items():
         rows[:, getattr(Column, name)] = value * (torch.rand(64) < 0.5)
     images = torch.randint(0, 256, (64, 3, 48, 40), dtype=torch.uint8)

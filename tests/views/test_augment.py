@@ -25,8 +25,8 @@ def rows(count=6, **columns):
     return made
 
 
-def drawn_rows(count):
-    return draw_rows(views_of(), samples=np.arange(count)).flatten(0, 1)
+def drawn_rows(count, *overrides):
+    return draw_rows(views_of(*overrides), samples=np.arange(count)).flatten(0, 1)
 
 
 def plain(channels=3):
@@ -40,6 +40,9 @@ def naive(image, row):
     colour = len(x) == 3
     if row[Column.FLIP]:
         x = V.horizontal_flip(x)
+    if row[Column.VERTICAL_FLIP]:
+        x = V.vertical_flip(x)
+    x = x.rot90(int(row[Column.ROTATION] // 90), (-2, -1))
     if row[Column.JITTER]:
         for operation in list(permutations(range(4)))[int(row[Column.ORDER])]:
             parts = [x] if colour else x.split(1)
@@ -87,8 +90,60 @@ def test_hue_is_torchvisions_for_every_kind_of_pixel(turn):
 
 
 def test_grey_flip_and_solarise_are_torchvisions():
-    for name in ("grey", "flip", "solarise"):
+    for name in ("grey", "flip", "vertical_flip", "solarise"):
         assert matches(images(), rows(**{name: 1}))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_quarter_turns_are_exact(channels):
+    x, angles = images(channels=channels, height=20), [0, 90, 180, 270, -90, 90]
+    turned = [image.rot90(angle // 90, (-2, -1)) for image, angle in zip(x, angles, strict=True)]
+    assert torch.equal(plain(channels)(x, rows(rotation=angles)), torch.stack(turned) / 255)
+    half = plain(channels)(images(channels=channels), rows(rotation=180))
+    assert torch.equal(half, images(channels=channels).flip(-2, -1) / 255)
+
+
+def naive_rotation(image, angle):
+    """Every pixel is a mean of the four around its source, whose indices are mirrored at the borders."""
+    channels, height, width = image.shape
+    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+
+    def pixel(row, column):
+        row, column = row % (2 * height), column % (2 * width)
+        return image[:, min(row, 2 * height - 1 - row), min(column, 2 * width - 1 - column)]
+
+    rotated = torch.empty(channels, height, width)
+    for row in range(height):
+        for column in range(width):
+            down, right = row - (height - 1) / 2, column - (width - 1) / 2
+            y = sin * right + cos * down + (height - 1) / 2
+            x = cos * right - sin * down + (width - 1) / 2
+            top, left = math.floor(y), math.floor(x)
+            upper = (left + 1 - x) * pixel(top, left) + (x - left) * pixel(top, left + 1)
+            lower = (left + 1 - x) * pixel(top + 1, left) + (x - left) * pixel(top + 1, left + 1)
+            rotated[:, row, column] = (top + 1 - y) * upper + (y - top) * lower
+    return rotated
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, (16, 16)), (3, (24, 20)), (5, (7, 30)), (3, (1, 6))])
+def test_rotation_equals_the_loop(channels, size):
+    x, angles = images(5, channels, *size), [-170.0, -90.0, -12.5, 0.25, 44.0]
+    expected = torch.stack(
+        [naive_rotation(image / 255, angle) for image, angle in zip(x, angles, strict=True)]
+    )
+    assert (plain(channels)(x, rows(5, rotation=angles)) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("angle", [-75.0, -1.0, 10.0, 45.0, 120.0])
+def test_rotation_is_torchvisions_but_for_the_corners(angle):
+    x = images(height=64, width=64) / 255
+    covered = torch.cat([x, torch.ones(len(x), 1, 64, 64)], dim=1)
+    expected = V.rotate(covered, angle, interpolation=V.InterpolationMode.BILINEAR)
+    inside = expected[:, -1:] > 1 - 1e-6  # elsewhere torchvision has black, mixed in at the border
+    assert inside.float().mean() > 0.75
+    rotated = plain()(x, rows(rotation=angle))
+    assert ((rotated - expected[:, :-1]).abs() * inside).max() < 1e-4
+    assert (rotated * ~inside).max() > 0.5
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 1.63, 2.0])
@@ -112,8 +167,8 @@ def test_a_gpu_blurs_by_products_what_a_cpu_does_by_shifts(channels, size):
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 5])
 def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels):
-    row = drawn_rows(4)
-    assert matches(images(len(row), channels), row)
+    row = drawn_rows(4, "augment.vertical_flip=0.5", "augment.rotation=90")
+    assert matches(images(len(row), channels, height=20), row)
 
 
 def test_what_is_off_is_untouched_bit_for_bit():
@@ -132,7 +187,7 @@ def test_normalises_with_mean_and_std():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(23, 19), (181, 187)])
 def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
-    row = drawn_rows(4)
+    row = drawn_rows(4, "augment.vertical_flip=0.5", "augment.rotation=30")
     x = images(len(row), channels, *size)
     augment = Augment(mean=MEAN[:channels], std=STD[:channels])
     before = torch.get_num_threads()
@@ -193,3 +248,32 @@ def test_augmentation_follows_the_recipe():
 
     flat = rows.reshape(-1, len(Column))[:, [0, 1, 2, 3, 4, 5, 6, 7]]
     assert abs(np.corrcoef(flat.T) - np.eye(8)).max() < 0.02
+
+
+def test_flips_and_rotation_follow_their_settings():
+    count = 4000
+    settings = ["augment.vertical_flip=0.3", "views.local_size=[96, 64]", "views.local_count=1"]
+    before = draw_rows(views_of(*settings[1:]), samples=np.arange(count)).numpy()
+    rows = draw_rows(views_of(*settings, "augment.rotation=90"), samples=np.arange(count)).numpy()
+    assert np.array_equal(rows[..., : Column.VERTICAL_FLIP], before[..., : Column.VERTICAL_FLIP])
+    assert not before[..., Column.VERTICAL_FLIP :].any()
+    flips, angles = rows[..., Column.VERTICAL_FLIP], rows[..., Column.ROTATION]
+    assert (abs(flips.mean(0) - 0.3) < 3.3 * math.sqrt(0.3 * 0.7 / count)).all()
+    for view, turns in (
+        (0, [0, 90, 180, 270]),
+        (1, [0, 90, 180, 270]),
+        (2, [0, 180]),
+    ):  # the last is not square
+        values, counts = np.unique(angles[:, view], return_counts=True)
+        assert values.tolist() == turns
+        share = 1 / len(turns)
+        assert (abs(counts / count - share) < 3.3 * math.sqrt(share * (1 - share) / count)).all()
+
+    free = draw_rows(views_of("augment.rotation=30"), samples=np.arange(count)).numpy()
+    angles = free[:, 0, Column.ROTATION]
+    assert abs(angles).max() <= 30
+    assert ks_distance(angles, np.linspace(-30, 30, 100_001)) < 1.95 / math.sqrt(count)
+    columns = np.stack(
+        [angles, free[:, 1, Column.ROTATION], free[:, 0, Column.FLIP], flips[:, 0], flips[:, 1]]
+    )
+    assert abs(np.corrcoef(columns) - np.eye(5)).max() < 3.5 / math.sqrt(count)
