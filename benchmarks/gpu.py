@@ -59,7 +59,7 @@ TESTS = ["pytest", "-m", "gpu", "tests/gpu", "-v", "-rfEs", "-p", "no:benchmark"
 SMALL = {key: value for key, value in TINY.items() if key.startswith(("model.", "head.", "views."))}
 SMALL |= {"model.depth": 1, "views.local_count": 2}
 SHORT = ["budget.steps=4", "data.batch_size=4", "optim.warmup_epochs=0", "optim.freeze_last_layer_epochs=0"]
-LONG = ["budget.steps=100000", "run.log_every=20", "run.eval_every=null"]
+LONG = ["budget.steps=100000", "compute.log_every=20", "compute.eval_every=null"]
 
 
 class Case(NamedTuple):
@@ -190,7 +190,7 @@ def measure_steps(bench: Bench, case: Case, tests: subprocess.Popen[bytes] | Non
 def build_step(bench: Bench, variant: str, changes: Mapping[str, Any], images: int) -> Work:
     """Build a step with everything in it: uint8 views in pinned memory, augmented on the device."""
     own = {"data.source": f"synthetic:{images}:256", "data.batch_size": images, "data.augment_on": "device"}
-    own |= {"data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, "run.precision": "bf16", **changes}
+    own |= {"data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, "compute.precision": "bf16", **changes}
     with TemporaryDirectory() as folder:
         own |= {"output": folder, **({} if bench.on_gpu else SMALL)}
         state = set_up(replace(PretrainConfig(), {**FIXED, **own}), start_processes()).state
@@ -303,7 +303,7 @@ def confirm(bench: Bench, compiled: str, data: Path, tests: subprocess.Popen[byt
     with TemporaryDirectory() as folder:
         for number in range(bench.size(6400, 16)):
             Path(folder, f"{number}.jpg").write_bytes(photos[number % len(photos)])
-        run = ["pretrain", folder, str(bench.path.with_name("jpegs")), f"run.compile={compiled}"]
+        run = ["pretrain", folder, str(bench.path.with_name("jpegs")), f"compute.compile={compiled}"]
         run += ["budget.epochs=null", *(LONG if bench.on_gpu else SHORT)]
         finish(bench, "jpegs", start(bench, "jpegs", ["dino_vit", *run]), seconds=60)
     for number, arch in enumerate(("vit_tiny", "timm:resnet18")):

@@ -25,7 +25,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import decode
 from dino_vit.views.build import build_augment, build_views
-from dino_vit.views.geometry import choose_boxes, draw_tries
+from dino_vit.views.geometry import choose_boxes, draw_box_numbers
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.sampler import Sampler
 
@@ -161,8 +161,8 @@ def _table(repeats: int, images: int) -> Table:
         files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in photos.files]
         return [in_tensors(decode_image(file, ImageReadMode.RGB)) for file in files]
 
-    tries = draw_tries(views, seed=0, epoch=0, samples=np.arange(images))
-    boxes = [choose_boxes(views, of_image, height=375, width=500).tolist() for of_image in tries]
+    box_draws = draw_box_numbers(views, seed=0, epoch=0, samples=np.arange(images))
+    boxes = [choose_boxes(views, of_image, height=375, width=500).tolist() for of_image in box_draws]
 
     def decode_and_cut() -> list[Tensor]:
         """Do what cannot be left out, with torchvision and torch alone and boxes known before."""

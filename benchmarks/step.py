@@ -51,10 +51,10 @@ FIXED: dict[str, Any] = {
     "optim.freeze_last_layer_epochs": 0,
     "budget.epochs": None,
     "budget.steps": 100_000,
-    "run.trackers": (),
-    "run.compile": False,
-    "run.eval_every": None,
-    "run.log_every": 1_000_000,
+    "compute.trackers": (),
+    "compute.compile": False,
+    "compute.eval_every": None,
+    "compute.log_every": 1_000_000,
 }
 TINY: dict[str, Any] = {  # arithmetic is negligible
     "data.source": "synthetic:64:40",
@@ -72,7 +72,7 @@ TINY: dict[str, Any] = {  # arithmetic is negligible
     "head.hidden_dim": 16,
     "head.bottleneck_dim": 8,
     "head.prototypes": 64,
-    "run.precision": "no",
+    "compute.precision": "no",
 }
 CONTENDERS = ("dino_vit", "2021 code")
 LABELS = {"no": "float32", "bf16": "bf16", "fp16": "fp16"}
@@ -94,7 +94,7 @@ class Case:
 
     @property
     def config(self) -> PretrainConfig:
-        own = {"data.batch_size": self.batch, "run.precision": self.precision}
+        own = {"data.batch_size": self.batch, "compute.precision": self.precision}
         return replace(PretrainConfig(), {**FIXED, **own, **self.changes})
 
 

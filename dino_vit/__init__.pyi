@@ -35,7 +35,7 @@ from dino_vit.models.vit import vit_large as vit_large
 from dino_vit.models.vit import vit_small as vit_small
 from dino_vit.models.vit import vit_tiny as vit_tiny
 from dino_vit.reports.metrics import MetricsRecord
-from dino_vit.run import Run as Run
+from dino_vit.run import RunFolder as RunFolder
 from dino_vit.weights import WeightsError as WeightsError
 from dino_vit.weights import load_backbone as load_backbone
 from dino_vit.weights import save_backbone as save_backbone
@@ -176,7 +176,7 @@ class _Budget(TypedDict, total=False):
     images: int | None
     minutes: float | None
 
-class _Run(TypedDict, total=False):
+class _Compute(TypedDict, total=False):
     """How the run computes, logs and saves."""
 
     precision: Literal["auto", "no", "bf16", "fp16"]
@@ -308,14 +308,14 @@ def pretrain(
     optim: _Optim = {},
     teacher: _Teacher = {},
     budget: _Budget = {},
-    run: _Run = {},
+    compute: _Compute = {},
     gram: _Gram | None = None,
     init: _Init | None = None,
     on_metrics: collections.abc.Callable[[MetricsRecord], object] | None = None,
     on_checkpoint: collections.abc.Callable[[pathlib.Path], object] | None = None,
     config: str | os.PathLike[str] | PretrainConfig | None = None,
     verbose: bool = True,
-) -> Run:
+) -> RunFolder:
     """Train a vision transformer on your images, without labels (DINO).
 
         dino_vit.pretrain("photos", "runs/photos", recipe="auto", budget={"minutes": 20.0})
@@ -424,18 +424,18 @@ def pretrain(
       budget.steps=null                   optimiser steps
       budget.images=null                  images drawn, counted with repeats
       budget.minutes=null                 minutes of training and evaluations; the schedules follow
-      run.precision=auto                  auto: bf16 where it is native [auto|no|bf16|fp16]
-      run.compile=auto                    torch.compile the networks; auto: their blocks, in long runs on CUDA
-      run.sharded=false                   shard networks and optimiser among processes (FSDP2)
-      run.log_every=50                    steps between log lines
-      run.eval_every=10                   epochs between evaluations; null: never
-      run.eval_every_steps=null           steps between evaluations
-      run.checkpoint_every=1000           steps between checkpoints
-      run.keep_every=null                 steps between checkpoints that are kept
-      run.verbose=false                   print all that is chosen at the start, with reasons
-      run.trackers=[]                     Accelerate trackers, as [tensorboard]
-      run.peer_timeout=10                 minutes to wait for another rank
-      run.resume=same                     same: only with the settings of before; changed: with any; never [same|changed|never]
+      compute.precision=auto              auto: bf16 where it is native [auto|no|bf16|fp16]
+      compute.compile=auto                torch.compile the networks; auto: their blocks, in long runs on CUDA
+      compute.sharded=false               shard networks and optimiser among processes (FSDP2)
+      compute.log_every=50                steps between log lines
+      compute.eval_every=10               epochs between evaluations; null: never
+      compute.eval_every_steps=null       steps between evaluations
+      compute.checkpoint_every=1000       steps between checkpoints
+      compute.keep_every=null             steps between checkpoints that are kept
+      compute.verbose=false               print all that is chosen at the start, with reasons
+      compute.trackers=[]                 Accelerate trackers, as [tensorboard]
+      compute.peer_timeout=10             minutes to wait for another rank
+      compute.resume=same                 same: only with the settings of before; changed: with any; never [same|changed|never]
       gram=null                           set gram.weights for Gram anchoring
       gram.weights=...                    weights of that teacher: a kept checkpoint, or another run or file
       gram.weight=1                       weight of the term; 2 in DINOv3's last phase

@@ -187,7 +187,10 @@ def _explain(error: BaseException) -> tuple[str | None, int]:
         return "interrupted" if is_rank_0() else "", 130
     distributed = sys.modules.get("dino_vit.core.distributed")
     if distributed and distributed.unanswered(error):
-        return "Timed out waiting for another rank (run.peer_timeout); run the same command again", REQUEUE
+        return (
+            "Timed out waiting for another rank (compute.peer_timeout); run the same command again",
+            REQUEUE,
+        )
     if distributed and distributed.lost_process(error):
         return "another process of this run has ended; see its error message", 1
     if isinstance(error, RuntimeError) and (

@@ -118,9 +118,9 @@ def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) ->
 
 
 def _run_class() -> Any:
-    from dino_vit.run import Run  # imports torch
+    from dino_vit.run import RunFolder  # imports torch
 
-    return Run
+    return RunFolder
 
 
 def _accepted(annotation: Any) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.text import plural
-from dino_vit.reports.record import RunRecord, read_run, state, verdict
+from dino_vit.reports.record import RunRecord, diagnosis, read_run, verdict
 
 
-class Run:
+class RunFolder:
     """A run by its folder, be it finished, under way or stopped; everything is read when it is asked for.
 
     Functions take it where they take weights or a run: `dino_vit.knn("photos", run)`, `dino_vit.report(run)`.
@@ -22,14 +22,15 @@ class Run:
 
     def __repr__(self) -> str:
         record = self._record()
-        return f"Run({str(self.folder)!r}): step {record.step:,} of {record.total_steps or 0:,}; {self.state}"
+        step = f"step {record.step:,} of {record.total_steps or 0:,}"
+        return f"RunFolder({str(self.folder)!r}): {step}; {self.diagnosis}"
 
     def __str__(self) -> str:
         record, config = self._record(), self.config
         images = f" ({record.starts[-1].images:,} images)" if record.starts else ""
         lines = [
             f"{self.folder}: {config.model.title} on {config.data.images}{images}",
-            f"step {record.step:,} of {record.total_steps or 0:,}: {self.state}; {state(record)[1]}",
+            f"step {record.step:,} of {record.total_steps or 0:,}: {self.diagnosis}; {diagnosis(record)[1]}",
             self.outcome,
             f"{plural(len(self.checkpoints), 'checkpoint')} in {self.folder / 'checkpoints'}",
         ]
@@ -53,9 +54,9 @@ class Run:
         return [metrics.figures() for metrics in self._record().history]
 
     @property
-    def state(self) -> str:
+    def diagnosis(self) -> str:
         """What the newest reading says of the run, such as "learning"."""
-        return state(self._record())[0]
+        return diagnosis(self._record())[0]
 
     @property
     def outcome(self) -> str:

@@ -210,8 +210,8 @@ def test_an_option_may_be_written_as_its_setting():
     [
         (["data.source=/no/such/folder"], "'/no/such/folder'"),
         (
-            ["data.source=synthetic", "run.trackers=[tensorbord]"],
-            "run.trackers: tensorbord is not installed. Install it, choose from",
+            ["data.source=synthetic", "compute.trackers=[tensorbord]"],
+            "compute.trackers: tensorbord is not installed. Install it, choose from",
         ),
         (["output=/dev/null/run", "budget.epochs=20", *SMALL], "/dev/null"),
     ],

@@ -101,7 +101,7 @@ def test_type_checkers_know_what_every_function_returns(tmp_path):
     assert classes["dino_vit.knn()"] == classes["dino_vit.linear()"] == "EvaluationResult"
     assert classes["dino_vit.compare()"] == "ComparisonResult"
     assert classes["dino_vit.embed()"] == "ImageEmbeddings"
-    assert classes["dino_vit.pretrain()"] == "Run"
+    assert classes["dino_vit.pretrain()"] == "RunFolder"
     assert classes["dino_vit.knn().figure"] == "Figure"
     assert classes["dino_vit.load_backbone('a').transform"] == "EvalTransform"
 
@@ -111,11 +111,11 @@ def test_pretrain_returns_its_run(run, tmp_path):
     assert run.metrics() == [{k: v for k, v in line.items() if k in run.metrics()[0]} for line in lines]
     assert {*lines[0]} - {*run.metrics()[0]} == {"knn_answers", "best_knn_answers", "probe_answers"}
     texts = {name for line in run.metrics() for name, value in line.items() if isinstance(value, str)}
-    assert texts <= {"state", "best_features"}
+    assert texts <= {"diagnosis", "best_features"}
     assert [line["step"] for line in run.metrics()] == list(range(1, 21))
-    assert run.state == run.metrics()[-1]["state"]
+    assert run.diagnosis == run.metrics()[-1]["diagnosis"]
     assert run.config == load(PretrainConfig, run.folder / "config.yaml")
-    assert f"step 20 of 20; {run.state}" in repr(run)
+    assert f"step 20 of 20; {run.diagnosis}" in repr(run)
     assert run.outcome in str(run)
     assert 3 <= len(str(run).splitlines()) <= 6
     assert f"{run.folder}: {run.config.model.title} on synthetic" in str(run)
@@ -133,9 +133,9 @@ def test_pretrain_returns_its_run(run, tmp_path):
     results.parent.rmdir()
     page = dino_vit.report(run, output=tmp_path / "page.html", images=20).path
     assert page.read_text().startswith("<!doctype html>")
-    assert dino_vit.Run(run.folder).metrics() == run.metrics()
+    assert dino_vit.RunFolder(run.folder).metrics() == run.metrics()
     with pytest.raises(ValueError, match="is not the folder of a run"):
-        dino_vit.Run(tmp_path)
+        dino_vit.RunFolder(tmp_path)
 
 
 def test_pretrain_calls_back_with_readings_and_checkpoints(tmp_path):

@@ -19,7 +19,7 @@ from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, public
 from dino_vit.core.work import after_figures
-from dino_vit.data.image_set import ImageSet, spread
+from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import open_source
@@ -39,7 +39,7 @@ def run(config: InspectConfig) -> Facts:
     source = open_source(config.source, config.labels, config.mix)
     sources = [config.source] if isinstance(config.source, str) else config.source
     name = printable(", ".join(map(public, sources)))
-    indices = spread(len(source), config.count or len(source))
+    indices = evenly_spaced(len(source), config.count or len(source))
     summary = inspect_images(source, indices, max_pixels=config.max_pixels)
     training = training_config(config.pretrain, source, summary)
     sizes = [(image.height, image.width) for image in summary.images]
@@ -163,7 +163,7 @@ def draw_views(sheet: Path, source: ImageSet, summary: ImageSummary, training: P
     pixels = build_pixels(training)
     indices = [image.index for image in summary.images if image.fits(pixels.channels)]
     originals: dict[int, Tensor] = {}
-    for index in [indices[row] for row in spread(len(indices), ROWS)]:
+    for index in [indices[row] for row in evenly_spaced(len(indices), ROWS)]:
         try:
             originals[index] = read_image(source, index, pixels)
         except UnreadableImage as error:

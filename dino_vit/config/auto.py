@@ -204,10 +204,12 @@ def _choose_length(
     warmup, freeze = _round(min(10.0, length / 10)), _round(min(1.0, length / 20))
     choices.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
     choices.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
-    if "run.eval_every_steps" not in choices.given:
+    if "compute.eval_every_steps" not in choices.given:
         interval = _round(min(10.0, length / evaluations))
         choices.choose(
-            "run.eval_every", interval, f"{plural(evaluations, 'time')} in a run, at least every 10 epochs"
+            "compute.eval_every",
+            interval,
+            f"{plural(evaluations, 'time')} in a run, at least every 10 epochs",
         )
     return steps
 

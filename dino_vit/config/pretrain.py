@@ -48,7 +48,7 @@ AUTO_KEYS = frozenset(
         *("augment.saturation", "augment.hue", "augment.grey"),
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
-        *("loss.warmup_teacher_temp_epochs", "loss.centering", "loss.koleo_weight", "run.eval_every"),
+        *("loss.warmup_teacher_temp_epochs", "loss.centering", "loss.koleo_weight", "compute.eval_every"),
         *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
         *("model.stem", "model.stem_width", "model.patch_drop", "model.patch_drop_until"),
         *("model.image_size", "model.init_std", "optim.layer_decay", "optim.patch_embed_lr"),
@@ -80,7 +80,7 @@ class PretrainConfig(Settings):
     optim: sections.Optim = sections.Optim()
     teacher: sections.Teacher = sections.Teacher()
     budget: sections.Budget = sections.Budget()
-    run: sections.Run = sections.Run()
+    compute: sections.Compute = sections.Compute()
     gram: sections.Gram | None = setting(None, "set gram.weights for Gram anchoring")
     init: sections.Init | None = setting(None, "set init.weights to start from trained weights")
 
@@ -259,12 +259,12 @@ def _check_lengths(config: PretrainConfig) -> Iterator[str]:
         yield f"the run has no length; give one of {', '.join(units)}"
     elif len(given) > 1:
         yield f"{' and '.join(given)} are both given; give one"
-    run = config.run
-    if run.eval_every and run.eval_every_steps:
-        yield "run.eval_every and run.eval_every_steps are both given; give one"
-    if run.keep_every and run.keep_every % run.checkpoint_every:
-        every = run.checkpoint_every
-        yield f"run.keep_every={run.keep_every} is not a multiple of run.checkpoint_every={every}"
+    compute = config.compute
+    if compute.eval_every and compute.eval_every_steps:
+        yield "compute.eval_every and compute.eval_every_steps are both given; give one"
+    if compute.keep_every and compute.keep_every % compute.checkpoint_every:
+        every = compute.checkpoint_every
+        yield f"compute.keep_every={compute.keep_every} is not a multiple of compute.checkpoint_every={every}"
 
 
 def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:

@@ -314,7 +314,7 @@ class Budget(Settings):
         return self.steps or (self.epochs or 0) * (images // batch)
 
 
-class Run(Settings):
+class Compute(Settings):
     """How the run computes, logs and saves."""
 
     one_of: ClassVar = (("eval_every",), ("eval_every_steps",))

@@ -68,7 +68,7 @@ class Checkpoints:
     def __init__(self, run: Path, *, keep_every: int | None = None) -> None:
         self.folder = run / "checkpoints"
         self.keep_every = keep_every
-        self.kept = set[int]()  # steps that stay, whatever an earlier start kept them for
+        self.kept_steps = set[int]()  # steps that stay, whatever an earlier start kept them for
 
     def save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
         """Write the state after `step` steps, then remove the checkpoints that are no longer needed."""
@@ -79,9 +79,11 @@ class Checkpoints:
         path = self.path(step)
         if self.keep_every:
             on_disk = map(_step, self.paths())
-            self.kept |= {each for each in (*on_disk, step) if each % self.keep_every == 0 and each <= step}
+            self.kept_steps |= {
+                each for each in (*on_disk, step) if each % self.keep_every == 0 and each <= step
+            }
         described = {**metadata, "kind": "checkpoint", "version": FORMAT_VERSION, "step": step}
-        described["kept"] = sorted(self.kept)
+        described["kept_steps"] = sorted(self.kept_steps)
         write_tensors(path, tensors, json.dumps(described, sort_keys=True))
         self._prune(step, best=metadata.get("best"))  # only now: the new file is complete and on the disk
         return path
@@ -129,7 +131,7 @@ class Checkpoints:
     def _prune(self, newest: int, best: Mapping[str, Any] | None) -> None:
         """Keep the last ones, the best one and those to be kept; later steps are of an abandoned run."""
         steps = [step for path in self.paths() if (step := _step(path)) <= newest]
-        wanted = {*steps[-LAST:], *(self.kept & {*steps}), best["step"] if best else None}
+        wanted = {*steps[-LAST:], *(self.kept_steps & {*steps}), best["step"] if best else None}
         outdated = [path for path in self.paths() if _step(path) not in wanted]
         for path in (*outdated, *self.folder.glob(".step-*.partial")):  # of a process that was killed
             path.unlink(missing_ok=True)

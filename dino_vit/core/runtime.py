@@ -87,8 +87,8 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in installed:
             raise ValueError(
-                f"run.trackers: {name} is not installed. Install it, choose from the installed trackers "
-                f"({', '.join(installed) or 'none'}), or set run.trackers=[]"
+                f"compute.trackers: {name} is not installed. Install it, choose from the installed trackers "
+                f"({', '.join(installed) or 'none'}), or set compute.trackers=[]"
             )
 
 

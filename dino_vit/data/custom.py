@@ -14,7 +14,7 @@ from torch.utils.data import Subset as TorchSubset
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
 from dino_vit.core.text import plural, printable, progress
-from dino_vit.data.image_set import ImageSet, Store, join_sets, spread
+from dino_vit.data.image_set import ImageSet, Store, evenly_spaced, join_sets
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.paths import is_image
@@ -60,7 +60,7 @@ class OwnStore(Store):
         """Return a digest of the names and of a few images."""
         names = [printable(self.name(row)) for row in range(len(self.given))]
         digest = hashlib.sha256("\n".join(names).encode())
-        for row in spread(len(names), FINGERPRINTED):
+        for row in evenly_spaced(len(names), FINGERPRINTED):
             with suppress(Exception):  # an image that cannot be read is met when it is used
                 item = self.read(row)
                 digest.update(item if isinstance(item, bytes) else item.contiguous().numpy().tobytes())
@@ -165,7 +165,9 @@ def _targets_of(given: Any) -> list[Any]:
 def _read_targets(given: Any) -> list[Any]:
     """Return the labels in items that are tuples, which takes as long as to read all images."""
     targets: list[Any] = [None] * len(given)
-    if _method(given, "read") or all(_label_in(given, i) is None for i in spread(len(given), LOOKED_AT)):
+    if _method(given, "read") or all(
+        _label_in(given, i) is None for i in evenly_spaced(len(given), LOOKED_AT)
+    ):
         return targets
     log.info("%s has no `targets`: all its items are read for their labels", title_of(given))
     with progress(f"Reading labels of {title_of(given)}", len(given)) as advance:

@@ -280,7 +280,7 @@ def count_shared(source: ImageSet, train: ImageSet) -> int:
     return sum(origin in learned for origin in source.origins())
 
 
-def spread(length: int, count: int) -> list[int]:
+def evenly_spaced(length: int, count: int) -> list[int]:
     """Return `count` different indices from all over a source of some length; all if it is shorter.
 
     Steps of the golden ratio share no rhythm with a sorted source, as every n-th index might.

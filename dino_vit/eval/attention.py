@@ -25,7 +25,7 @@ from dino_vit.core import Size, height_width, log
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, plural
-from dino_vit.data.image_set import ImageSet, spread
+from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, check_finite
@@ -134,7 +134,7 @@ def draw_sheets(
 ) -> tuple[list[Path | Image.Image], Maps]:
     """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
     transform, sheets, maps = eval_transform_of(model), list[Path | Image.Image](), Maps()
-    indices = spread(len(source), len(source) if config.count is None else config.count)
+    indices = evenly_spaced(len(source), len(source) if config.count is None else config.count)
     folder, starts = config.output and Path(config.output), range(0, len(indices), SHEET_ROWS)
     if folder:  # what could not be written is said before hours of work
         files = (path for index in indices for path in files_of(folder, index, source.name(index)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.text import progress
-from dino_vit.data.image_set import ImageSet, spread
+from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import LISTED, UnreadableImage, listed
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.files import SourceLost
@@ -45,7 +45,7 @@ def raw_pixel_transform(source: ImageSet, indices: Sequence[int], pixels: Pixels
     """
     size, channels = (PIXEL_SIDE, PIXEL_SIDE), pixels.channels
     plain = EvalTransform(size=size, mean=(0.0,) * channels, std=(1.0,) * channels, pixels=pixels)
-    sample = [indices[place] for place in spread(len(indices), MEASURED_IMAGES)]
+    sample = [indices[place] for place in evenly_spaced(len(indices), MEASURED_IMAGES)]
     values = pixel_features(source, sample, transform=plain).values
     std, mean = torch.std_mean(rearrange(values, "n (c pixel) -> c (n pixel)", c=channels), dim=1)
     # A channel that is the same everywhere stays so.
@@ -130,7 +130,7 @@ def read_batches(
 def say_what_is_unlike(transform: EvalTransform, source: ImageSet, indices: Sequence[int]) -> None:
     """Warn if images are far smaller than what they are resized to, or of other pixels."""
     try:
-        sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
+        sample = inspect_images(source, [indices[place] for place in evenly_spaced(len(indices), 5)])
     except (ValueError, SourceLost):  # none of these can be read; others may
         return
     side = min(transform.size)

@@ -223,7 +223,7 @@ def target_sums(
 
 
 def loss_statistics(sums: Mapping[str, Tensor], micro_batches: int = 1) -> dict[str, Tensor]:
-    """Decompose the loss of some micro-batches over all processes."""
+    """Return entropy and usage of the targets, over all ranks."""
     total, used = all_reduce_mean(torch.stack([sums["total"], sums["used"]])).unbind()
     scalars = torch.stack([sums["entropies"], sums["rows"], sums["loss"] / micro_batches])
     entropies, rows, loss = all_reduce_mean(scalars).unbind()

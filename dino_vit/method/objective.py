@@ -17,7 +17,7 @@ from dino_vit.method.cross_entropy import LazyLogits
 from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
 from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss, target_sums
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.student_teacher import Masks, Network, StudentOutput
+from dino_vit.models.student_teacher import Masks, Network, NetworkOutput
 
 PATCH_STATISTICS = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
 
@@ -63,7 +63,7 @@ class Objective:
         koleo_weight: float = 0.0,
         gram_weight: float = 0.0,
         gram_teacher: Backbone | None = None,
-        frozen: Network | Backbone | None = None,
+        fixed_teacher: Network | Backbone | None = None,
     ) -> None:
         self.compiled = False  # the losses; a run on CUDA that compiles sets it
         self.views, self.global_views = views, global_views
@@ -71,8 +71,8 @@ class Objective:
         self.student_temperature = student_temperature
         self.patch_weight, self.koleo_weight, self.gram_weight = patch_weight, koleo_weight, gram_weight
         self.gram_teacher = gram_teacher and gram_teacher.to(device).requires_grad_(False)
-        self.frozen = frozen and frozen.to(device)
-        self.prototypes = None if isinstance(frozen, Backbone) else prototypes
+        self.fixed_teacher = fixed_teacher and fixed_teacher.to(device)
+        self.prototypes = None if isinstance(fixed_teacher, Backbone) else prototypes
         self.centers: dict[str, Center | SinkhornCenter] = {}  # by their names in a checkpoint
         if self.prototypes:
             build = SinkhornCenter if centering == "sinkhorn" else Center
@@ -93,14 +93,16 @@ class Objective:
         rows = self.global_views * images
         gram_views = views[0][:rows]
         views = self._resize_global(views, rows)
-        if isinstance(self.frozen, Backbone):
-            masks, teacher_out = None, self._features(self.frozen, views[0][:rows])
+        if isinstance(self.fixed_teacher, Backbone):
+            masks, teacher_out = None, self._features(self.fixed_teacher, views[0][:rows])
         else:
-            teacher_out = self._targets(self.frozen or teacher, views[0][:rows], masks, teacher_temperature)
+            teacher_out = self._targets(
+                self.fixed_teacher or teacher, views[0][:rows], masks, teacher_temperature
+            )
         # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
         all_patches = teacher_out.patches is not None or self.gram_teacher is not None
-        out: StudentOutput = student(
-            views, masks, use_mask_token=self.frozen is None, all_patches=all_patches
+        out: NetworkOutput = student(
+            views, masks, use_mask_token=self.fixed_teacher is None, all_patches=all_patches
         )
 
         if teacher_out.logits:
@@ -139,11 +141,11 @@ class Objective:
         return TeacherOutput(out.cls, logits, centers)
 
     @torch.no_grad()
-    def _features(self, frozen: Backbone, views: Tensor) -> TeacherOutput:
+    def _features(self, teacher: Backbone, views: Tensor) -> TeacherOutput:
         """Return the features of a frozen backbone for the global views."""
         if not self.patch_weight:
-            return TeacherOutput(frozen.forward_cls(views))
-        cls, patches = self._tokens_of(frozen, views)
+            return TeacherOutput(teacher.forward_cls(views))
+        cls, patches = self._tokens_of(teacher, views)
         return TeacherOutput(cls, patches=patches)
 
     @torch.no_grad()
@@ -156,7 +158,7 @@ class Objective:
 
     def _cross_entropies(
         self,
-        out: StudentOutput,
+        out: NetworkOutput,
         teacher_out: TeacherOutput,
         masks: Masks | None,
         rows: int,
@@ -192,7 +194,7 @@ class Objective:
         return cls, patch
 
     def _distill_features(
-        self, out: StudentOutput, teacher_out: TeacherOutput, rows: int
+        self, out: NetworkOutput, teacher_out: TeacherOutput, rows: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return 1 minus the cosines of the student's projected features with the backbone's."""
         cls = imitation_loss(out.features, teacher_out.cls, global_views=self.global_views)

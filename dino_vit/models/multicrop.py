@@ -90,6 +90,6 @@ def forward_multicrop(
     for block, sequences, drop in layers:
         # A compiled block casts its weights itself: 35 ms of the host in place of 40 (`benchmarks/TRIED.md`).
         call = block if block.compiled else partial(call_with_cast_weights, block)
-        x = backbone.run(call, x, sequences, drop)
+        x = backbone.checkpointed(call, x, sequences, drop)
     parts = by_block[-1].output().split(backbone.norm(x), -1)
     return [part[:, 0] if only else part for part, only in zip(parts, only_cls, strict=True)]

@@ -42,7 +42,7 @@ class Masks(NamedTuple):
         return Masks(*(part.pin_memory() for part in self))
 
 
-class StudentOutput(NamedTuple):
+class NetworkOutput(NamedTuple):
     """What the student computes of its views, in their order; a teacher is a network too and gives the same.
 
     Logits are the products of features, which are L2-normalised, with prototypes; the loss computes them.
@@ -81,7 +81,7 @@ class Network(nn.Module):
         *,
         use_mask_token: bool = False,
         all_patches: bool = False,
-    ) -> StudentOutput:
+    ) -> NetworkOutput:
         """Compute the output for views by size, each (views of that size · b, C, h, w).
 
         The masks are of the first views of the first size, the global ones; with `use_mask_token` the mask
@@ -93,7 +93,7 @@ class Network(nn.Module):
         drops = sample_drops(self.backbone, views, self.patch_drop, self.generator)
         cls, tokens = self.run_backbone(views, mask, masks is not None or all_patches, drops)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
-        out = StudentOutput(cls, self.head.project(cls), self.head.prototypes)
+        out = NetworkOutput(cls, self.head.project(cls), self.head.prototypes)
         if tokens is None:
             return out
         patches = tokens if masks is None else tokens.flatten(0, 1)[masks.mask_indices]
@@ -109,7 +109,7 @@ class Network(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the CLS tokens of all views, and all patches of the first size if asked for.
 
-        This is what `run.compile` compiles: the shapes are the same in each step.
+        This is what `compute.compile` compiles: the shapes are the same in each step.
         """
         first, *others = forward_multicrop(self.backbone, views, mask, tokens=all_patches, drops=drops)
         if not all_patches:

@@ -140,14 +140,14 @@ class VisionTransformer(Backbone):
         """Return the CLS token after the final LayerNorm, (B, D); the last block gives no other token."""
         x = self.embed_patches(images)
         for block, sequences, drop in self._passes(x, images, only_cls=True):
-            x = self.run(block, x, sequences, drop)
+            x = self.checkpointed(block, x, sequences, drop)
         return self.norm(x)[:, 0]
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return all tokens after the final LayerNorm, (B, 1 + R + N, D); `mask` as in `embed_patches`."""
         x = self.embed_patches(images, mask)
         for block, sequences, drop in self._passes(x, images):
-            x = self.run(block, x, sequences, drop)
+            x = self.checkpointed(block, x, sequences, drop)
         return self.norm(x)
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
@@ -155,7 +155,7 @@ class VisionTransformer(Backbone):
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
         x, taken = self.embed_patches(images), {}
         for index, (block, sequences, drop) in enumerate(self._passes(x, images)):
-            x = self.run(block, x, sequences, drop)
+            x = self.checkpointed(block, x, sequences, drop)
             if index in wanted:
                 taken[index] = self.norm(x)
         return [taken[index] for index in wanted]
@@ -237,7 +237,7 @@ class VisionTransformer(Backbone):
             raise ValueError(f"{size}; resize, crop or pad it to a multiple")
         return height // p, width // q
 
-    def run(self, block: Callable[..., Tensor], x: Tensor, *options: Any) -> Tensor:
+    def checkpointed(self, block: Callable[..., Tensor], x: Tensor, *options: Any) -> Tensor:
         """Run a block, with activation checkpointing if it is enabled."""
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, *options, use_reentrant=False)

@@ -101,7 +101,7 @@ class MetricsRecord(OnlineFigures):
     patch_entropy_gap: Number | None = None
     patch_prototypes_in_use: Count | None = None
     patch_rows: Count | None = None
-    state: str = ""  # what the records so far say about the run
+    diagnosis: str = ""  # what the records so far say about the run
 
     def to_record(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`, the evaluation at its end."""

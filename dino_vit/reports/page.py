@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from dino_vit.core.text import printable, public
-from dino_vit.reports.record import RunRecord, changed_settings, facts, state, verdict
+from dino_vit.reports.record import RunRecord, changed_settings, diagnosis, facts, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
@@ -86,12 +86,12 @@ def render(record: RunRecord, pictures: Pictures) -> str:
     )
     environment.filters["code"] = _with_code
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
-    name, history = state(record)
+    name, history = diagnosis(record)
     return environment.get_template("page.html").render(
         nonce=secrets.token_urlsafe(),
         title=record.folder.resolve().name,
         folder=record.folder,
-        state=name,
+        diagnosis=name,
         tone="bad" if name in BAD else "good" if name in ("learning", "done") else "plain",
         history=history,
         outcome=verdict(record).paragraphs,

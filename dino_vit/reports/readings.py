@@ -26,7 +26,7 @@ COMPARED = {
     "chance": "chance",
 }
 
-State = Literal["too early", "stuck", "collapsed", "diverged", "learning", "done"]
+DiagnosisName = Literal["too early", "stuck", "collapsed", "diverged", "learning", "done"]
 
 # Consecutive records that must show a collapse, or waiting, before it is said; and when no more will come.
 PATIENCE, AT_THE_END = 5, 2
@@ -146,9 +146,9 @@ def _margin(percent: float, images: int | None, error: float | None) -> float:
 
 
 class Diagnosis(NamedTuple):
-    """The state of a run, and a plain sentence on why."""
+    """What is the matter with a run, and a plain sentence on why."""
 
-    state: State
+    name: DiagnosisName
     sentence: str = ""
 
 

@@ -168,10 +168,10 @@ def facts(record: RunRecord) -> dict[str, str]:
     return named
 
 
-def state(record: RunRecord) -> tuple[str, str]:
-    """Return the state of a run by its newest record, and how it came to it."""
-    by_state = groupby(record.history, key=lambda metrics: metrics.state)
-    spans = [(name, next(records).step) for name, records in by_state]
+def diagnosis(record: RunRecord) -> tuple[str, str]:
+    """Return the diagnosis of a run by its newest record, and how it came to it."""
+    by_diagnosis = groupby(record.history, key=lambda metrics: metrics.diagnosis)
+    spans = [(name, next(records).step) for name, records in by_diagnosis]
     if not spans:
         return "too early", "metrics.jsonl is missing or has no lines yet."
     name, since = spans[-1]

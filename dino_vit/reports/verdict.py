@@ -1,6 +1,6 @@
-"""Say what has come of a run: its state in a plain sentence, its figures, and one thing to do.
+"""Say what has come of a run: its diagnosis in a plain sentence, its figures, and one thing to do.
 
-With labels all accuracies decide on the state, without them the effective rank and the entropy gap.
+With labels all accuracies decide on the diagnosis, without them the effective rank and the entropy gap.
 """
 
 import math
@@ -19,8 +19,8 @@ from dino_vit.reports.readings import (
     STUCK_AT_LN,
     UNLIKELY,
     Diagnosis,
+    DiagnosisName,
     Reading,
-    State,
     above_raw_pixels,
     chance,
     collapse,
@@ -29,7 +29,7 @@ from dino_vit.reports.readings import (
     readings_of,
 )
 
-BAD: tuple[State, ...] = ("stuck", "collapsed", "diverged")
+BAD: tuple[DiagnosisName, ...] = ("stuck", "collapsed", "diverged")
 # Of a shorter run that has not seen each image once nothing bad is said, but of steps that are not finite.
 FEW_STEPS = 300
 ENOUGH = 3  # evaluations before a run is said to have gained nothing
@@ -49,7 +49,7 @@ HOW = {"knn": KNN, "best_knn": "k-NN by the best tokens", "probe": "a linear cla
 class Verdict(NamedTuple):
     """What is said of a run."""
 
-    state: State
+    diagnosis: DiagnosisName
     sentence: str
     figures: str = ""
     advice: str = ""
@@ -61,7 +61,7 @@ class Verdict(NamedTuple):
         return [text for text in (self.sentence, self.figures and f"{self.figures}.", self.advice) if text]
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.state}. {self.paragraphs[0]}", *self.paragraphs[1:]])
+        return "\n".join([f"{self.diagnosis}. {self.paragraphs[0]}", *self.paragraphs[1:]])
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class JudgedRun:
     def is_still_stuck(self) -> bool:
         """Whether the run was called stuck before, and its loss has hardly moved since: noise does that."""
         last, before = self.last, self.history[-2:-1]
-        if not before or before[0].state != STUCK_AT_LN.state or last.excess is None:
+        if not before or before[0].diagnosis != STUCK_AT_LN.name or last.excess is None:
             return False
         return last.excess > -AWAKE * math.log(last.prototypes or 1)
 
@@ -174,16 +174,16 @@ def judge(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Ba
         return Verdict("too early", "There is no evaluation yet.")
     run = JudgedRun(history, config, baseline)
     diagnosis = _diagnose(run)
-    state, sentence = diagnosis
+    name, sentence = diagnosis
     best = run.past_best if run.gained else None
-    if best and state == "learning":
+    if best and name == "learning":
         now = run.evaluations[-1].knn
         sentence = (
             f"It is past its best: k-NN was {best.knn:.1f} % at step {best.step:,} and is {now:.1f} % now; "
         )
         sentence += "the checkpoint of that step is kept."
     return Verdict(
-        "done" if state == "learning" and run.finished else state,
+        "done" if name == "learning" and run.finished else name,
         sentence,
         figures_text(history, baseline),
         _advice(run, diagnosis),
@@ -215,13 +215,13 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     if collapsed and not follows_late:
         return collapsed
     if not run.evaluations:
-        unknown = run.finished and not run.config.run.is_evaluated
+        unknown = run.finished and not run.config.compute.is_evaluated
         return Diagnosis("learning" if unknown else "too early", _so_far(run))
     diagnosis = by_rank = _judge_ranks(run)
-    if run.readings and (run.gained or by_rank.state != "collapsed"):
+    if run.readings and (run.gained or by_rank.name != "collapsed"):
         diagnosis = _judge_accuracies(run)
     # A rank that has spread does not make a dead run one that is only young.
-    stays_dead = collapsed and diagnosis.state == "too early" and (run.is_still_stuck or run.finished)
+    stays_dead = collapsed and diagnosis.name == "too early" and (run.is_still_stuck or run.finished)
     return STUCK_AT_LN if stays_dead else diagnosis
 
 
@@ -237,8 +237,8 @@ def _judge_accuracies(run: JudgedRun) -> Diagnosis:
         return Diagnosis("stuck", f"It is worse than before training{below}: {figures}.")
     figures += f"; on {run.readings[0].images:,} images the difference may be chance"
     has_risen = max(reading.rise for reading in run.readings) >= RISES  # of more images it may be sure
-    state: State = "too early" if has_risen else "stuck"
-    return Diagnosis(state, f"It is not clearly better than before training{below}: {figures}.")
+    name: DiagnosisName = "too early" if has_risen else "stuck"
+    return Diagnosis(name, f"It is not clearly better than before training{below}: {figures}.")
 
 
 def _accuracy_text(run: JudgedRun) -> str:
@@ -277,8 +277,8 @@ def _judge_ranks(run: JudgedRun) -> Diagnosis:
 
 
 def _so_far(run: JudgedRun) -> str:
-    if not run.config.run.is_evaluated:
-        return "Nothing is evaluated (run.eval_every=null)."
+    if not run.config.compute.is_evaluated:
+        return "Nothing is evaluated (compute.eval_every=null)."
     if run.readings:
         return f"So far {_accuracy_text(run)}."
     return "There is no evaluation yet." if not run.evaluations else "Too little is measured to judge by."
@@ -286,31 +286,31 @@ def _so_far(run: JudgedRun) -> str:
 
 def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
     """Return one thing to do, or nothing."""
-    config, state = run.config, diagnosis.state
+    config, name = run.config, diagnosis.name
     slower = f"In a new run, try optim.lr={write_yaml(config.optim.lr / 2)}."
     is_own = config.recipe != "auto" and not config.init and config.teacher.weights is None
-    if state == "diverged":
-        return "In a new run, try run.precision=bf16." if config.run.precision == "fp16" else slower
+    if name == "diverged":
+        return "In a new run, try compute.precision=bf16." if config.compute.precision == "fp16" else slower
     if run.is_short:
         enough = min(float(FEW_STEPS), run.last.step / run.last.epoch if run.last.epoch else math.inf)
         longer = (
             f"{run.length(enough / run.last.step)}: {FEW_STEPS} steps or one epoch are the least to judge by."
         )
-        return f"In a new run, try {longer}" if run.finished and config.run.is_evaluated else ""
-    if state == "collapsed" or diagnosis is STUCK_AT_LN:
+        return f"In a new run, try {longer}" if run.finished and config.compute.is_evaluated else ""
+    if name == "collapsed" or diagnosis is STUCK_AT_LN:
         return "In a new run, try recipe=auto." if is_own else slower
     if not run.finished or not run.evaluations:
         return ""
     if run.above_pixels > -FAR:  # else more of the same is no advice
         longer = f"In a new run, try {run.length(2)}"
-        if state == "learning" and run.rises:
+        if name == "learning" and run.rises:
             before, now = run.rises
             return f"{longer}: it still rises ({before:.1f} after two thirds, {now:.1f} at the end)."
-        if state == "too early" and run.readings:
+        if name == "too early" and run.readings:
             return f"{longer}, or label more images: {run.readings[0].images:,} are few to tell by."
-    if state == "stuck" and is_own:
+    if name == "stuck" and is_own:
         return "In a new run, try recipe=auto."
-    if state == "stuck" or run.above_pixels < 0:
+    if name == "stuck" or run.above_pixels < 0:
         return published_advice(config)
     return ""
 

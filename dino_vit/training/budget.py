@@ -25,7 +25,7 @@ from dino_vit.training.loop import take_step
 from dino_vit.training.plan import BudgetEstimate
 from dino_vit.training.resolve import RunContext, start_choices, with_choices
 from dino_vit.training.setup import set_up
-from dino_vit.training.state import WARM_UP, TrainingState
+from dino_vit.training.state import SLOW_STEPS, TrainingState
 
 TIMED = 4  # steps, at least, to measure the speed
 MEASURED_SHARE = 0.03  # of the minutes, at most, for the steps before the timed ones, and for more of these
@@ -79,8 +79,8 @@ def measured_seconds(config: PretrainConfig, context: RunContext, steps: int = 1
         changes: dict[str, object] = {"output": folder, "budget.steps": steps}
         changes |= {"data.max_unreadable": 1.0}  # the run itself names such images
         changes |= {key: 0 for key in PHASES if get(config, key)}  # which no length of a run fits for sure
-        if config.run.compile == "auto":
-            changes["run.compile"] = False  # the pace of the run itself tells how much faster it is
+        if config.compute.compile == "auto":
+            changes["compute.compile"] = False  # the pace of the run itself tells how much faster it is
         state = set_up(replace(config, changes), start_processes(), context).state
         with contextlib.closing(state.loader.batches()) as batches:
             step_seconds = seconds_per_step(state, partial(take_step, state, batches), limit)
@@ -95,7 +95,7 @@ def seconds_per_step(state: TrainingState, take: Callable[[], object], limit: fl
     Workers finish at about the same time: each of them gives its part of the steps that are timed.
     """
     # Rank 0 decides, since all must take as many steps.
-    before = WARM_UP + broadcast_int(state.steps_ahead)
+    before = SLOW_STEPS + broadcast_int(state.steps_ahead)
     timed = max(TIMED, broadcast_int(math.ceil(state.loader.workers / state.config.optim.accumulate)))
     with progress("measuring, steps", before + timed) as advance:
 
@@ -109,7 +109,7 @@ def seconds_per_step(state: TrainingState, take: Callable[[], object], limit: fl
             wait_for_device(state.device)
             return taken, time.perf_counter() - start
 
-        take_steps(WARM_UP, before)
+        take_steps(SLOW_STEPS, before)
         taken, seconds = take_steps(TIMED, timed)
     return seconds / taken
 

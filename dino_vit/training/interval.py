@@ -20,9 +20,10 @@ class Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of the whole run; `most_in_a_row` of this start, without steps by which float16 finds its scale.
-        self.skipped, self.skipped_in_a_row, self.most_in_a_row = torch.zeros(3, device=device).unbind()
-        self.most_seen = torch.zeros((), pin_memory=device.type == "cuda")  # by the host, some steps later
+        # Of the whole run; `longest_skip` of this start, without steps by which float16 finds its scale.
+        self.skipped, self.skipped_in_a_row, self.longest_skip = torch.zeros(3, device=device).unbind()
+        # As the host knows it, some steps later.
+        self.longest_skip_on_host = torch.zeros((), pin_memory=device.type == "cuda")
         self.loading = defaultdict[str, float](float)  # times of all batches since the start
         self.loaded = 0  # images of these
         self.restart()
@@ -52,19 +53,19 @@ class Interval:
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
         # While float16's scale can still fall, skipped steps are how it is found.
         lasting = self.skipped_in_a_row if scale is None else self.skipped_in_a_row * (scale <= 1)
-        self.most_in_a_row = torch.maximum(self.most_in_a_row, lasting)
-        self.most_seen.copy_(self.most_in_a_row, non_blocking=True)
+        self.longest_skip = torch.maximum(self.longest_skip, lasting)
+        self.longest_skip_on_host.copy_(self.longest_skip, non_blocking=True)
         self.norm = norm
         self.images += images
 
     @property
     def seems_stuck(self) -> bool:
         """Whether too many steps in a row were skipped, as far as the host knows without waiting."""
-        return bool(self.most_seen >= MAX_SKIPPED)
+        return bool(self.longest_skip_on_host >= MAX_SKIPPED)
 
     def too_many_skipped(self) -> int:
         """Return the most steps in a row that were skipped if they are too many, and 0 otherwise."""
-        most = int(self.most_in_a_row)
+        most = int(self.longest_skip)
         return most if most >= MAX_SKIPPED else 0
 
     def read(self) -> dict[str, Any]:

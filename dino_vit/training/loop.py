@@ -46,7 +46,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stops = vote(interruption.received is not None or state.interval.seems_stuck)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
-                limit_waits(timedelta(minutes=state.config.run.peer_timeout))
+                limit_waits(timedelta(minutes=state.config.compute.peer_timeout))
 
             finish_save(state, reporter)
             reporter.progress.advance(state.step, state.plan.total_steps)
@@ -61,7 +61,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 save(state, reporter, wait=True)
                 reporter.stop()
                 return False
-            if state.is_best or state.step % state.config.run.checkpoint_every == 0:
+            if state.is_best or state.step % state.config.compute.checkpoint_every == 0:
                 save(state, reporter)
         vote.result()
         save(state, reporter, last=True)
@@ -96,7 +96,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`
     norm = clip_gradients(state.parameters, mode=config.optim.clip_mode, max_norm=config.optim.clip)
-    drop_frozen_gradients(state)
+    drop_unlearned_gradients(state)
     loss, finite = reduce_loss(loss, norm)
     step_if_finite(state.optimizer, finite)
     revert_if_nonfinite(finite, state.statistics, before)
@@ -134,17 +134,17 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
     return terms.cls.detach() / accumulate
 
 
-def drop_frozen_gradients(state: TrainingState) -> None:
+def drop_unlearned_gradients(state: TrainingState) -> None:
     """Drop the gradients of what does not learn yet: prototypes, or a trained backbone before its heads.
 
     After clipping, as in the 2021 code, whose norm includes them.
     """
-    frozen: list[nn.Module] = []
+    unlearned: list[nn.Module] = []
     if state.step < state.plan.freeze_steps:
-        frozen += [head.last_layer for head in state.student.heads if isinstance(head, DINOHead)]
+        unlearned += [head.last_layer for head in state.student.heads if isinstance(head, DINOHead)]
     if state.step < state.plan.head_steps:
-        frozen.append(state.student.backbone)
-    for module in frozen:
+        unlearned.append(state.student.backbone)
+    for module in unlearned:
         module.zero_grad(set_to_none=True)  # the optimiser skips parameters without a gradient
 
 

@@ -65,10 +65,10 @@ class Plan:
 
     @property
     def steps_between_evaluations(self) -> Fraction | None:
-        run = self.config.run
-        if run.eval_every_steps:
-            return Fraction(run.eval_every_steps)
-        return in_steps(run.eval_every, self.steps_per_epoch) if run.eval_every else None
+        compute = self.config.compute
+        if compute.eval_every_steps:
+            return Fraction(compute.eval_every_steps)
+        return in_steps(compute.eval_every, self.steps_per_epoch) if compute.eval_every else None
 
     def with_total(self, total: int, step: int) -> "Plan":
         """Return the plan of a run whose length is changed after `step` steps."""
@@ -114,7 +114,7 @@ class Plan:
     def is_logged(self, step: int) -> bool:
         """Tell whether a log line is due after `step` steps."""
         # The figures of an evaluation are part of a log line.
-        every = self.config.run.log_every
+        every = self.config.compute.log_every
         if self.config.budget.minutes:  # there the length is fitted, however slow a step is
             every = min(every, max(1, self.total_steps // LOG_LINES))
         return step % every == 0 or step == self.total_steps or self.is_evaluated(step)

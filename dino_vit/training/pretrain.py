@@ -30,7 +30,7 @@ def pretrain(
     if Path(config.output).resolve() in map(Path.resolve, map(Path, config.data.sources)):
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     with Interruption() as interruption, retrying(config.data.timeout):
-        accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
+        accelerator = start_processes(trackers=config.compute.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
             context = open_context(config, accelerator)
             if config.budget.minutes is not None and not context.resumed:

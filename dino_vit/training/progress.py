@@ -34,7 +34,7 @@ class RunProgress:
         """`seconds_left` are those of `budget.minutes`; otherwise they are estimated by the steps."""
         self.clock, self.drawn, self.seconds_left = clock, -math.inf, seconds_left
         self.stream = unfailing(sys.stderr if stream is None else stream)
-        self.state = "too early"
+        self.diagnosis = "too early"
         self.saved_step: int | None = None  # shown in the next line
         console = live_console(self.stream)
         self.bar = Progress(
@@ -92,15 +92,17 @@ class RunProgress:
         return "-" if seconds is None else duration(seconds)
 
     def show(self, metrics: MetricsRecord, verdict: Verdict) -> None:
-        """Show a record; when the state turns bad, or good again, say so once."""
-        before, self.state = self.state, verdict.state
+        """Show a record; when the diagnosis turns bad, or good again, say so once."""
+        before, self.diagnosis = self.diagnosis, verdict.diagnosis
         self.bar.update(self.task.id, completed=metrics.step, total=metrics.total_steps)
         self.bar.update(self.task.id, left=self.time_left(), refresh=True)
         self.notice(self._line(metrics))
         self.saved_step = None
         last = metrics.step >= metrics.total_steps  # then the run's summary says it
-        if self.state != before and {self.state, before} & {*BAD} and not last:
-            self.notice(f"step {metrics.step:,}: {self.state}. {verdict.sentence} {verdict.advice}".rstrip())
+        if self.diagnosis != before and {self.diagnosis, before} & {*BAD} and not last:
+            self.notice(
+                f"step {metrics.step:,}: {self.diagnosis}. {verdict.sentence} {verdict.advice}".rstrip()
+            )
 
     def notice(self, text: str) -> None:
         """Print a line that stays."""
@@ -119,7 +121,7 @@ class RunProgress:
         parts = [f"step {metrics.step:>{len(total)},}/{total}", f"epoch {metrics.epoch:5.1f}"]
         parts += [f"loss {metrics.loss:6.3f}{excess}"]
         parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]
-        parts += [f"eta {self.time_left():>6}", self.state]
+        parts += [f"eta {self.time_left():>6}", self.diagnosis]
         parts += [] if metrics.knn is None else [f"k-NN {metrics.knn:.1f} %"]
         parts += [] if self.saved_step is None else [f"saved {self.saved_step:,}"]
         return "  ".join(parts)

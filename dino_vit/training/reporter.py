@@ -24,7 +24,7 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
-from dino_vit.data.image_set import spread
+from dino_vit.data.image_set import evenly_spaced
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -77,7 +77,7 @@ class Reporter:
         self.has_advised_on_waiting = False
         folder = self.state.folder
         if self.main:
-            as_before = with_settings(config, {"run.resume": "same"})  # another change would go unnoticed
+            as_before = with_settings(config, {"compute.resume": "same"})  # another change would go unnoticed
             settings = to_yaml(as_before).encode()
             if not run.resumed:
                 set_earlier_run_aside(folder, settings)
@@ -131,7 +131,7 @@ class Reporter:
             return
         self.history.append(metrics)
         verdict = judge(self.history, self.state.config, self.baseline)
-        self.history[-1] = replace(metrics, state=verdict.state)
+        self.history[-1] = replace(metrics, diagnosis=verdict.diagnosis)
         self.progress.show(metrics, verdict)
         if waits_for_images(self.history) and not self.has_advised_on_waiting:
             self.has_advised_on_waiting = True
@@ -207,7 +207,7 @@ class Reporter:
             given = self.state.config.data.labels
             labels = f" labels={shlex.quote(public(given))}" if given else ""
             source = self.state.source
-            if given and any(source.label(index) is None for index in spread(len(source), SAMPLE)):
+            if given and any(source.label(index) is None for index in evenly_spaced(len(source), SAMPLE)):
                 command = f"dino-vit predict {images} {chosen}{labels} output=rest.csv"
                 return f"{text}; `{command}` labels the other images"
             return f"{text}; `dino-vit knn {images} {chosen}{labels}` classifies each image by the others"
@@ -263,10 +263,10 @@ def describe_baseline(run: ReadyRun, baseline: Baseline) -> Iterator[str]:
 
 
 def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
-    """Yield lines on the devices, the images, the network and what was chosen; a few unless `run.verbose`."""
+    """Yield lines on the devices, the images, the network and what was chosen; all with `compute.verbose`."""
     state, config, plan = run.state, run.state.config, run.state.plan
     processes = plural(start.processes, "process", "processes")
-    verbose, alone = config.run.verbose, start.processes == 1
+    verbose, alone = config.compute.verbose, start.processes == 1
     readers = plural(start.workers, "worker") + ("" if alone else " each")
     factors = (
         f" = {plural(config.data.batch_size, 'image')} × "
@@ -299,9 +299,9 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
             yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
     else:
         chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
-        yield f"{chosen} (config.yaml; run.verbose=true and `dino-vit report` give the reasons)"
+        yield f"{chosen} (config.yaml; compute.verbose=true and `dino-vit report` give the reasons)"
     if run.resumed and state.step >= plan.total_steps:
-        larger = "a larger budget with run.resume=changed goes on from"
+        larger = "a larger budget with compute.resume=changed goes on from"
         yield f"all {plan.total_steps:,} steps were taken before; {larger} {run.resumed}"
     elif run.resumed:
         yield f"resuming after step {state.step:,} from {run.resumed}"

@@ -26,7 +26,7 @@ from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import from_rank_0, in_all_processes
 from dino_vit.core.text import plural
-from dino_vit.data.image_set import ImageSet, spread
+from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.statistics import (
     INSPECTED_IMAGES,
@@ -58,7 +58,7 @@ class RunContext:
     resumed: Checkpoint | None = None
     trained: Backbone | None = None  # of `init.weights`, in a new run
     architecture: Mapping[str, Any] | None = None  # of `init.weights`
-    frozen: "TrainedTeacher | None" = None  # of `teacher.weights`
+    fixed_teacher: "TrainedTeacher | None" = None  # of `teacher.weights`
     gram_teacher: Backbone | None = None  # of `gram.weights`
     estimate: BudgetEstimate = NO_ESTIMATE
     measured: dict[object, Any] = field(default_factory=dict)  # on the images; copies of the context share it
@@ -66,23 +66,28 @@ class RunContext:
     @property
     def feature_teacher(self) -> Backbone | None:
         """The frozen teacher, if it has no heads."""
-        return self.frozen.backbone if self.frozen and self.frozen.network is None else None
+        return (
+            self.fixed_teacher.backbone if self.fixed_teacher and self.fixed_teacher.network is None else None
+        )
 
     @property
     def weights_read(self) -> dict[str, str | None]:
         """Return the digests of the networks that stay as they are."""
-        networks = {"frozen": self.frozen and self.frozen.backbone, "gram": self.gram_teacher}
+        networks = {
+            "fixed_teacher": self.fixed_teacher and self.fixed_teacher.backbone,
+            "gram_teacher": self.gram_teacher,
+        }
         return {name: network.provenance.sha256 if network else None for name, network in networks.items()}
 
     def inspected(self, config: PretrainConfig) -> ImageSummary:
         """Return what some images are."""
-        indices = spread(len(self.source), INSPECTED_IMAGES)
+        indices = evenly_spaced(len(self.source), INSPECTED_IMAGES)
         inspect = partial(inspect_images, self.source, indices, max_pixels=config.data.max_pixels)
         return self._measure(INSPECTED_IMAGES, inspect)
 
     def statistics(self, images: int, pixels: Pixels) -> ChannelStatistics:
         """Return the mean and std of the channels of some images."""
-        read = partial(channel_statistics, self.source, spread(len(self.source), images), pixels)
+        read = partial(channel_statistics, self.source, evenly_spaced(len(self.source), images), pixels)
         return self._measure((images, pixels), read)
 
     def _measure(self, key: object, work: Callable[[], T]) -> T:
@@ -170,7 +175,7 @@ def _news(config: PretrainConfig, choices: Sequence[Choice], resumed: Checkpoint
 def start_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     """Return what follows from trained weights, a frozen teacher, and the start of a run that resumes."""
     choices: list[Choice] = []
-    for choose in (_frozen_choices, _architecture_choices, kept_choices):
+    for choose in (_teacher_choices, _architecture_choices, kept_choices):
         made = choose(config, context)
         config = with_choices(config, made)
         choices += made
@@ -186,18 +191,18 @@ def _batch_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     return [Choice("optim.accumulate", accumulate, f"keeps the global batch of {batch}")]
 
 
-def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
+def _teacher_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     """Take from a frozen teacher what its student must share; settings that the user gave must agree."""
-    frozen = context.frozen
-    if frozen is None:
+    teacher = context.fixed_teacher
+    if teacher is None:
         return []
-    transform, name = eval_transform_of(frozen.backbone), f"teacher.weights={config.teacher.weights}"
+    transform, name = eval_transform_of(teacher.backbone), f"teacher.weights={config.teacher.weights}"
     pixels = transform.pixels
     shared: dict[str, object] = {"data.channels": pixels.channels, "data.bits": pixels.bits}
     shared |= {"data.range": pixels.range, "data.mean": transform.mean, "data.std": transform.std}
     has_patches = False
-    if frozen.network is not None:
-        theirs = load(PretrainConfig, None, frozen.config)
+    if teacher.network is not None:
+        theirs = load(PretrainConfig, None, teacher.config)
         shared |= {"head.prototypes": theirs.head.prototypes}
         shared |= {"head.shared": theirs.head.shared} if config.loss.patch_weight else {}
         has_patches = theirs.loss.patch_weight > 0
@@ -211,14 +216,14 @@ def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]
         for key, value in shared.items()
         if value != get(config, key) or (is_auto and key not in given)
     ]
-    if config.recipe == "auto" and frozen.backbone.has_patches:
-        choices += _frozen_sizes(config, frozen.backbone)
+    if config.recipe == "auto" and teacher.backbone.has_patches:
+        choices += _teacher_sizes(config, teacher.backbone)
     if "model.drop_path" not in given_keys(config):
         choices.append(Choice("model.drop_path", 0.0, "none where a frozen teacher is learned from"))
     return choices
 
 
-def _frozen_sizes(config: PretrainConfig, teacher: Backbone) -> list[Choice]:
+def _teacher_sizes(config: PretrainConfig, teacher: Backbone) -> list[Choice]:
     """Let the student see what a frozen teacher was trained on, up to 224 pixels, in patches of its size."""
     patch = max(height_width(teacher.patch_size))
     side = max(min(224, *teacher.image_size) // patch, 2) * patch
@@ -263,7 +268,7 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
             height = width = min(height, 224 // patch * patch)
         settings["model.image_size"] = size = _side((height, width))
         settings["views.global_size"] = its_config.get("views.global_size", size)
-    if context.trained and not context.frozen:  # a frozen teacher needs images as it was trained on
+    if context.trained and not context.fixed_teacher:  # a frozen teacher needs images as it was trained on
         origin = context.trained.provenance
         if origin.mean and origin.std:
             same = origin.range == config.data.range  # or they are measured again

@@ -27,9 +27,9 @@ RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unre
 def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
     """Return the checkpoint to resume from, which rank 0 reads."""
     checkpoints = Checkpoints(Path(config.output))
-    if config.run.resume == "never" and checkpoints.exist_on_rank_0():
+    if config.compute.resume == "never" and checkpoints.exist_on_rank_0():
         raise ValueError(
-            f"{config.output} already holds a run, and run.resume=never does not overwrite it; "
+            f"{config.output} already holds a run, and compute.resume=never does not overwrite it; "
             "give another output, or move that folder away"
         )
     resumed = checkpoints.newest_of_rank_0()
@@ -42,10 +42,10 @@ def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
 def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> None:
     """Check that a run resumes with the settings, images, batches and precision that it started with."""
     changes = list(_changes(config, context, resumed))
-    if changes and config.run.resume != "changed":
+    if changes and config.compute.resume != "changed":
         raise ValueError(
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
-            "Give another output, or run.resume=changed to resume anyway"
+            "Give another output, or compute.resume=changed to resume anyway"
         )
     if resumed.metadata["stamp"] != context.source.stamp:
         text = (
@@ -57,11 +57,12 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
 def set_figures_aside(state: TrainingState) -> None:
     """Set the figures so far aside: with other images or labels later ones cannot be compared."""
     config, folder = state.config, state.folder
-    if config.run.resume != "changed":
+    if config.compute.resume != "changed":
         raise ValueError(
             f"{folder} holds a run at step {state.step} evaluated with other images or labels, so "
             "later figures cannot be compared with its own. Give those, or another output, or "
-            "run.eval_every=null to stop evaluating, or run.resume=changed to set the figures so far aside"
+            "compute.eval_every=null to stop evaluating, or compute.resume=changed to set the figures so far "
+            "aside"
         )
     text = "%s was evaluated with other images or labels: its figures so far are set aside"
     log.warning(text, folder)
@@ -116,10 +117,10 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
     metadata, before = resumed.metadata, started_config(resumed)
     for key, (was, value) in result_changes(config, before).items():
         yield f"{key} was {was} and is {value}"
-    wanted = config.run.precision
+    wanted = config.compute.precision
     precision = choose_precision(wanted, context.device)
-    if metadata["precision"] != precision and wanted == before.run.precision:
-        yield f"run.precision={wanted} was {metadata['precision']} and is {precision} here"
+    if metadata["precision"] != precision and wanted == before.compute.precision:
+        yield f"compute.precision={wanted} was {metadata['precision']} and is {precision} here"
     if metadata["source"] != context.source.fingerprint:
         if config.data.source != before.data.source:
             yield f"the images of {config.data.images} are not those of {before.data.images}"
@@ -127,8 +128,8 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
             yield f"{config.data.images} has {more} than at step {resumed.step}"
         else:
             yield f"the images of {config.data.images} have changed"
-    networks = {"frozen": f"teacher.weights={config.teacher.weights}"}
-    networks |= {"gram": f"gram.weights={config.gram.weights}"} if config.gram else {}
+    networks = {"fixed_teacher": f"teacher.weights={config.teacher.weights}"}
+    networks |= {"gram_teacher": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():
         if metadata[key] not in (None, context.weights_read[key]):
             yield f"the weights of {name} have changed; of a run that goes on, give a checkpoint that is kept"

@@ -98,14 +98,16 @@ def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext
     source = open_images(config)
     resumed = find_checkpoint(config)
     planned = resumed.metadata["total_steps"] if resumed and config.budget.minutes else None
-    trained, frozen, gram_teacher = None, None, None
+    trained, fixed_teacher, gram_teacher = None, None, None
     if config.teacher.weights is not None or config.gram:
         from dino_vit.weights.loading import load_fixed, open_teacher
 
-        frozen = open_teacher(load_fixed(config, "teacher.weights")) if config.teacher.weights else None
+        fixed_teacher = (
+            open_teacher(load_fixed(config, "teacher.weights")) if config.teacher.weights else None
+        )
         gram_teacher = load_fixed(config, "gram.weights") if config.gram else None
     if config.init and not resumed:  # the file that a resumed run started from may be gone
-        trained = _load_trained(config, frozen and frozen.backbone)
+        trained = _load_trained(config, fixed_teacher and fixed_teacher.backbone)
     architecture = trained.architecture if trained else None
     if config.init and resumed:
         kept = resumed.metadata["architecture"].items()
@@ -117,7 +119,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext
         architecture=architecture,
         processes=int(accelerator.num_processes),
         device=accelerator.device,
-        frozen=frozen,
+        fixed_teacher=fixed_teacher,
         gram_teacher=gram_teacher,
         estimate=BudgetEstimate(planned),
     )
@@ -175,8 +177,8 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     images, resumed = context.source.images_per_epoch, context.resumed is not None
     plan = make_plan(config, images, processes, context.estimate.steps, resumed=resumed)
     student, teacher = _student_and_teacher(config, context)
-    sharded = processes > 1 and (config.run.sharded or launched_for_shards())
-    precision = choose_precision(config.run.precision, device)
+    sharded = processes > 1 and (config.compute.sharded or launched_for_shards())
+    precision = choose_precision(config.compute.precision, device)
     if sharded:
         _shard(student, teacher, config, device, DTYPES[precision])
     for network in (student, teacher):
@@ -221,24 +223,24 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
         optimizer=build_optimizer(config.optim.name, groups),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,
-        checkpoints=Checkpoints(Path(config.output), keep_every=config.run.keep_every),
+        checkpoints=Checkpoints(Path(config.output), keep_every=config.compute.keep_every),
         weights_read=context.weights_read,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
 
 
 def _compile(state: TrainingState) -> Iterator[str]:
-    """Compile networks and losses as `run.compile` says; yield a note on it."""
-    wanted, auto = state.config.run.compile, state.config.run.compile == "auto"
+    """Compile networks and losses as `compute.compile` says; yield a note on it."""
+    wanted, auto = state.config.compute.compile, state.config.compute.compile == "auto"
     if not choose_compile(wanted, state.device, state.plan.total_steps):
         return
     if auto and not isinstance(state.student.backbone, VisionTransformer):
         return
     if auto and (missing := missing_for_compile()):
-        yield f"blocks are not compiled (run.compile=auto), which would make steps faster: {missing}"
+        yield f"blocks are not compiled (compute.compile=auto), which would make steps faster: {missing}"
         return
     if auto:
-        yield "the first step compiles the blocks, so that others are faster; run.compile=false turns it off"
+        yield "the first step compiles the blocks, so that others are faster (compute.compile=false: not)"
     # FSDP gathers the weights of a block outside of its graph.
     compile_networks((state.student, state.teacher), whole=not auto and not state.sharded)
     state.objective.compiled = state.device.type == "cuda"  # a CPU computes them part by part, in its cache
@@ -267,14 +269,15 @@ def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[N
 def _build_objective(config: PretrainConfig, context: RunContext, student: Backbone) -> Objective:
     """Build the objective with the networks that it compares the student with, beside its average."""
     views, loss = config.views, config.loss
-    if context.frozen or context.gram_teacher:
-        from dino_vit.weights.loading import check_frozen, check_gram_teacher
+    if context.fixed_teacher or context.gram_teacher:
+        from dino_vit.weights.loading import check_fixed_teacher, check_gram_teacher
 
         if context.gram_teacher:
             check_gram_teacher(config, context.gram_teacher, student)
-        if context.frozen:
-            check_frozen(config, context.frozen.backbone, student)
-    has_heads = context.frozen is None or context.frozen.network is not None
+        if context.fixed_teacher:
+            check_fixed_teacher(config, context.fixed_teacher.backbone, student)
+    teacher = context.fixed_teacher
+    has_heads = teacher is None or teacher.network is not None
     objective = Objective(
         context.device,
         prototypes=config.head.prototypes,
@@ -288,10 +291,11 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
         gram_teacher=context.gram_teacher,
-        frozen=context.frozen and (context.frozen.network or context.frozen.backbone),
+        fixed_teacher=context.fixed_teacher
+        and (context.fixed_teacher.network or context.fixed_teacher.backbone),
     )
-    if context.frozen:
-        for name, center in context.frozen.centers.items():
+    if context.fixed_teacher:
+        for name, center in context.fixed_teacher.centers.items():
             if (own := objective.centers.get(name.removesuffix(".center"))) is not None:
                 own.center.copy_(center)
     return objective
@@ -306,14 +310,14 @@ def _shard(
         f"optim.name={config.optim.name}": config.optim.name != "adamw",
     }
     if wrong := [setting for setting, given in refused.items() if given]:
-        why = "sharded weights (run.sharded=true, or Accelerate's FSDP)"
+        why = "sharded weights (compute.sharded=true, or Accelerate's FSDP)"
         raise ValueError(f"{', '.join(wrong)} does not work with {why}; leave one of them out")
     for network in (student, teacher):
         assert isinstance(network.backbone, VisionTransformer)
         apply_fsdp(network, network.backbone.blocks, ["run_unsharded"], device, dtype)
 
 
-def _load_trained(config: PretrainConfig, frozen: Backbone | None) -> Backbone:
+def _load_trained(config: PretrainConfig, fixed_teacher: Backbone | None) -> Backbone:
     """Load the weights that `init` starts from; a frozen teacher sees the same images."""
     from dino_vit.weights.loading import load_fixed
 
@@ -323,8 +327,8 @@ def _load_trained(config: PretrainConfig, frozen: Backbone | None) -> Backbone:
     given = given_keys(config)
     if "data.channels" in given:
         overrides["channels"] = config.data.channels
-    elif frozen:
-        overrides["channels"] = frozen.channels
+    elif fixed_teacher:
+        overrides["channels"] = fixed_teacher.channels
     if config.recipe != "auto" or {"views.global_size", "model.image_size"} & given:
         overrides["image_size"] = config.image_shape  # auto takes the weights' size
     names = ("network", "format", "trained_size")

@@ -31,10 +31,10 @@ from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages
 
 # What to do about a state that is not finite.
 RESUME_ADVICE = (
-    "Run it again with run.resume=changed, and run.precision=no or a lower optim.lr, optim.clip or "
+    "Run it again with compute.resume=changed, and compute.precision=no or a lower optim.lr, optim.clip or "
     "loss.teacher_temp; it goes on from its last good checkpoint"
 )
-WARM_UP = 2  # steps of a start that are slow: workers begin, networks are compiled
+SLOW_STEPS = 2  # of a start: workers begin, networks are compiled
 GROWTH = 1.1  # of the steps of this start, before the length is fitted again without a log line
 # A run of some minutes changes its length if that is off by more than this share of the steps that are left.
 REFIT_TOLERANCE = 0.1
@@ -106,8 +106,8 @@ class TrainingState:
     @cached_property
     def ema_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The teacher's tensors that follow the student's; also statistics, if the teacher sees no image."""
-        networks, frozen = (self.teacher, self.student), self.objective.frozen is not None
-        ours, theirs = ([*n.parameters(), *(n.buffers() if frozen else ())] for n in networks)
+        networks, is_fixed = (self.teacher, self.student), self.objective.fixed_teacher is not None
+        ours, theirs = ([*n.parameters(), *(n.buffers() if is_fixed else ())] for n in networks)
         return ours, theirs
 
     def autocast(self) -> torch.autocast:
@@ -187,7 +187,7 @@ class TrainingState:
             return
         left, evaluations = self._without_evaluations(self.seconds_left)
         planned = left / max(self.plan.total_steps - self.step, 1) - evaluations
-        budget, untimed = 60 * self.config.budget.minutes, WARM_UP + self.steps_ahead
+        budget, untimed = 60 * self.config.budget.minutes, SLOW_STEPS + self.steps_ahead
         self.pace = Pace(max(planned, 1e-6), budget=budget, untimed=untimed)
 
     def refit(self, *, logged: bool = False) -> None:
@@ -289,7 +289,7 @@ class TrainingState:
         if checkpoint.metadata["scaler"]:  # empty except in float16
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
-        self.checkpoints.kept |= {*checkpoint.metadata["kept"]}
+        self.checkpoints.kept_steps |= {*checkpoint.metadata["kept_steps"]}
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
         self.best = self.best_written = checkpoint.metadata["best"]
         self.evaluated_by = checkpoint.metadata["evaluated_by"]

@@ -19,7 +19,7 @@ from dino_vit.core import Size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.views.augment import ViewAugment
 
-BOX_TRIES = 10
+BOX_DRAWS = 10
 RATIO = 3 / 4, 4 / 3  # of a box, width : height
 REDUCTIONS = 8, 4, 2  # that a JPEG can be decoded with, besides 1
 
@@ -34,34 +34,38 @@ class View:
     interpolation: Interpolation = "bicubic"
 
 
-def draw_tries(
+def draw_box_numbers(
     views: Sequence[View], *, seed: int, epoch: int, samples: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Draw the random numbers behind the boxes: (samples, views, tries, 4).
+    """Draw the random numbers behind the boxes: (samples, views, draws, 4).
 
     One call for a whole batch: a call for each image would take as long as cropping a small one.
     """
     indices = np.arange(len(views))[:, None, None]
-    keys = (epoch, samples[:, None, None, None], indices, np.arange(BOX_TRIES)[:, None], np.arange(4))
+    keys = (epoch, samples[:, None, None, None], indices, np.arange(BOX_DRAWS)[:, None], np.arange(4))
     return random_uniform(seed, RngPurpose.BOXES, *keys)
 
 
 def choose_boxes(
-    views: Sequence[View], tries: NDArray[np.float64], *, height: int, width: int
+    views: Sequence[View], box_draws: NDArray[np.float64], *, height: int, width: int
 ) -> NDArray[np.int64]:
-    """Return the boxes (views, 4) of an image, as RandomResizedCrop would choose them from these tries."""
-    boxes = [_first_box(view, rows, height, width) for view, rows in zip(views, tries.tolist(), strict=True)]
+    """Return the boxes (views, 4) of an image, as RandomResizedCrop would choose them."""
+    boxes = [
+        _first_box(view, rows, height, width) for view, rows in zip(views, box_draws.tolist(), strict=True)
+    ]
     return np.array(boxes, dtype=np.int64)
 
 
-def _first_box(view: View, tries: list[list[float]], height: int, width: int) -> tuple[int, int, int, int]:
-    """Return the first try that fits, or the largest central box of an allowed ratio."""
+def _first_box(
+    view: View, box_draws: list[list[float]], height: int, width: int
+) -> tuple[int, int, int, int]:
+    """Return the first draw that fits, or the largest central box of an allowed ratio."""
     (low, high), (narrow, wide) = view.scale, map(math.log, RATIO)
-    for area, ratio, top, left in tries:
+    for area, ratio, top, left in box_draws:
         pixels = height * width * (low + (high - low) * area)
         aspect = math.exp(narrow + (wide - narrow) * ratio)
         w, h = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
-        if 0 < w <= width and 0 < h <= height:  # otherwise the next try, as in torchvision
+        if 0 < w <= width and 0 < h <= height:  # otherwise the next draw, as in torchvision
             return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
     w = min(width, max(1, round(height * RATIO[1])))
     h = min(height, max(1, round(width / RATIO[0])))
@@ -78,8 +82,8 @@ def reduce_boxes(boxes: NDArray[np.int64], factor: int) -> NDArray[np.int64]:
 class ViewBoxes:
     """The boxes of an image's views, and how far it may be reduced while it is decoded."""
 
-    def __init__(self, views: Sequence[View], tries: NDArray[np.float64]) -> None:
-        self.views, self.tries = views, tries
+    def __init__(self, views: Sequence[View], box_draws: NDArray[np.float64]) -> None:
+        self.views, self.box_draws = views, box_draws
         self._reduced: NDArray[np.int64] | None = None
 
     def reduction(self, height: int, width: int) -> int:
@@ -87,7 +91,7 @@ class ViewBoxes:
 
         `boxes` are then those of the reduced image.
         """
-        boxes = choose_boxes(self.views, self.tries, height=height, width=width)
+        boxes = choose_boxes(self.views, self.box_draws, height=height, width=width)
         sizes = np.array([view.size for view in self.views])
         for factor in REDUCTIONS:
             if ((sizes - 1) * factor >= boxes[:, 2:]).any():  # too small, however it is rounded
@@ -102,7 +106,7 @@ class ViewBoxes:
         """Return the boxes (views, 4) of the decoded image."""
         if self._reduced is not None:
             return self._reduced
-        return choose_boxes(self.views, self.tries, height=image.shape[1], width=image.shape[2])
+        return choose_boxes(self.views, self.box_draws, height=image.shape[1], width=image.shape[2])
 
 
 def interleave(image: Tensor) -> Tensor:

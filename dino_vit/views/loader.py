@@ -31,7 +31,7 @@ from dino_vit.data.sources import files
 from dino_vit.data.sources.files import raise_if_lost
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
-from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries, interleave
+from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
 from dino_vit.views.sampler import BatchSpec, Sampler
 from dino_vit.views.workers import init_worker, signals_blocked
 
@@ -170,10 +170,10 @@ class Loader(Dataset[Any]):
             for size, indices in self.by_size.items()
         }
         keys: Any = {"seed": self.sampler.seed, "epoch": spec.epoch, "samples": spec.samples}
-        tries = draw_tries(self.views, **keys)
+        box_draws = draw_box_numbers(self.views, **keys)
         read = torch.from_numpy(spec.samples).clone()
         for position, sample in enumerate(spec.samples.tolist()):
-            read[position], image, crops = self._read(sample, tries[position], unreadable, times)
+            read[position], image, crops = self._read(sample, box_draws[position], unreadable, times)
             with timed(times, "crop"):
                 image, boxes = interleave(image), crops.boxes(image)
                 for size, indices in self.by_size.items():
@@ -205,13 +205,13 @@ class Loader(Dataset[Any]):
     def _read(
         self,
         sample: int,
-        tries: NDArray[np.float64],
+        box_draws: NDArray[np.float64],
         unreadable: list[UnreadableImage],
         times: dict[str, float],
     ) -> tuple[int, Tensor, ViewBoxes]:
         """Return index, pixels and boxes of a sample, or of its first readable replacement."""
         for index in chain([sample], self.sampler.others(sample, REPLACEMENTS)):
-            crops = ViewBoxes(self.views, tries)
+            crops = ViewBoxes(self.views, box_draws)
             reduction = crops.reduction if self.scaled_decoding else None
             try:
                 return index, self._decoded(index, reduction, times), crops

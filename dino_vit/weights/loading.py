@@ -309,11 +309,11 @@ def open_teacher(backbone: Backbone) -> TrainedTeacher:
     return TrainedTeacher(backbone, network, centers, config)
 
 
-def check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
+def check_fixed_teacher(config: PretrainConfig, teacher: Backbone, student: Backbone) -> None:
     """Check that a frozen teacher takes the global views, and sees the patches that the student sees."""
     name, size = f"teacher.weights={config.teacher.weights}", config.views.global_shape
     try:
-        grid = frozen.grid_of(*size)
+        grid = teacher.grid_of(*size)
     except ValueError as error:
         raise ValueError(f"{name} does not take global views: {error}; change views.global_size") from error
     if config.loss.patch_weight and grid != student.grid_of(*size):

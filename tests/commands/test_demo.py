@@ -19,7 +19,7 @@ def small(monkeypatch):
     """Have the demo run the tests' own settings, which take a second."""
 
     def recipe(config):
-        settings = {"data.source": "synthetic:120:32", "run.eval_every": 1, "optim.warmup_epochs": 0.1}
+        settings = {"data.source": "synthetic:120:32", "compute.eval_every": 1, "optim.warmup_epochs": 0.1}
         settings |= {"optim.freeze_last_layer_epochs": 0, "seed": config.seed}
         output = f"{config.output}/quick" if config.quick else config.output
         return load(PretrainConfig, None, arguments(output, settings)[1:])
@@ -56,7 +56,7 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
 def test_the_recipes_come_with_the_package():
     config = demo.recipe(DemoConfig(output="elsewhere", seed=3))
     assert (config.output, config.seed, config.data.source) == ("elsewhere", 3, "synthetic")
-    assert config.run.eval_every is not None
+    assert config.compute.eval_every is not None
     quick = demo.recipe(DemoConfig(output="elsewhere", quick=True))
     assert (quick.output, quick.budget.minutes, quick.model) == ("elsewhere/quick", None, config.model)
     for is_quick in (False, True):

@@ -36,7 +36,7 @@ WRITTEN = [  # a command, and a file that it writes
 ]
 SHORT = {
     "budget.steps": 2,
-    "run.checkpoint_every": 1,
+    "compute.checkpoint_every": 1,
     "optim.warmup_epochs": 0,
     "optim.freeze_last_layer_epochs": 0,
 }

@@ -61,7 +61,9 @@ def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):
 
 def test_the_card_has_the_figures_of_the_run(tmp_path):
     output = tmp_path / "run"
-    command_here(*arguments(output, {"run.eval_every_steps": 4, "budget.steps": 8, "optim.warmup_epochs": 0}))
+    command_here(
+        *arguments(output, {"compute.eval_every_steps": 4, "budget.steps": 8, "optim.warmup_epochs": 0})
+    )
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     before = json.loads((output / "baseline.json").read_text())
     card = exported_card(output, tmp_path / "a")

@@ -78,7 +78,10 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["init.weights=x.pth", "init.head_epochs=200"], "init.head_epochs=200 is not shorter"),
         (["budget.epochs=3", "budget.steps=3"], "budget.epochs=3 and budget.steps=3 are both given"),
         (["budget.epochs=null"], "the run has no length"),
-        (["run.eval_every=2", "run.eval_every_steps=5"], "run.eval_every and run.eval_every_steps are both"),
+        (
+            ["compute.eval_every=2", "compute.eval_every_steps=5"],
+            "compute.eval_every and compute.eval_every_steps are both",
+        ),
         (["model.arch=vit_smal"], "model.arch = vit_smal: did you mean vit_small?"),
         (["model.arch=resnet50"], "must be one of vit_tiny, vit_small, vit_base, vit_large, vit_huge, timm:"),
         (["model.arch=vit_tiny", "model.width=64"], "remove model.width"),
@@ -90,17 +93,17 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["views.global_scale=[1, 0.4]"], "try [0.4, 1.0]"),
         (["views.local_scale=[1e-6, 0.4]"], "must be greater than or equal to 0.001"),
         (["teacher.momentum=1"], "must be less than 1"),
-        (["run.eval_every=0"], "must be above 0 (epochs between evaluations; null: never)"),
+        (["compute.eval_every=0"], "must be above 0 (epochs between evaluations; null: never)"),
         (["optim.clip=1e-9"], "must be greater than or equal to 0.001"),
         (["augment.blur_sigma=[0.1, 1e6]"], "must be less than or equal to 1000"),
-        (["run.peer_timeout=1e-9"], "must be greater than or equal to 0.01"),
-        (["run.peer_timeout=1e9"], "must be less than or equal to 1000000"),
+        (["compute.peer_timeout=1e-9"], "must be greater than or equal to 0.01"),
+        (["compute.peer_timeout=1e9"], "must be less than or equal to 1000000"),
         (["augment.rotation=-10"], "must be greater than or equal to 0"),
         (["augment.rotation=200"], "must be less than or equal to 180"),
         (["augment.blur_sigma=[2, 1]"], "try [1.0, 2.0]"),
         (["data.channels=1"], "augment.saturation=0 augment.hue=0 augment.grey=0"),
         (["data.mean=[0.5]"], "data.mean=[0.5] does not fit data.channels=3; give one value per channel, or"),
-        (["run.keep_every=1500"], "is not a multiple of run.checkpoint_every=1000"),
+        (["compute.keep_every=1500"], "is not a multiple of compute.checkpoint_every=1000"),
         (["init.head_epochs=1"], "init.weights is needed"),
     ],
 )
@@ -120,7 +123,7 @@ def test_contradictions_are_refused_with_a_way_out(overrides: list[str], message
         ["views.global_size=[224, 192]"],
         ["views.global_count=1"],
         ["data={channels: 1, mean: [0.5], std: [0.2]}", "augment={saturation: 0, hue: 0, grey: 0}"],
-        ["run.precision=no"],
+        ["compute.precision=no"],
         ["optim.name=sgd", "optim.lr=0.3"],
         ["optim.warmup_epochs=0", "optim.freeze_last_layer_epochs=0", "budget.epochs=1"],
         ["init.weights=runs/other"],
@@ -153,7 +156,7 @@ def test_the_small_recipes_of_dinov3_are_its_vit_l_but_for_what_is_scaled(name: 
     backbone = {"model.registers", "model.rotary_rescale", "model.key_bias"}  # as released
     scaled = {"model.arch", "model.drop_path", "data.batch_size"}
     scaled |= {"optim.warmup_epochs", "optim.freeze_last_layer_epochs", "loss.warmup_teacher_temp_epochs"}
-    assert changed - {"output", "budget.steps", "budget.epochs", "run.keep_every"} <= backbone | scaled
+    assert changed - {"output", "budget.steps", "budget.epochs", "compute.keep_every"} <= backbone | scaled
     assert small["data.batch_size"] * processes == 1024, "an epoch of ImageNet is 1,250 steps, as theirs"
     model = configs[name].model
     assert (model.registers, model.rotary_rescale, model.key_bias) == (4, 2.0, None)

@@ -28,7 +28,7 @@ def test_the_last_two_the_best_and_every_nth_are_kept(tmp_path):
     write(every, 5, 10, 15, 20, 25, 30, 35)
     assert kept(every) == [10, 20, 30, 35]
     later = Checkpoints(tmp_path / "b", keep_every=15)
-    later.kept = {*every.newest().metadata["kept"]}
+    later.kept_steps = {*every.newest().metadata["kept_steps"]}
     write(later, 40, 45, 50, 55)
     assert kept(later) == [10, 20, 30, 45, 50, 55], "and what another start kept"
     best = Checkpoints(tmp_path / "c")
@@ -57,7 +57,7 @@ def test_the_newest_is_read(tmp_path):
     assert torch.equal(checkpoints.newest().tensors["a"], torch.full((300,), 10.0))
     assert checkpoints.newest().metadata == {
         "best": None,
-        "kept": [],
+        "kept_steps": [],
         "kind": "checkpoint",
         "step": 10,
         "version": 1,

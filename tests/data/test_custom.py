@@ -243,7 +243,7 @@ class Mixing(torch.nn.Module):
 
 
 def test_augmentation_of_ones_own_is_in_float32_on_the_device_too(tmp_path):
-    settings = {**SETTINGS, "augment.module": Mixing(), "run.precision": "bf16", "verbose": False}
+    settings = {**SETTINGS, "augment.module": Mixing(), "compute.precision": "bf16", "verbose": False}
     for place in ("device", "worker"):
         dino_vit.pretrain(output=tmp_path / place, **settings | {"budget.steps": 9, "data.augment_on": place})
     assert_same_end(tmp_path / "device", tmp_path / "worker", 9)

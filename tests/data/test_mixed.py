@@ -63,7 +63,7 @@ def test_a_run_of_two_sources_resumes_bit_for_bit(tmp_path, capsys, caplog):
     for number in range(32):
         write_synthetic(tmp_path / "photos" / ("cat", "dog")[number % 2] / f"{number}.png", number)
     settings = {"data.source": f"[{tmp_path}/shards, {tmp_path}/photos]", "data.mix": "[0.6, 0.4]"}
-    settings |= {"data.order": "window", "data.window": 2, "run.eval_every": 1}
+    settings |= {"data.order": "window", "data.window": 2, "compute.eval_every": 1}
     assert_resumes_exactly(tmp_path, {**settings, "budget.steps": 20}, step=14)
     said = capsys.readouterr().err
     assert "an epoch is 80 images, none of them twice: 48 of the 64" in said

@@ -85,7 +85,7 @@ def good_run() -> Mapping[str, bytes]:
     """Return the files of a short run, by their paths in its folder."""
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "run"
-        command(arguments(output, {"budget.steps": 9, "run.eval_every": 1}))
+        command(arguments(output, {"budget.steps": 9, "compute.eval_every": 1}))
         found = (path for path in output.rglob("*") if path.is_file())
         return {str(path.relative_to(output)): path.read_bytes() for path in sorted(found)}
 
@@ -110,5 +110,5 @@ def runs(rng: Random, folder: Path) -> Callable[[], object]:
 def resumes(rng: Random, folder: Path) -> Callable[[], object]:
     """The folder of a run in which a file is damaged, and which goes on."""
     output = _damaged_run(rng, folder)
-    changed = {"budget.steps": 10, "run.eval_every": 1, "run.resume": rng.choice(["auto", "changed"])}
+    changed = {"budget.steps": 10, "compute.eval_every": 1, "compute.resume": rng.choice(["auto", "changed"])}
     return lambda: command(arguments(output, changed))

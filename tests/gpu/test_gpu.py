@@ -40,13 +40,13 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1, "loss.centering": "sinkhorn"}
 CASES = {  # settings, and how far a loss may be off
     "float32": ({}, 1e-3),
-    "bf16": ({"run.precision": "bf16"}, 0.05),
-    "fp16": ({"run.precision": "fp16", "optim.clip_mode": "module"}, 0.2),
+    "bf16": ({"compute.precision": "bf16"}, 0.05),
+    "fp16": ({"compute.precision": "fp16", "optim.clip_mode": "module"}, 0.2),
     # With 4 views of 8 passes, half of which are masked, some pass has none.
     "no patches": ({**PATCHES, "loss.koleo_weight": 0, "data.batch_size": 1, "optim.accumulate": 8}, 1e-3),
-    "compiled": ({"run.compile": "true"}, 1e-3),
-    "compiled, with patches": ({**PATCHES, "run.compile": "true", "run.precision": "bf16"}, 0.05),
-    "resnet": ({**RESNET, "head.batch_norm": "true", "run.precision": "bf16"}, 0.1),
+    "compiled": ({"compute.compile": "true"}, 1e-3),
+    "compiled, with patches": ({**PATCHES, "compute.compile": "true", "compute.precision": "bf16"}, 0.05),
+    "resnet": ({**RESNET, "head.batch_norm": "true", "compute.precision": "bf16"}, 0.1),
 }
 
 
@@ -64,7 +64,7 @@ def test_training_steps_have_the_losses_of_the_cpu(tmp_path, name):
     taken = np.isfinite(ours)  # in float16 the first steps are skipped, until the scale is found
     assert taken.sum() >= settings["budget.steps"] - (9 if name == "fp16" else 0)
     if DEVICE.type == "cuda":
-        on_cpu = {**settings, "run.compile": "false", "run.precision": "no"}
+        on_cpu = {**settings, "compute.compile": "false", "compute.precision": "no"}
         run(tmp_path / "cpu", on_cpu, environ={"CUDA_VISIBLE_DEVICES": ""})
         assert ours[taken] == pytest.approx(
             np.array(losses(tmp_path / "cpu"), dtype=float)[taken], rel=tolerance
@@ -74,8 +74,8 @@ def test_training_steps_have_the_losses_of_the_cpu(tmp_path, name):
 @pytest.mark.parametrize("settings", [{"model.drop_path": 0.2}, PATCHES], ids=["dino", "dinov2"])
 def test_compiled_blocks_have_the_losses_of_plain_ones(tmp_path, monkeypatch, settings):
     """As in a run of many steps; a CPU has no Triton, and compiles nothing."""
-    settings = {"budget.steps": 6, "optim.warmup_epochs": 0, "run.precision": "bf16", **settings}
-    trained(tmp_path / "plain", {**settings, "run.compile": "false"})
+    settings = {"budget.steps": 6, "optim.warmup_epochs": 0, "compute.precision": "bf16", **settings}
+    trained(tmp_path / "plain", {**settings, "compute.compile": "false"})
     monkeypatch.setattr("dino_vit.training.setup.choose_compile", lambda wanted, *_: wanted == "auto")
     state = trained(tmp_path / "compiled", settings)
     assert state.student.backbone.blocks[0].compiled == (DEVICE.type == "cuda")
@@ -101,7 +101,11 @@ def test_a_run_is_evaluated_on_the_images_of_val(tmp_path):
     for number in range(24):
         split = "val" if number % 3 == 0 else "train"
         write_synthetic(tmp_path / "images" / split / "ab"[number % 2] / f"{number}.png", number)
-    settings = {"data.source": tmp_path / "images", "run.eval_every": "null", "run.eval_every_steps": 2}
+    settings = {
+        "data.source": tmp_path / "images",
+        "compute.eval_every": "null",
+        "compute.eval_every_steps": 2,
+    }
     settings |= {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     assert "val" in run(tmp_path / "run", settings)
     assert 0 <= history(tmp_path / "run")[-1]["knn"] <= 100
@@ -111,17 +115,17 @@ def test_a_run_is_evaluated_on_the_images_of_val(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize("sharded", ["false", "true"])
 def test_two_gpus_follow_one(tmp_path, sharded):
-    settings = {"model.drop_path": 0, "optim.clip_mode": "module", "run.sharded": sharded}
+    settings = {"model.drop_path": 0, "optim.clip_mode": "module", "compute.sharded": sharded}
     run(tmp_path / "one", {**settings, "data.batch_size": 16}, environ={"CUDA_VISIBLE_DEVICES": "0"})
     run_in_two(tmp_path / "two", {**settings, "data.batch_size": 8})
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
 def test_a_run_in_automatic_precision_resumes_on_the_gpu(tmp_path):
-    settings = {"run.precision": "auto", "data.workers": 2}
+    settings = {"compute.precision": "auto", "data.workers": 2}
     settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     run(tmp_path / "run", {**settings, "budget.steps": 2})
-    run(tmp_path / "run", {**settings, "budget.steps": 3, "run.resume": "changed"})
+    run(tmp_path / "run", {**settings, "budget.steps": 3, "compute.resume": "changed"})
     found = losses(tmp_path / "run")
     assert len(found) == 3
     assert np.isfinite(found).all()

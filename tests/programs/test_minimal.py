@@ -53,8 +53,8 @@ def settings_of(minimal):
         "optim.warmup_epochs": minimal.WARMUP * TOTAL / PER_EPOCH,
         "optim.freeze_last_layer_epochs": 1 / PER_EPOCH,
         "budget.steps": TOTAL,
-        "run.eval_every": "null",
-        "run.precision": "no",
+        "compute.eval_every": "null",
+        "compute.precision": "no",
     }
 
 

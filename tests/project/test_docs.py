@@ -53,9 +53,9 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     photos = {f"{name}-{number}.png": FILES[NAMES[0]] for name in ("cat/1", "dog/2") for number in range(20)}
     write_folder(folder / "photos", {**photos, "dog/bad.png": b"no image"})
-    settings = {"data.source": folder / "photos", "run.eval_every": 1, "optim.warmup_epochs": 0.5}
+    settings = {"data.source": folder / "photos", "compute.eval_every": 1, "optim.warmup_epochs": 0.5}
     (folder / "runs").mkdir()
-    run(folder / "runs" / "pretrain", {**settings, "run.trackers": "[tensorboard]"})
+    run(folder / "runs" / "pretrain", {**settings, "compute.trackers": "[tensorboard]"})
     settings = [f"weights={folder / 'runs/pretrain'}", f"cache={folder / 'features'}"]
     command_here("knn", folder / "photos", *settings)
     return folder

@@ -166,7 +166,7 @@ def test_two_nodes_train_save_and_resume(start, tmp_path):
     """Two launchers on this machine, over gloo, by the lines of the script."""
     (tmp_path / "bin" / "accelerate").unlink()
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    settings = {"budget.steps": 5000, "run.checkpoint_every": 100000, "run.log_every": 1}
+    settings = {"budget.steps": 5000, "compute.checkpoint_every": 100000, "compute.log_every": 1}
     own = {"SLURM_GPUS_ON_NODE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run, said = tmp_path / "run", ""
     for _ in range(2):

@@ -40,10 +40,10 @@ START = [
 ]
 # Object stores, disks of a cluster, a published set; the demo and ONNX take long, and have other tests.
 ELSEWHERE = re.compile("dino-vit demo|onnx|s3:|https:|=/|VOCdevkit")
-OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"}
+OWN = {"data.source", "data.batch_size", "compute.eval_every", "optim.warmup_epochs"}
 OWN |= {"optim.freeze_last_layer_epochs", "budget.steps"}
 SMALL = [f"{key}={value}" for key, value in TINY.items() if key not in OWN]
-SMALL += ["data.batch_size=4", "run.eval_every=1", "optim.warmup_epochs=0"]
+SMALL += ["data.batch_size=4", "compute.eval_every=1", "optim.warmup_epochs=0"]
 SMALL += ["optim.freeze_last_layer_epochs=0", "budget.steps=2"]
 SUBSTITUTES = {r"budget.minutes=\d+": "budget.minutes=0.03", r"step-\d+": "step-00000002"}
 SMALLER = {
@@ -198,7 +198,9 @@ def test_the_launch_works(place):
     command = shlex.join(launched).replace("launch/pretrain.py", str(ROOT / "launch/pretrain.py"))
     command = command.replace("launch/accelerate_configs/multi_gpu.yaml", str(CPU)).replace(" 8 ", " 2 ")
     program = Path(sys.executable).with_name("accelerate")
-    done = subprocess.run([program, *shlex.split(command)[1:], *SMALL, "run.eval_every=null"], timeout=900)
+    done = subprocess.run(
+        [program, *shlex.split(command)[1:], *SMALL, "compute.eval_every=null"], timeout=900
+    )
     assert done.returncode == 0
     assert Path("runs/vits16/metrics.jsonl").exists()
 

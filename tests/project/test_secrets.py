@@ -118,7 +118,7 @@ def test_a_run_keeps_secrets_in_its_config_and_checkpoints_only(sources, tmp_pat
         tmp_path / "run",
         {**TINY, "budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0},
     )
-    settings |= {"run.eval_every": 1, "data.max_unreadable": 1, "run.trackers": "[tensorboard]"}
+    settings |= {"compute.eval_every": 1, "data.max_unreadable": 1, "compute.trackers": "[tensorboard]"}
     text = json.dumps({"data": {"source": [sources["signed"], sources["list"]]}, "output": str(run)})
     (tmp_path / "run.yaml").write_text(text)
     del settings["data.source"]
@@ -130,7 +130,7 @@ def test_a_run_keeps_secrets_in_its_config_and_checkpoints_only(sources, tmp_pat
         ["inspect-weights", f"{run}"],
     )
     run_commands(run, commands, capsys, lines)
-    print(dino_vit.Run(run))
+    print(dino_vit.RunFolder(run))
     check_clean(run, capsys.readouterr().out)
     assert {"report.html", "unreadable.txt", "a.safetensors"} <= {path.name for path in run.iterdir()}
     assert SECRET in (run / "config.yaml").read_text()

@@ -16,7 +16,7 @@ from tests.support.kernels import Kernels
 from tests.support.rehearsal import CUDA, HostWaits, MixedDevices, NotOnGpu, OnGpu, Rehearsal
 from tests.support.training import configured
 
-SETTINGS = {"data.augment_on": "worker", "run.log_every": 1000, "optim.clip_mode": "global"}
+SETTINGS = {"data.augment_on": "worker", "compute.log_every": 1000, "optim.clip_mode": "global"}
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1, "head.shared": "false"}
 AGAIN = {"model.patch_drop": 0.5, "model.grad_checkpointing": "true", "optim.accumulate": 2}
 CASES = [

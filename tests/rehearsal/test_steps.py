@@ -20,8 +20,8 @@ SMALL = {
     "data.augment_on": "device",
     "data.batch_size": 2,
     "views.local_count": 1,
-    "run.precision": "bf16",
-    "run.log_every": 1000,
+    "compute.precision": "bf16",
+    "compute.log_every": 1000,
     "budget.steps": 100,
 }
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1}
@@ -29,11 +29,15 @@ ROTARY = {"model.positions": "rotary", "model.rotary_rescale": 2, "model.drop_pa
 AGAIN = {"model.grad_checkpointing": "true", "model.patch_drop": 0.5}
 ALONE = {"loss.patch_weight": 1, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"}
 CASES = {  # beside the recipes themselves, whose kernels are counted below
-    "rotary": {**ROTARY, "run.precision": "fp16", "optim.clip_mode": "module", "optim.accumulate": 2},
+    "rotary": {**ROTARY, "compute.precision": "fp16", "optim.clip_mode": "module", "optim.accumulate": 2},
     "recomputation": {**AGAIN, "optim.name": "sgd", "optim.layer_decay": 0.9},
     # With 16 views of 8 passes, half of which are masked, some pass has none.
     "no patches": {**ALONE, "optim.clip_mode": "none"},
-    "imitation": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5, "run.precision": "no"},
+    "imitation": {
+        "teacher.weights": "wide.safetensors",
+        "teacher.patch_weight": 0.5,
+        "compute.precision": "no",
+    },
     "gram": {**PATCHES, "teacher.weights": "run", "gram.weights": "run", "gram.scale": 2},
 }
 # A little more than the kernels of a step of ViT-S/16, and the GB that they move: 16 images, bf16, augment on
@@ -47,7 +51,10 @@ def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
     path = folder / "wide.safetensors"
     dino_vit.save_backbone(backbone(width=48, heads=3), path, mean=(0.5,) * 3, std=(0.2,) * 3)
-    trained(folder / "run", {**PATCHES, "budget.steps": 10, "run.log_every": 10, "run.checkpoint_every": 10})
+    trained(
+        folder / "run",
+        {**PATCHES, "budget.steps": 10, "compute.log_every": 10, "compute.checkpoint_every": 10},
+    )
     return folder
 
 
@@ -65,7 +72,10 @@ def test_no_step_waits_or_mixes_devices(tmp_path, weights, name):
 
 
 def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
-    with rehearsed_run(configured(tmp_path / "run", {**SMALL, **PATCHES, "run.log_every": 1})) as (_, state):
+    with rehearsed_run(configured(tmp_path / "run", {**SMALL, **PATCHES, "compute.log_every": 1})) as (
+        _,
+        state,
+    ):
         take_step(state, state.loader.batches())
         statistics = output_statistics(state.output_sums, 1)
         assert {"output_entropy", "patch_output_entropy", "koleo"} < statistics.keys()
@@ -95,10 +105,10 @@ def test_kernels_of_the_parts_add_up():
     assert {"augmentation", "teacher", "student", "loss", "backward", "optimiser"} <= names
 
 
-SHARDED = {"run.sharded": "true", "head.batch_norm": "true"}
+SHARDED = {"compute.sharded": "true", "head.batch_norm": "true"}
 TWO_PROCESSES = {
     "shards": {**SHARDED, **PATCHES, "model.grad_checkpointing": "true", "optim.clip_mode": "module"},
-    "shards in float16": {**SHARDED, "run.precision": "fp16", "optim.accumulate": 2},
+    "shards in float16": {**SHARDED, "compute.precision": "fp16", "optim.accumulate": 2},
     "resnet": {**RESNET, "optim.name": "sgd", "optim.clip_mode": "global", "head.batch_norm": "true"},
 }
 
@@ -150,8 +160,13 @@ def test_the_small_recipes_of_dinov3_are_rehearsed(tmp_path, name):
     weights = tmp_path / "published.safetensors"
     dino_vit.save_backbone(published, weights, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     small = {"data.source": "synthetic:16:64", "output": str(tmp_path / "run"), "views.local_count": 1}
-    small |= {"head.prototypes": 64, "head.hidden_dim": 64, "data.batch_size": 2, "run.eval_every": None}
-    small |= {"run.precision": "bf16", "data.augment_on": "device", "data.workers": 0, "budget.steps": 1000}
+    small |= {"head.prototypes": 64, "head.hidden_dim": 64, "data.batch_size": 2, "compute.eval_every": None}
+    small |= {
+        "compute.precision": "bf16",
+        "data.augment_on": "device",
+        "data.workers": 0,
+        "budget.steps": 1000,
+    }
     small |= {"init.weights": str(weights), "gram.weights": str(weights), "gram.weight": 2.0, "gram.scale": 2}
     config = load(PretrainConfig, ROOT / f"configs/pretrain/{name}.yaml", small)
     with rehearsed_run(config) as (_, state):

@@ -15,13 +15,13 @@ from tests.support.history import HEALTHY, evaluated
 def test_collapses_and_steps_that_are_not_finite_get_a_setting_to_change():
     settled = ["optim.warmup_epochs=0", "optim.freeze_last_layer_epochs=0"]
     flat = evaluated(rankme=[50.0, 20.0, 12.0], settings=settled)
-    assert flat.state == "collapsed"
+    assert flat.diagnosis == "collapsed"
     assert flat.advice == "In a new run, try optim.lr=0.00025."  # recipe=auto is in force
     history, config, baseline = recorded("flowers-hot")
     assert judge(history, config, baseline).advice == "In a new run, try recipe=auto."
     last = replace(HEALTHY, step=40, total_steps=40, epoch=0.5, loss=math.nan)  # a short run hears it too
-    said = judge([last], load(PretrainConfig, None, ["run.precision=fp16"]), None)
-    assert (said.state, said.advice) == ("diverged", "In a new run, try run.precision=bf16.")
+    said = judge([last], load(PretrainConfig, None, ["compute.precision=fp16"]), None)
+    assert (said.diagnosis, said.advice) == ("diverged", "In a new run, try compute.precision=bf16.")
 
 
 def test_a_run_that_saw_few_images_hears_how_long_to_train():
@@ -29,7 +29,7 @@ def test_a_run_that_saw_few_images_hears_how_long_to_train():
     config = replace_settings(config, {"budget.minutes": 2})
     assert history[-1].epoch < 1
     said = judge(history, config, baseline)
-    assert said.state == EARLY
+    assert said.diagnosis == EARLY
     least = "300 steps or one epoch are the least to judge by"
     assert said.advice == f"In a new run, try budget.minutes=2.8: {least}."
     assert judge(history[:-1], config, baseline).advice == ""  # it is under way

@@ -18,7 +18,7 @@ def test_scalars_are_grouped_and_hold_every_number():
     scalars = replace(HEALTHY, knn=47.5).scalars()
     assert (scalars["eval/knn"], scalars["train/excess"]) == (47.5, HEALTHY.excess)
     assert len(scalars) == sum(value is not None for value in HEALTHY.to_record().values())
-    assert not {"eval/knn", "eval/rankme", "train/state"} & set(HEALTHY.scalars())
+    assert not {"eval/knn", "eval/rankme", "train/diagnosis"} & set(HEALTHY.scalars())
 
 
 def test_readings_come_back_from_the_file(tmp_path):

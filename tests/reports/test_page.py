@@ -16,7 +16,7 @@ from dino_vit.eval.figures import accuracy
 from dino_vit.eval.results import evaluation
 from dino_vit.reports.metrics import append_record
 from dino_vit.reports.page import SHOWN, Pictures, Row, Tile, charts, figures, render, thin
-from dino_vit.reports.record import read_run, state
+from dino_vit.reports.record import diagnosis, read_run
 from tests.support.history import HEALTHY
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, write_report
 
@@ -178,7 +178,7 @@ def test_a_long_curve_keeps_its_ends_and_its_peaks():
 def record_of(folder, history, baseline):
     """A run folder with this history alone, and what is read from it."""
     for metrics, name in history:
-        append_record(folder / "metrics.jsonl", replace(metrics, state=name).to_record())
+        append_record(folder / "metrics.jsonl", replace(metrics, diagnosis=name).to_record())
     (folder / "config.yaml").write_text(to_yaml(load(PretrainConfig)))
     (folder / "baseline.json").write_text(json.dumps(baseline))
     return read_run(folder)
@@ -201,7 +201,7 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     assert figures(record)["k-NN"] == ("40.0 %", "untrained 20.0 %, raw pixels 10.0 %")
     among = replace(record, baseline=replace(record.baseline, leave_one_out=True))
     assert "k-NN among the training images" in figures(among)
-    name, spans = state(record)
+    name, spans = diagnosis(record)
     assert name == "learning"
     assert spans == "since step 100; earlier: too early from step 50."
 

@@ -74,8 +74,8 @@ def test_every_recorded_run_is_in_the_table():
 @pytest.mark.parametrize("name", TABLE)
 def test_a_recorded_run_is_called_what_it_was(name, labels):
     history, *run = recorded(name, labels=labels)
-    states = [judge(history[:count], *run).state for count in range(len(history) + 1)]
-    changes = [state for index, state in enumerate(states) if index == 0 or states[index - 1] != state]
+    names = [judge(history[:count], *run).diagnosis for count in range(len(history) + 1)]
+    changes = [name for index, name in enumerate(names) if index == 0 or names[index - 1] != name]
     expected = TABLE[name][not labels]
     assert changes == expected
 
@@ -122,7 +122,7 @@ def test_without_figures_from_before_nothing_is_worse_than_them():
         replace(HEALTHY, step=step, total_steps=900, knn=step / 10, rankme=step) for step in (300, 600, 900)
     ]
     config = load(PretrainConfig, None, [])
-    assert [judge(history[:count], config, None).state for count in (1, 3)] == [EARLY, DONE]
+    assert [judge(history[:count], config, None).diagnosis for count in (1, 3)] == [EARLY, DONE]
 
 
 def test_all_accuracies_decide():
@@ -131,14 +131,14 @@ def test_all_accuracies_decide():
     before = {"knn": 32.0, "best_knn": 32.0, "probe": 27.9, "raw_pixels": 50.7, **answers}
     knn, probe, now = [34.0, 37.0, 35.5], [30.0, 35.0, 37.0], [None, None, f"{(1 << 126) - 1:x}"]
     said = evaluated(knn=knn, best_knn=knn, probe=probe, probe_answers=now, before=before)
-    assert said.state == DONE
+    assert said.diagnosis == DONE
     assert said.sentence == (
         "It has learned, but k-NN is 15.2 points below raw pixels: a linear classifier is right for 37.0 %, "
         "before training 27.9 %."
     )
     same = evaluated(knn=knn, before={"knn": 32.0})
-    assert same.state == EARLY
-    assert evaluated(knn=[32.0, 33.0, 32.5], before={"knn": 32.0}).state == STUCK, "it has hardly risen"
+    assert same.diagnosis == EARLY
+    assert evaluated(knn=[32.0, 33.0, 32.5], before={"knn": 32.0}).diagnosis == STUCK, "it has hardly risen"
     assert same.sentence == (
         "It is not clearly better than before training: k-NN, which names an image after the most similar "
         "others, is right for 35.5 %, before training 32.0 %; on 341 images the difference may be chance."
@@ -147,7 +147,7 @@ def test_all_accuracies_decide():
     probe = {"probe": [44.0, 50.0, 60.0], "knn": [40.0] * 3, "before": {"raw_pixels": 45.0}}
     assert "k-NN is 5.0 points below raw pixels" in evaluated(**probe).sentence
     worse = evaluated(probe=[40.0, 28.0, 20.0], knn=[33.0, 28.0, 20.0])
-    assert worse.state == STUCK
+    assert worse.diagnosis == STUCK
     assert worse.sentence.startswith("It is worse than before training: k-NN")
 
 
@@ -158,24 +158,24 @@ def test_figures_of_several_labels_have_their_name_and_standard_errors():
     said = evaluated(knn=knn, knn_error=[1.0] * 3, before=before)
     assert said.figures.startswith("k-NN mAP 46.0 ± 2.0 %")
     assert "others, reaches an mAP of 46.0 %, before training 40.0 %" in said.sentence
-    assert said.state == DONE
+    assert said.diagnosis == DONE
     unsure = evaluated(knn=knn, knn_error=[3.0] * 3, before=before | {"knn_error": 3.0})
-    assert unsure.state == EARLY
+    assert unsure.diagnosis == EARLY
 
 
 def test_the_same_images_before_and_after_are_compared_one_by_one():
     """21 of 341 images more: as if of other images that may be chance, of the same images it is not."""
     before = {"knn": 40.0, "knn_answers": f"{(1 << 136) - 1:x}"}
     knn = {"knn": [40.0, 43.0, 46.0], "best_knn": [40.0] * 3}
-    assert evaluated(**knn, before={"knn": 40.0}).state == EARLY
-    assert evaluated(**knn, knn_answers=[None, None, f"{(1 << 157) - 1:x}"], before=before).state == DONE
+    assert evaluated(**knn, before={"knn": 40.0}).diagnosis == EARLY
+    assert evaluated(**knn, knn_answers=[None, None, f"{(1 << 157) - 1:x}"], before=before).diagnosis == DONE
     mixed = f"{((1 << 157) - 1) << 90:x}"  # 90 images of those before are wrong now, and 111 others right
-    assert evaluated(**knn, knn_answers=[None, None, mixed], before=before).state == EARLY
+    assert evaluated(**knn, knn_answers=[None, None, mixed], before=before).diagnosis == EARLY
 
 
 def test_a_run_past_its_best_names_the_checkpoint_to_take():
     past = evaluated(knn=[60.0, 70.0, 52.0], settings=["budget.steps=1000"])
-    assert (past.state, past.is_past_best, past.advice) == (DONE, True, "")
+    assert (past.diagnosis, past.is_past_best, past.advice) == (DONE, True, "")
     assert past.sentence == (
         "It is past its best: k-NN was 70.0 % at step 700 and is 52.0 % now; the checkpoint of that step is "
         "kept."
@@ -195,25 +195,25 @@ def test_a_dead_run_stays_dead():
         history.append(replace(record, mean_output_entropy=level, output_entropy=level - 0.1))
         history[-1] = replace(history[-1], entropy_gap=0.1, epoch=float(number))
         verdict = judge(history, config, Baseline(rankme=18.0))
-        history[-1] = replace(history[-1], state=verdict.state)
-    assert [record.state for record in history[4:]] == [STUCK] * 4
+        history[-1] = replace(history[-1], diagnosis=verdict.diagnosis)
+    assert [record.diagnosis for record in history[4:]] == [STUCK] * 4
     spread = [replace(record, rankme=record.rankme * (1 + record.step / 4000)) for record in history]
-    assert judge(spread, config, Baseline(rankme=18.0)).state == STUCK
+    assert judge(spread, config, Baseline(rankme=18.0)).diagnosis == STUCK
     # With labels: a rise before it died does not make it one that learns, if nothing has risen since.
     labelled = [replace(record, knn=45.0, best_knn=45.0) for record in history]
     answers = Baseline(knn=20.0, best_knn=20.0, rankme=18.0, queries=2000)
-    assert judge(labelled, config, answers).state == STUCK
+    assert judge(labelled, config, answers).diagnosis == STUCK
     labelled[-1] = replace(labelled[-1], knn=47.0, best_knn=47.0)
-    assert judge(labelled, config, answers).state == DONE
+    assert judge(labelled, config, answers).diagnosis == DONE
     awake = [*history[:-1], replace(history[-1], loss=0.98 * level, entropy_gap=3.0, rows=1024)]
-    assert judge(awake, config, Baseline(rankme=18.0)).state == DONE
+    assert judge(awake, config, Baseline(rankme=18.0)).diagnosis == DONE
 
 
 def test_without_records_nothing_is_claimed():
     _, *run = recorded("flowers-good")
     assert str(judge([], *run)) == "too early. There is no evaluation yet."
-    unevaluated = load(PretrainConfig, None, ["run.eval_every=null"])
-    said = "Nothing is evaluated (run.eval_every=null)."
+    unevaluated = load(PretrainConfig, None, ["compute.eval_every=null"])
+    said = "Nothing is evaluated (compute.eval_every=null)."
     assert str(judge([HEALTHY], unevaluated, None)) == f"too early. {said}"
     last = replace(HEALTHY, step=HEALTHY.total_steps)
     assert str(judge([last], unevaluated, None)) == f"done. {said}"
@@ -233,7 +233,7 @@ FLAT_LOSS = {"loss": FLAT + 0.01}
 
 
 @pytest.mark.parametrize(
-    ("changes", "state"),
+    ("changes", "diagnosis"),
     [
         ({}, None),
         (FLAT_OUTPUTS, readings.UNIFORM),
@@ -248,33 +248,33 @@ FLAT_LOSS = {"loss": FLAT + 0.01}
         ({"patch_entropy_gap": 0.5, "patch_rows": 900}, None),
     ],
 )
-def test_several_records_in_a_row_make_a_collapse(changes, state):
+def test_several_records_in_a_row_make_a_collapse(changes, diagnosis):
     history = repeated(**changes)
-    assert state_of(history) == state
-    assert state_of(history[1:]) is None
-    assert state_of(history, settled_step=history[0].step + 1) is None
-    assert state_of([*history[:2], HEALTHY, *history[3:]]) is None
+    assert diagnosis_of(history) == diagnosis
+    assert diagnosis_of(history[1:]) is None
+    assert diagnosis_of(history, settled_step=history[0].step + 1) is None
+    assert diagnosis_of([*history[:2], HEALTHY, *history[3:]]) is None
     # At the end of a run there will be no more history.
     last = replace(history[1], total_steps=history[1].step)
-    assert state_of([history[0], last]) == (None if changes is FLAT_LOSS else state)
-    assert state_of([last]) is None
+    assert diagnosis_of([history[0], last]) == (None if changes is FLAT_LOSS else diagnosis)
+    assert diagnosis_of([last]) is None
 
 
-def state_of(history, settled_step=0):
+def diagnosis_of(history, settled_step=0):
     return collapse(history, settled_step=settled_step)
 
 
 def test_lost_steps_are_named_even_before_it_has_settled():
-    def state(counts, **changes):
+    def diagnosis(counts, **changes):
         history = [replace(r, nonfinite_steps=c) for r, c in zip(repeated(count=6), counts, strict=True)]
         history[-1] = replace(history[-1], **changes)
-        return state_of(history, settled_step=10**6)
+        return diagnosis_of(history, settled_step=10**6)
 
-    assert state([0, 0, 0, 0, 0, 50]) is None  # a fifth
-    assert state([0, 0, 0, 0, 0, 51]) == readings.NONFINITE
-    assert state([51] * 6) is None  # long ago
-    assert state([0] * 6, loss=math.nan) == readings.NONFINITE
-    assert state_of([replace(HEALTHY, nonfinite_steps=9)]) is None
+    assert diagnosis([0, 0, 0, 0, 0, 50]) is None  # a fifth
+    assert diagnosis([0, 0, 0, 0, 0, 51]) == readings.NONFINITE
+    assert diagnosis([51] * 6) is None  # long ago
+    assert diagnosis([0] * 6, loss=math.nan) == readings.NONFINITE
+    assert diagnosis_of([replace(HEALTHY, nonfinite_steps=9)]) is None
 
 
 def waiting(*shares):
@@ -296,7 +296,7 @@ def test_several_records_in_a_row_that_wait_get_advice(shares, waits):
 
 def test_it_is_said_once_with_what_was_measured(tmp_path, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
-    run = opened(tmp_path / "run", {"data.workers": 1, "run.eval_every": "null"})
+    run = opened(tmp_path / "run", {"data.workers": 1, "compute.eval_every": "null"})
     with Reporter(run) as reporter, contextlib.closing(run.state.loader.batches()) as batches:
         take_step(run.state, batches)
         for metrics in waiting(*[0.5] * (PATIENCE + 4)):

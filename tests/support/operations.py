@@ -31,7 +31,7 @@ def rehearse(changes, images=IMAGES):
     settings = {**FIXED, "data.source": f"synthetic:{images}:96", "data.batch_size": images, **changes}
     settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
     with TemporaryDirectory() as output:
-        config = replace(PretrainConfig(), {**settings, "run.precision": "bf16", "output": output})
+        config = replace(PretrainConfig(), {**settings, "compute.precision": "bf16", "output": output})
         with rehearsed_run(config) as (rehearsal, state):  # which raises if a step makes the host wait
             batches = state.loader.batches()
             take_step(state, batches)
@@ -73,7 +73,7 @@ def traffic_table(steps):
     note = (
         "Bytes that kernels read and write at least, by part and then by kind. At "
         f"{BANDWIDTH / 1e12:g} TB/s, or {PEAK / 1e12:g} TFLOP/s where a kernel's multiplications take longer "
-        f"(an H100's data sheet), a step takes at least: {least}. `run.compile` would move less."
+        f"(an H100's data sheet), a step takes at least: {least}. `compute.compile` would move less."
     )
     title = f"A GPU rehearsed: traffic of a step, bf16, {IMAGES} images"
     return Table(title, "GB", rows, note, ratio="share of the first")

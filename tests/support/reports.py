@@ -29,7 +29,7 @@ def make_run(folder: Path, settings: Mapping[str, object] = {}) -> Path:
     """Train for 20 steps on such images, and return the folder of the run."""
     write_images(folder / "images")
     output = folder / "run"
-    source = {"data.source": folder / "images", "run.eval_every": 1}
+    source = {"data.source": folder / "images", "compute.eval_every": 1}
     trained(output, {**source, **settings})
     return output
 

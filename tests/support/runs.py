@@ -46,11 +46,11 @@ TINY = {
     "optim.freeze_last_layer_epochs": 0.5,
     "budget.epochs": "null",
     "budget.steps": 20,
-    "run.precision": "no",
-    "run.log_every": 1,
-    "run.eval_every": "null",
-    "run.checkpoint_every": 5,
-    "run.trackers": "[]",
+    "compute.precision": "no",
+    "compute.log_every": 1,
+    "compute.eval_every": "null",
+    "compute.checkpoint_every": 5,
+    "compute.trackers": "[]",
 }
 
 # What is left to a model of timm, at a size that it takes.

@@ -7,7 +7,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.build import build_views
-from dino_vit.views.geometry import choose_boxes, draw_tries
+from dino_vit.views.geometry import choose_boxes, draw_box_numbers
 
 
 def views_of(*overrides):
@@ -15,8 +15,8 @@ def views_of(*overrides):
 
 
 def draw_boxes(views, *, seed, epoch, sample, height, width):
-    tries = draw_tries(views, seed=seed, epoch=epoch, samples=np.array([sample]))
-    return choose_boxes(views, tries[0], height=height, width=width)
+    box_draws = draw_box_numbers(views, seed=seed, epoch=epoch, samples=np.array([sample]))
+    return choose_boxes(views, box_draws[0], height=height, width=width)
 
 
 def draw_rows(views, *, samples, seed=0, epoch=0):

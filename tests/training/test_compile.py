@@ -1,4 +1,4 @@
-"""What `run.compile=auto` decides, and that compiled blocks train and resume as plain ones do."""
+"""What `compute.compile=auto` decides, and that compiled blocks train and resume as plain ones do."""
 
 from functools import partial
 
@@ -28,8 +28,8 @@ def test_auto_compiles_blocks_in_few_graphs_and_changes_no_checkpoint(
     tmp_path, monkeypatch, auto_compiles, method
 ):
     settings = {"optim.lr": 0.003, "model.depth": 4, "model.drop_path": 0.1, "optim.warmup_epochs": 0}
-    settings |= {"loss.patch_weight": 1} if method == "dinov2" else {"run.precision": "bf16"}
-    trained(tmp_path / "plain", {**settings, "run.compile": "false"})
+    settings |= {"loss.patch_weight": 1} if method == "dinov2" else {"compute.precision": "bf16"}
+    trained(tmp_path / "plain", {**settings, "compute.compile": "false"})
     counter = CompileCounterWithBackend("aot_eager")
     with monkeypatch.context() as patched:
         patched.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
@@ -40,7 +40,7 @@ def test_auto_compiles_blocks_in_few_graphs_and_changes_no_checkpoint(
     assert counter.frame_count == (4 if method == "dino" else 3)
     step = steps(tmp_path / "run")[-1]
     assert tensors(tmp_path / "run", step).keys() == tensors(tmp_path / "plain", 20).keys()
-    trained(tmp_path / "run", {**settings, "run.compile": "false"})  # and resumes without
+    trained(tmp_path / "run", {**settings, "compute.compile": "false"})  # and resumes without
     assert_same_readings(tmp_path / "run", tmp_path / "plain", "loss", rtol=1e-4)
 
 
@@ -48,10 +48,12 @@ def test_auto_says_that_it_compiles_or_why_not(tmp_path, monkeypatch, auto_compi
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
     (said,) = [note for note in opened(tmp_path / "a", {}).notes if "compile" in note]
-    assert "run.compile=false" in said
+    assert "compute.compile=false" in said
     assert len(compiled) == 2 * TINY["model.depth"]
     compiled.clear()
-    assert not [note for note in opened(tmp_path / "b", {"run.compile": "false"}).notes if "compile" in note]
+    assert not [
+        note for note in opened(tmp_path / "b", {"compute.compile": "false"}).notes if "compile" in note
+    ]
     monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: "there is no Triton")
     (said,) = [note for note in opened(tmp_path / "c", {}).notes if "compile" in note]
     assert "there is no Triton" in said

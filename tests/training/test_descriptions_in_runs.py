@@ -105,7 +105,12 @@ def test_a_graph_holds_them_together(parts, tmp_path):
 @each_setting
 def test_a_step_on_a_gpu_waits_for_nothing(part, tmp_path):
     """As far as a rehearsal shows it: it raises where the host would wait, or where devices mix."""
-    settings = {**as_settings(part), "run.precision": "bf16", "run.log_every": 1000, "budget.steps": 100}
+    settings = {
+        **as_settings(part),
+        "compute.precision": "bf16",
+        "compute.log_every": 1000,
+        "budget.steps": 100,
+    }
     with rehearsed_run(configured(tmp_path, settings)) as (rehearsal, state):
         rehearsal.restart()
         take_step(state, state.loader.batches())

@@ -61,7 +61,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
 def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_path, wide):
     state = trained(tmp_path / "run", pupil(wide))
     frozen = open_teacher(dino_vit.load_backbone(wide)).network
-    for name, tensor in tensors_of(state.objective.frozen).items():
+    for name, tensor in tensors_of(state.objective.fixed_teacher).items():
         assert torch.equal(tensor, frozen.state_dict()[name]), name
     assert state.teacher.backbone.width == 32
     kept = dino_vit.load_backbone(tmp_path / "run")
@@ -176,6 +176,6 @@ def test_a_run_does_not_learn_from_itself_nor_from_what_has_changed(tmp_path, ke
     trained(tmp_path / "teacher", short)
     trained(tmp_path / "run", settings)
     opened(tmp_path / "run", settings)
-    trained(tmp_path / "teacher", {**short, "budget.steps": 10, "run.resume": "changed"})
+    trained(tmp_path / "teacher", {**short, "budget.steps": 10, "compute.resume": "changed"})
     with pytest.raises(ValueError, match=rf"the weights of {key}=.* have changed"):
         opened(tmp_path / "run", settings)

@@ -14,7 +14,7 @@ from tests.support.runs import arguments, command_here, steps
 from tests.support.training import trained
 
 FEW = {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
-FEW |= {"run.checkpoint_every": 1}
+FEW |= {"compute.checkpoint_every": 1}
 OTHERS = {
     "config.yaml": "seed: 7  # written by hand\n",
     "metrics.jsonl": '{"step": 400}\n',
@@ -62,8 +62,8 @@ def test_the_same_run_that_logged_nothing_starts_again(tmp_path):
 
 
 def test_what_was_kept_stays_without_the_setting(tmp_path):
-    trained(tmp_path, {**FEW, "budget.steps": 4, "run.keep_every": 2})
-    changed = {**FEW, "run.resume": "changed"}
+    trained(tmp_path, {**FEW, "budget.steps": 4, "compute.keep_every": 2})
+    changed = {**FEW, "compute.resume": "changed"}
     trained(tmp_path, {**changed, "budget.steps": 6})
     trained(tmp_path, {**changed, "budget.steps": 8})
     assert steps(tmp_path) == [2, 4, 7, 8]

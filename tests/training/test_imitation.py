@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_the_cosines_through_linear_layers(tmp_path, weights
 
 def test_a_run_resumes_exactly(tmp_path, weights, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
-    assert_resumes_exactly(tmp_path, {"teacher.weights": weights, "run.eval_every_steps": 5})
+    assert_resumes_exactly(tmp_path, {"teacher.weights": weights, "compute.eval_every_steps": 5})
     said = capsys.readouterr().err
     assert "imitates the features of" in said
     assert "gap" not in said.split("step  1/10")[-1]
@@ -88,10 +88,10 @@ def test_a_model_of_timm_teaches_and_a_student_may_teach_on(tmp_path):
     model = TimmBackbone(name="test_resnet", image_size=64).eval()
     dino_vit.save_backbone(model, tmp_path / "resnet.safetensors", **STATISTICS)
     size = {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
-    size |= {"run.precision": "bf16", "model.patch_size": 16, "budget.steps": 2}
+    size |= {"compute.precision": "bf16", "model.patch_size": 16, "budget.steps": 2}
     size |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     before = tensors_of(model)
     state = trained(tmp_path / "run", {"teacher.weights": tmp_path / "resnet.safetensors", **size})
-    assert_close(tensors_of(state.objective.frozen), before, atol=0, rtol=0)
+    assert_close(tensors_of(state.objective.fixed_teacher), before, atol=0, rtol=0)
     trained(tmp_path / "next", {"teacher.weights": tmp_path / "run", **size})
     assert history(tmp_path / "next")[-1]["prototypes"] is None

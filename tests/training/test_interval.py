@@ -29,14 +29,14 @@ def named(output):
     return sorted(line.partition(": ")[0] for line in (output / "unreadable.txt").read_text().splitlines())
 
 
-SETTINGS = {"budget.steps": 12, "data.batch_size": 40, "run.log_every": 6, "run.checkpoint_every": 12}
+SETTINGS = {"budget.steps": 12, "data.batch_size": 40, "compute.log_every": 6, "compute.checkpoint_every": 12}
 BROKEN = sorted(f"broken-{name}" for name in broken_files())
 
 
 def test_a_set_with_broken_files_of_every_kind_trains_to_the_end(tmp_path, broken_set):
     """Two epochs, with loader processes; an evaluation names what it leaves out in a line."""
     assert len(BROKEN) >= 10
-    settings = {**SETTINGS, "data.source": broken_set, "data.workers": 2, "run.eval_every": 1}
+    settings = {**SETTINGS, "data.source": broken_set, "data.workers": 2, "compute.eval_every": 1}
     assert "cannot be read (unreadable.txt" in run(tmp_path / "run", settings)
     assert named(tmp_path / "run") == BROKEN
     assert history(tmp_path / "run")[-1]["step"] == 12
@@ -110,7 +110,7 @@ def test_what_was_named_before_is_not_named_again(tmp_path):
 
 def test_a_skipped_step_counts_by_the_scale_that_it_was_taken_with(tmp_path, monkeypatch):
     """Not by the one that the next will try, or a run would end before it tries the smallest."""
-    state, scales = opened(tmp_path, {"run.precision": "fp16", "data.workers": 0}).state, []
+    state, scales = opened(tmp_path, {"compute.precision": "fp16", "data.workers": 0}).state, []
     monkeypatch.setattr(state.interval, "add", lambda *sums: scales.append(float(sums[-1])))
     torch.nn.init.constant_(next(state.student.parameters()), torch.nan)
     batches = state.loader.batches()

@@ -103,11 +103,11 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, lose, studen
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose, monkeypatch):
     monkeypatch.setattr(dino_vit.training.interval, "MAX_SKIPPED", 3)
-    settings = {"run.keep_every": 5}
+    settings = {"compute.keep_every": 5}
     trained(tmp_path / "whole", settings)
     lose(8, 10)
     with pytest.raises(
-        NotFinite, match=r"by step 11, 3 steps in a row .* run.resume=changed, and run.precision=no"
+        NotFinite, match=r"by step 11, 3 steps in a row .* compute.resume=changed, and compute.precision=no"
     ):
         trained(tmp_path / "run", settings)
     assert not moved(tensors(tmp_path / "whole", 5), tensors(tmp_path / "run", 5))
@@ -117,7 +117,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose,
 
 def test_skipped_steps_between_log_lines_end_the_run_too(tmp_path, lose, monkeypatch):
     """At once, and though a good step comes before the host looks."""
-    settings = {"run.log_every": 20, "budget.steps": 20}
+    settings = {"compute.log_every": 20, "budget.steps": 20}
     lose(4, 8)
     with pytest.raises(NotFinite, match="by step 9, 5 steps in a row were not finite"):
         trained(tmp_path / "soon", settings)
@@ -140,14 +140,14 @@ def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
 def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
     figures = iter([math.nan, math.nan, 30.0, 20.0])
     monkeypatch.setattr(OnlineEvaluation, "__call__", lambda *_: OnlineFigures(1.0, next(figures)))
-    state = trained(tmp_path / "run", {"run.eval_every": 1})
+    state = trained(tmp_path / "run", {"compute.eval_every": 1})
     assert state.best == {"figure": "knn", "value": 30.0, "step": 16}
     assert 16 in steps(tmp_path / "run")
 
 
 def test_float16_finds_its_scale_by_losing_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(dino_vit.training.interval, "MAX_SKIPPED", 2)
-    state = trained(tmp_path / "run", {"run.precision": "fp16"})
+    state = trained(tmp_path / "run", {"compute.precision": "fp16"})
     lost = int(state.interval.skipped)
     assert 2 < lost < 16
     assert state.scaler.get_scale() == 65536 / 2**lost
@@ -163,7 +163,7 @@ def test_float16_gives_up_when_its_scale_cannot_fall(tmp_path, lose):
     lose(0, 40)
     # Sixteen halve it from 65,536 to 1, and the next shows that 1 is no better.
     with pytest.raises(NotFinite, match="17 steps in a row"):
-        trained(tmp_path / "run", {"run.precision": "fp16", "budget.steps": 40})
+        trained(tmp_path / "run", {"compute.precision": "fp16", "budget.steps": 40})
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler's own modules warn of
@@ -181,7 +181,7 @@ def test_compiled_networks_train_as_plain_ones_do(tmp_path, monkeypatch, backend
         return compile_function(function, backend=backend, fullgraph=True, **keywords)
 
     monkeypatch.setattr(torch, "compile", compile)
-    trained(tmp_path / "compiled", {**settings, "run.compile": "true"})
+    trained(tmp_path / "compiled", {**settings, "compute.compile": "true"})
     assert len(used) == 2, "student and teacher"
     assert_same_readings(tmp_path / "compiled", tmp_path / "plain", "loss", rtol=1e-4)
     plain = history(tmp_path / "plain")
@@ -199,7 +199,7 @@ def test_a_skipped_step_leaves_the_statistics_of_batch_norm_alone(tmp_path, monk
         return views
 
     monkeypatch.setattr(TrainingState, "views_of", with_a_nan)
-    settings = {"budget.steps": 7, "run.checkpoint_every": 7, **SHORT}
+    settings = {"budget.steps": 7, "compute.checkpoint_every": 7, **SHORT}
     state = trained(tmp_path / "run", {"head.batch_norm": "true", **settings})
     assert state.interval.skipped == 1
     assert not moved(before["student"], tensors_of(state.student))

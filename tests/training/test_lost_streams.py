@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.runs import Command, Run, history, steps
 
-FEW = {"budget.steps": 6, "optim.warmup_epochs": 0.1, "run.checkpoint_every": 3}
+FEW = {"budget.steps": 6, "optim.warmup_epochs": 0.1, "compute.checkpoint_every": 3}
 
 
 def open_only(path):

@@ -150,7 +150,7 @@ def test_all_that_should_learn_learns(tmp_path):
 @pytest.mark.slow
 def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
     """Though each step has another number of masked patches."""
-    state = opened(tmp_path, {**ALL_TERMS, "run.compile": "true"}).state
+    state = opened(tmp_path, {**ALL_TERMS, "compute.compile": "true"}).state
     counters = CompileCounter(), CompileCounter()
     for network, counter in zip((state.student, state.teacher), counters, strict=True):
         run = Network.run_backbone.__get__(network)  # which is compiled without the time of a real backend
@@ -175,12 +175,12 @@ def test_a_gram_teacher_with_other_pixels_is_refused(tmp_path):
 def test_masked_patches_cannot_come_or_go_halfway(tmp_path, caplog):
     caplog.set_level("INFO", "dino_vit")
     trained(tmp_path / "run", {"budget.steps": 10})
-    changed = {**PATCHES, "views.global_size": 32, "budget.steps": 20, "run.resume": "changed"}
+    changed = {**PATCHES, "views.global_size": 32, "budget.steps": 20, "compute.resume": "changed"}
     with pytest.raises(
         ValueError, match=r"a different network or optimiser.* another output and init.weights="
     ):
         opened(tmp_path / "run", changed)
-    started = {**changed, "init.weights": tmp_path / "run", "init.head_epochs": 0.5, "run.resume": "same"}
+    started = {**changed, "init.weights": tmp_path / "run", "init.head_epochs": 0.5, "compute.resume": "same"}
     trained(tmp_path / "other", started)
     assert "added a mask token of zeros" in caplog.text
     assert steps(tmp_path / "other")[-1] == 20
@@ -196,7 +196,7 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     trained(tmp_path / "run", {**terms, "budget.steps": 10})
     kept = tmp_path / "earlier.safetensors"
     shutil.copy(max((tmp_path / "run" / "checkpoints").iterdir()), kept)
-    settings = {**terms, "budget.steps": 14, "run.resume": "changed"}
+    settings = {**terms, "budget.steps": 14, "compute.resume": "changed"}
     settings |= {"gram.weights": kept, "gram.weight": 2, "gram.scale": scale}
     state = opened(tmp_path / "run", settings).state
     batch, rates = next(iter(state.loader.batches(10))), state.plan.rates(10)

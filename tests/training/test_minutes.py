@@ -29,8 +29,8 @@ from tests.support.training import configured, opened, trained
 SETTINGS = {
     "budget.steps": "null",
     "budget.minutes": 4 / 60,
-    "run.eval_every": "null",
-    "run.log_every": 10,
+    "compute.eval_every": "null",
+    "compute.log_every": 10,
     # A busy machine takes few steps in so many seconds.
     "optim.warmup_epochs": 0,
     "optim.freeze_last_layer_epochs": 0,
@@ -59,7 +59,7 @@ class Played:
         for clock in ("monotonic", "perf_counter"):
             monkeypatch.setattr(state_module.time, clock, lambda: self.now)
         changes = {"budget.steps": "null", "budget.minutes": 10, "optim.freeze_last_layer_epochs": 0}
-        changes |= {"optim.warmup_epochs": 0, "run.log_every": 50}
+        changes |= {"optim.warmup_epochs": 0, "compute.log_every": 50}
         config = configured(tmp_path / "run", changes | settings)
         self.state = planned(config, BudgetEstimate(steps)).state
         self.state.began = self.now
@@ -148,7 +148,7 @@ def test_a_short_run_with_stalls_takes_all_of_its_time(tmp_path, monkeypatch):
 
 def test_a_wrong_length_is_mended_before_the_first_log_line(tmp_path, monkeypatch):
     """As the steps become more, however far away the line is."""
-    run = Played(tmp_path, monkeypatch, {"run.log_every": 1000}, steps=100_000)
+    run = Played(tmp_path, monkeypatch, {"compute.log_every": 1000}, steps=100_000)
     assert run.play(2.0, 30) < 12_000
     run.play_to_the_end(lambda *_: 2.0)
     assert run.state.step == pytest.approx(300, abs=5)
@@ -190,7 +190,7 @@ def test_the_rates_in_the_log_are_those_of_the_step(tmp_path, monkeypatch):
 
 
 def test_evaluations_count_in_the_minutes(tmp_path, monkeypatch):
-    settings = {"run.eval_every": "null", "run.eval_every_steps": 100}
+    settings = {"compute.eval_every": "null", "compute.eval_every_steps": 100}
     run = Played(tmp_path, monkeypatch, settings, steps=438)
     run.state.evaluation_seconds = 30.0
     run.state.begin_pace()
@@ -212,9 +212,9 @@ def test_a_run_that_resumes_keeps_its_length_unless_its_minutes_change(tmp_path,
     resumed = opened(tmp_path / "run", {**settings, "budget.minutes": 10}).state.plan
     assert [resumed.rates(step) for step in range(60, 400)] == [plan.rates(step) for step in range(60, 400)]
     assert resumed.total_steps == plan.total_steps
-    changed = {**settings, "budget.minutes": 20, "run.resume": "changed"}
+    changed = {**settings, "budget.minutes": 20, "compute.resume": "changed"}
     assert opened(tmp_path / "run", changed).state.plan.total_steps == 60 + 540
-    in_steps = {"budget.steps": 400, "run.resume": "changed", "optim.warmup_epochs": 0}
+    in_steps = {"budget.steps": 400, "compute.resume": "changed", "optim.warmup_epochs": 0}
     in_steps = opened(tmp_path / "run", in_steps).state.plan
     assert (in_steps.total_steps, in_steps.length) == (400, 400)
 
@@ -227,9 +227,11 @@ def test_a_run_that_is_done_learns_again_with_more_minutes(tmp_path, monkeypatch
     run.state.writer.finish(wait=True)
     monkeypatch.undo()
     settings = {"budget.steps": "null", "optim.freeze_last_layer_epochs": 0, "optim.warmup_epochs": 0}
-    plan = opened(tmp_path / "run", {**settings, "budget.minutes": 20, "run.resume": "changed"}).state.plan
+    plan = opened(
+        tmp_path / "run", {**settings, "budget.minutes": 20, "compute.resume": "changed"}
+    ).state.plan
     assert plan.total_steps == pytest.approx(2 * done, rel=0.05)
-    in_steps = {**settings, "budget.steps": plan.total_steps, "run.resume": "changed"}
+    in_steps = {**settings, "budget.steps": plan.total_steps, "compute.resume": "changed"}
     in_steps = opened(tmp_path / "run", in_steps).state.plan
     assert [plan.rates(step) for step in range(done, plan.total_steps)] == [
         in_steps.rates(step) for step in range(done, plan.total_steps)

@@ -22,8 +22,8 @@ SETTINGS = {
     "budget.steps": 3,
     "optim.warmup_epochs": 0,
     "optim.freeze_last_layer_epochs": 0,
-    "run.eval_every": 1,
-    "run.checkpoint_every": 3,
+    "compute.eval_every": 1,
+    "compute.checkpoint_every": 3,
 }
 LENGTH = len(SOURCE)
 PLANES = {SOURCE.name(number): SOURCE.read(number)[0].numpy() for number in range(LENGTH)}
@@ -87,14 +87,14 @@ def test_deep_images_keep_their_bits_from_the_file_to_the_weights(
 
 def test_a_resumed_run_keeps_what_it_measured(tmp_path):
     folder = fill(tmp_path / "images", sixteen_bits)
-    settings = {**SETTINGS, **MEASURED, "data.source": folder, "run.checkpoint_every": 1}
+    settings = {**SETTINGS, **MEASURED, "data.source": folder, "compute.checkpoint_every": 1}
     said = run(tmp_path / "run", settings)
     assert "repeated from grey to RGB" in said
     assert "no value is above 6" in said
     assert "data.range=[low, high]" in said
     before = described(tmp_path / "run")["mean"]
     fill(folder, lambda number, path, plane: sixteen_bits(number, path, plane * 0))
-    said = run(tmp_path / "run", {**settings, "budget.steps": 4, "run.resume": "changed"})
+    said = run(tmp_path / "run", {**settings, "budget.steps": 4, "compute.resume": "changed"})
     assert "measured on" not in said
     (last,) = (tmp_path / "run" / "checkpoints").glob("*4.safetensors")
     assert json.loads(read_tensors(last)[1]["dino_vit"])["mean"] == before
@@ -102,7 +102,9 @@ def test_a_resumed_run_keeps_what_it_measured(tmp_path):
 
 def test_recipe_auto_takes_the_channels_of_the_images_and_measures_them(tmp_path):
     folder = fill(tmp_path / "images", lambda n, path, plane: np.save(path.with_suffix(".npy"), plane))
-    said = run(tmp_path / "run", {**SETTINGS, "recipe": "auto", "run.verbose": "true", "data.source": folder})
+    said = run(
+        tmp_path / "run", {**SETTINGS, "recipe": "auto", "compute.verbose": "true", "data.source": folder}
+    )
     assert "data.channels=1: as the images have" in said
     assert f"measured on {LENGTH} images" in said
     assert said.count("data.mean=") == 1

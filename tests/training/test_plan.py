@@ -6,7 +6,7 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.sections import Budget, Init, Run
+from dino_vit.config.sections import Budget, Compute, Init
 from dino_vit.training.plan import make_plan
 
 
@@ -43,8 +43,11 @@ def test_all_phases_have_the_steps_of_their_decimal_number(per_epoch: int) -> No
             update={"warmup_epochs": epochs, "freeze_last_layer_epochs": epochs, "accumulate": 4}
         )
         assert config.init is not None
-        init, run = config.init.model_copy(update={"head_epochs": epochs}), Run(eval_every=epochs or None)
-        changed = config.model_copy(update={"optim": optim, "init": init, "run": run})
+        init, compute = (
+            config.init.model_copy(update={"head_epochs": epochs}),
+            Compute(eval_every=epochs or None),
+        )
+        changed = config.model_copy(update={"optim": optim, "init": init, "compute": compute})
         plan = make_plan(changed, images=per_epoch * 256, world_size=1)
         exact = Fraction(text) * per_epoch
         assert {plan.warmup_steps, plan.freeze_steps, plan.head_steps} == {round(exact)}, text
@@ -108,10 +111,10 @@ def test_the_temperature_warms_up_by_epoch_in_2021_and_by_step_in_dinov2(method:
 @pytest.mark.parametrize(
     ("override", "steps"),
     [
-        ("run.eval_every=2", [20, 25]),
-        ("run.eval_every=0.25", [2, 5, 8, 10, 12, 15, 18, 20, 22, 25]),
-        ("run.eval_every_steps=7", [7, 14, 21, 25]),
-        ("run.eval_every=null", []),
+        ("compute.eval_every=2", [20, 25]),
+        ("compute.eval_every=0.25", [2, 5, 8, 10, 12, 15, 18, 20, 22, 25]),
+        ("compute.eval_every_steps=7", [7, 14, 21, 25]),
+        ("compute.eval_every=null", []),
     ],
 )
 def test_evaluations_are_due_after_epochs_parts_of_them_or_steps(override: str, steps: list[int]) -> None:
@@ -128,7 +131,7 @@ def test_the_rate_may_stay_at_its_peak() -> None:
 
 def test_steps_are_logged_at_their_interval_at_evaluations_and_at_the_end() -> None:
     settings = ["budget.steps=25", "optim.warmup_epochs=0", "data.batch_size=10"]
-    settings += ["run.log_every=6", "run.eval_every=null", "run.eval_every_steps=10"]
+    settings += ["compute.log_every=6", "compute.eval_every=null", "compute.eval_every_steps=10"]
     plan = make_plan(load(PretrainConfig, None, settings), images=100, world_size=1)
     assert [step for step in range(1, 26) if plan.is_logged(step)] == [6, 10, 12, 18, 20, 24, 25]
 

@@ -30,7 +30,7 @@ from tests.support.training import opened
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
 ONE = {**SETTINGS, "data.batch_size": 16}
 TWO = {**SETTINGS, "data.batch_size": 8}
-LIMIT = {"run.peer_timeout": 0.05}  # 3 seconds
+LIMIT = {"compute.peer_timeout": 0.05}  # 3 seconds
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +94,13 @@ def test_a_process_that_fails_says_why_and_the_other_that_it_is_alone(tmp_path):
 
 def test_a_process_that_does_not_answer_ends_the_other_and_both_go_on_bit_for_bit(tmp_path):
     """Stopped as by a machine that hangs, in a step after one with a checkpoint; it ends when it goes on."""
-    output, settings = tmp_path / "run", {**TWO, "run.checkpoint_every": 3}
+    output, settings = tmp_path / "run", {**TWO, "compute.checkpoint_every": 3}
     stopped = partial(signal_within_step, 4, signal.SIGSTOP)
     other, victim = pair(output, {**settings, **LIMIT}, torchrun_environs(), before=(None, stopped))
     assert other.wait() == 75
     last = other.said.splitlines()[-1]
-    assert last == (
-        "dino-vit pretrain: Timed out waiting for another rank (run.peer_timeout); run the same command again"
-    )
+    text = "dino-vit pretrain: Timed out waiting for another rank (compute.peer_timeout)"
+    assert last == f"{text}; run the same command again"
     victim.send(signal.SIGCONT)
     assert victim.wait() in (1, 75)  # it finds that the other has ended, or that it waited too long itself
     assert steps(output) == [3]
@@ -131,7 +130,7 @@ def test_one_process_reads_the_checkpoint_and_others_need_not_see_the_folder(tmp
     run(tmp_path / "one", {**settings, "data.batch_size": 16, "budget.steps": 3})
     hashed = [partial(note_hashed, tmp_path / f"hashed{rank}") for rank in "01"]
     started = [
-        Run(tmp_path / folder, {**settings, "run.resume": "changed"}, environ=environ, before=note)
+        Run(tmp_path / folder, {**settings, "compute.resume": "changed"}, environ=environ, before=note)
         for folder, environ, note in zip(("one", "two"), torchrun_environs(), hashed, strict=True)
     ]
     assert "resuming after step 3" in finish(started)[0]

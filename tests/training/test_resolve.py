@@ -32,15 +32,15 @@ def test_what_auto_leaves_contradictory_is_refused() -> None:
 
 def test_what_auto_chose_at_the_start_gives_way_to_what_a_resume_gives():
     """An interval in steps instead of epochs, a length in another unit: not both."""
-    chosen = ["recipe=auto", "budget.epochs=450", "run.eval_every=3", "teacher.momentum=0.97"]
+    chosen = ["recipe=auto", "budget.epochs=450", "compute.eval_every=3", "teacher.momentum=0.97"]
     before = load(PretrainConfig, None, chosen).model_dump(mode="json")
     resumed = Checkpoint(path=Path("step"), tensors={}, metadata={"config": before})
-    given = load(PretrainConfig, None, ["recipe=auto", "budget.steps=16", "run.eval_every_steps=8"])
+    given = load(PretrainConfig, None, ["recipe=auto", "budget.steps=16", "compute.eval_every_steps=8"])
     context = RunContext(source=make_textures(length=20), processes=1, device=CPU, resumed=resumed)
     kept = {choice.key: choice.value for choice in kept_choices(given, context)}
     assert kept["teacher.momentum"] == 0.97
-    assert not {"budget.epochs", "run.eval_every"} & set(kept)
-    assert {"budget.epochs", "run.eval_every"} <= {
+    assert not {"budget.epochs", "compute.eval_every"} & set(kept)
+    assert {"budget.epochs", "compute.eval_every"} <= {
         choice.key for choice in kept_choices(load(PretrainConfig, None, ["recipe=auto"]), context)
     }
     assert replace(given, kept).run.eval_every_steps == 8

@@ -62,7 +62,9 @@ def output(stopped, tmp_path):
 def test_stopped_in_an_epoch_and_resumed_is_bit_for_bit_the_same(output, whole):
     assert "resuming after step 14" in run(output)
     assert_same_end(output, whole, 20)
-    assert "all 20 steps were taken before; a larger budget with run.resume=changed goes on" in run(output)
+    assert "all 20 steps were taken before; a larger budget with compute.resume=changed goes on" in run(
+        output
+    )
 
 
 def test_killed_and_resumed_is_bit_for_bit_the_same(tmp_path, whole):
@@ -114,7 +116,7 @@ def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, send, number, cod
     assert "running" not in members(group)
 
 
-SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}
+SHORT = {"optim.warmup_epochs": 0, "compute.keep_every": 5}
 
 
 def test_damaged_files_are_said_and_the_checkpoint_before_is_taken(output, whole):
@@ -172,10 +174,10 @@ def test_only_a_best_that_was_written_counts(tmp_path, monkeypatch):
 
 def test_the_settings_of_a_run_resume_it_wherever_it_lies(tmp_path):
     trained(tmp_path / "run", {"budget.steps": 5, **SHORT})
-    trained(tmp_path / "run", {"budget.steps": 10, "run.resume": "changed", **SHORT})
+    trained(tmp_path / "run", {"budget.steps": 10, "compute.resume": "changed", **SHORT})
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     config = load(PretrainConfig, moved / "config.yaml", [])
-    assert (config.output, config.run.resume) == (str(moved), "same")
+    assert (config.output, config.compute.resume) == (str(moved), "same")
 
 
 ROTARY = {"model.positions": "rotary", "views.local_size": 24}
@@ -189,7 +191,7 @@ ALL_TERMS = {**PATCHES, "loss.centering": "sinkhorn", "head.shared": "false", "d
         {**ALL_TERMS, "model.drop_path": 0.1},
         {**ROTARY, "model.registers": 2},
         {**RESNET, "loss.koleo_weight": 0.1},
-        pytest.param({**ROTARY, "run.compile": "true"}, marks=pytest.mark.slow),
+        pytest.param({**ROTARY, "compute.compile": "true"}, marks=pytest.mark.slow),
     ],
     ids=["dinov2", "rotary", "timm", "compiled"],
 )
@@ -199,9 +201,14 @@ def test_a_run_resumes_exactly(tmp_path, settings):
 
 def test_a_run_resumes_exactly_between_two_records(tmp_path):
     """Its starts are recorded, and the figures from before the first step stay as they were."""
-    settings = {"run.precision": "bf16", "data.batch_size": 4, "optim.accumulate": 2, "model.patch_drop": 0.5}
+    settings = {
+        "compute.precision": "bf16",
+        "data.batch_size": 4,
+        "optim.accumulate": 2,
+        "model.patch_drop": 0.5,
+    }
     settings |= {"budget.steps": 20, "model.patch_drop_until": 0.7}  # after the step where it stops
-    assert_resumes_exactly(tmp_path, {**settings, "run.log_every": 4, "run.eval_every": 1}, step=12)
+    assert_resumes_exactly(tmp_path, {**settings, "compute.log_every": 4, "compute.eval_every": 1}, step=12)
     baseline, uninterrupted = ((tmp_path / name / "baseline.json").read_bytes() for name in ("run", "whole"))
     assert baseline == uninterrupted
     assert set(json.loads(baseline)) == {field.name for field in fields(Baseline)}

@@ -11,13 +11,13 @@ from tests.support.images import write_synthetic
 from tests.support.runs import history, steps
 from tests.support.training import interrupted, opened, trained
 
-SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}
+SHORT = {"optim.warmup_epochs": 0, "compute.keep_every": 5}
 
 
 def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_same(tmp_path, caplog):
     caplog.set_level("INFO", "dino_vit")
     photos, output = tmp_path / "photos", tmp_path / "run"
-    settings = {"budget.steps": 5, "run.eval_every": 0.5, **SHORT}
+    settings = {"budget.steps": 5, "compute.eval_every": 0.5, **SHORT}
     for number in range(64):
         write_synthetic(photos / f"{number:02}.png", number, size=32)
     assert trained(output, {"data.source": photos, **settings}).best is not None
@@ -40,7 +40,7 @@ def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_s
         write_synthetic(photos / f"{number:02}.png", number, size=32)
     with pytest.raises(ValueError, match=r"photos has 2 images more than at step 5\."):
         opened(output, {"data.source": photos, **settings})
-    changed = {**settings, "data.source": photos, "budget.steps": 10, "run.resume": "changed"}
+    changed = {**settings, "data.source": photos, "budget.steps": 10, "compute.resume": "changed"}
     assert opened(output, changed).state.best is None
     write_synthetic(photos / "more.png", 64)
     assert opened(output, changed).state.step == 5
@@ -57,17 +57,22 @@ def write_labels(folder, classes):
 def test_with_other_labels_figures_so_far_are_set_aside_if_that_is_asked_for(tmp_path, caplog):
     """What was the best by the old ones, and its checkpoint, would be compared with figures of others."""
     output = tmp_path / "run"
-    settings = {"data.labels": write_labels(tmp_path, 2), "budget.steps": 20, "run.eval_every": 0.5, **SHORT}
+    settings = {
+        "data.labels": write_labels(tmp_path, 2),
+        "budget.steps": 20,
+        "compute.eval_every": 0.5,
+        **SHORT,
+    }
     interrupted(output, settings, 5)
     before = opened(output, settings).state
     assert before.best["figure"] == "knn"
     write_labels(tmp_path, 3)
     with pytest.raises(ValueError, match="evaluated with other images or labels"):
         opened(output, settings)
-    unevaluated = opened(output, {**settings, "run.eval_every": "null"}).state
+    unevaluated = opened(output, {**settings, "compute.eval_every": "null"}).state
     assert unevaluated.best["figure"] == "knn"
     assert unevaluated.evaluated_by == before.evaluated_by, "what its figures are by"
-    ready = opened(output, {**settings, "run.resume": "changed"})
+    ready = opened(output, {**settings, "compute.resume": "changed"})
     assert ready.state.best is None
     assert ready.state.evaluated_by != before.evaluated_by
     assert "its figures so far are set aside" in caplog.text
@@ -81,7 +86,12 @@ def test_with_other_labels_figures_so_far_are_set_aside_if_that_is_asked_for(tmp
 
 def test_labels_that_change_before_the_first_evaluation_are_noticed(tmp_path):
     """The figures before the first step were by the old ones."""
-    settings = {"data.labels": write_labels(tmp_path, 2), "budget.steps": 20, "run.eval_every": 50, **SHORT}
+    settings = {
+        "data.labels": write_labels(tmp_path, 2),
+        "budget.steps": 20,
+        "compute.eval_every": 50,
+        **SHORT,
+    }
     interrupted(tmp_path / "run", settings, 3)
     write_labels(tmp_path, 3)
     with pytest.raises(ValueError, match="evaluated with other images or labels"):
@@ -96,14 +106,14 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
     assert "optim.lr was 0.03 and is 0.02" in str(error.value)
     assert "budget.steps was 5 and is 20" in str(error.value)
     for changes, message in (
-        ({"run.resume": "never", "budget.steps": 5}, "run.resume=never does not overwrite it"),
-        ({"model.width": 64, "run.resume": "changed"}, "belongs to a different network or optimiser"),
+        ({"compute.resume": "never", "budget.steps": 5}, "compute.resume=never does not overwrite it"),
+        ({"model.width": 64, "compute.resume": "changed"}, "belongs to a different network or optimiser"),
         ({"data.source": "synthetic:72:32"}, "synthetic:72:32 are not those of synthetic:64:32"),
     ):
         with pytest.raises(ValueError, match=message):
             opened(output, {**changes, **SHORT})
     assert steps(output) == [5]
-    changed = {"optim.lr": 0.02, "run.resume": "changed", **SHORT}
+    changed = {"optim.lr": 0.02, "compute.resume": "changed", **SHORT}
     reasons = {choice.key: choice.reason for choice in opened(output, changed).choices}
     assert reasons["optim.lr"] == "changed at step 5"
     trained(output, changed)

@@ -37,7 +37,7 @@ def weights(tmp_path_factory):
     return output
 
 
-FROM = {"init.head_epochs": 0.5, "budget.steps": 10, "run.eval_every": 1, "teacher.momentum": 0.9}
+FROM = {"init.head_epochs": 0.5, "budget.steps": 10, "compute.eval_every": 1, "teacher.momentum": 0.9}
 
 
 def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, student_at, capsys, caplog):
@@ -59,7 +59,7 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
 def test_grey_images_are_repeated_for_weights_of_three_channels(tmp_path, weights):
     np.save(tmp_path / "grey.npy", np.random.default_rng(0).integers(0, 256, (40, 32, 32), dtype=np.uint8))
     settings = {**FROM, "init.weights": weights, "data.source": tmp_path / "grey.npy", "recipe": "auto"}
-    state = trained(tmp_path / "run", {**settings, "budget.steps": 6, "run.eval_every": "null"})
+    state = trained(tmp_path / "run", {**settings, "budget.steps": 6, "compute.eval_every": "null"})
     assert state.config.data.channels == state.student.backbone.architecture["channels"] == 3
 
 
@@ -89,7 +89,7 @@ def test_an_export_can_be_continued_and_weights_are_read_as_told(tmp_path, weigh
 def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
     settings = {**FROM, "init.weights": weights}
     trained(tmp_path / "whole", settings)
-    trained(tmp_path / "run", {**settings, "run.checkpoint_every": 7})
+    trained(tmp_path / "run", {**settings, "compute.checkpoint_every": 7})
     (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
     aside = weights.with_name("aside")
     weights.rename(aside)
@@ -152,16 +152,21 @@ def test_labels_of_a_file_are_what_a_run_is_evaluated_with(tmp_path):
     np.save(tmp_path / "images.npy", np.stack([source.read(index).numpy() for index in range(64)]))
     rows = "".join(f"{index:09d},{source.label(index)}\n" for index in range(64))
     (tmp_path / "labels.csv").write_text(rows)
-    settings = {"data.source": tmp_path / "images.npy", "run.eval_every": 1, "budget.steps": 10}
+    settings = {"data.source": tmp_path / "images.npy", "compute.eval_every": 1, "budget.steps": 10}
     assert trained(tmp_path / "without", settings).best["figure"] == "rankme"
     settings["data.labels"] = tmp_path / "labels.csv"
     assert trained(tmp_path / "with", settings).best["figure"] == "knn"
 
 
 def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
-    settings = {"recipe": "auto", "data.source": "synthetic:640:32", "run.precision": "no", "data.workers": 0}
+    settings = {
+        "recipe": "auto",
+        "data.source": "synthetic:640:32",
+        "compute.precision": "no",
+        "data.workers": 0,
+    }
     settings |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
-    found = set_up(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
+    found = set_up(configured(tmp_path / "run", settings, {"compute.trackers": "[]"}), Accelerator())
     short = list(describe_start(found, start_record(found)))
     assert len(short) <= 12
     assert f"{len(found.choices)} settings were chosen to fit the images" in short[-1]
@@ -172,8 +177,8 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     explained = re.findall(r"(?:: |; )([\w ]+): ", columns)
     assert explained == ["ln K", "wait"]
     assert all(f"| `{column}` |" in table for column in explained)
-    settings["run.verbose"] = "true"
-    found = set_up(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
+    settings["compute.verbose"] = "true"
+    found = set_up(configured(tmp_path / "run", settings, {"compute.trackers": "[]"}), Accelerator())
     said = "\n".join(describe_start(found, start_record(found)))
     config = found.state.config
     for key, value in (("head.prototypes", 256), ("model.patch_size", 4), ("views.global_size", 32)):
@@ -205,11 +210,11 @@ def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeyp
     for chosen in ("bf16", "no"):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda chosen=chosen: chosen == "bf16")
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        settings = {"run.precision": "auto", "budget.steps": 10}
+        settings = {"compute.precision": "auto", "budget.steps": 10}
         if chosen == "bf16":
             trained(tmp_path / "run", settings)
         else:
-            with pytest.raises(ValueError, match=r"run.precision=auto was bf16 and is no here"):
+            with pytest.raises(ValueError, match=r"compute.precision=auto was bf16 and is no here"):
                 opened(tmp_path / "run", settings)
 
 
@@ -262,7 +267,7 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
 
 
 AUTO = {"recipe": "auto", "data.source": "synthetic:64:96", "data.batch_size": 8, "data.workers": 0}
-AUTO |= {"run.trackers": "[]", "run.precision": "no", "budget.steps": 6}
+AUTO |= {"compute.trackers": "[]", "compute.precision": "no", "budget.steps": 6}
 SHORT = {**AUTO, "views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
 SHORT |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
 
@@ -290,11 +295,11 @@ def test_features_are_read_from_larger_images_than_views(tmp_path):
     trained(tmp_path / "run", SHORT, {})
     model = load_backbone(tmp_path / "run")
     assert (model.image_size, model.transform.size) == ((64, 64), (64, 64))
-    state = opened(tmp_path / "run", {**SHORT, "budget.steps": 8, "run.resume": "changed"}, {}).state
+    state = opened(tmp_path / "run", {**SHORT, "budget.steps": 8, "compute.resume": "changed"}, {}).state
     assert (state.step, state.evaluation.transform.size) == (6, (64, 64))
     further = {**AUTO, "init.weights": tmp_path / "run"}
     trained(tmp_path / "again", further, {})
-    for settings in (further, {**further, "budget.steps": 8, "run.resume": "changed"}):
+    for settings in (further, {**further, "budget.steps": 8, "compute.resume": "changed"}):
         again = opened(tmp_path / "again", settings, {}).state
         assert (again.config.views.global_size, again.student.backbone.image_size) == (32, (64, 64))
     as_published = opened(tmp_path / "plain", {**SHORT, "recipe": "dino"}, {}).state
@@ -308,7 +313,7 @@ def test_published_weights_see_views_of_224_pixels_at_most(tmp_path):
         published = VisionTransformer(image_size=side, patch_size=patch, width=32, depth=1, heads=2)
         export_backbone(published, path, "reference")
         settings = {"init.weights": path, "recipe": "auto", "budget.steps": 4, "init.head_epochs": 0}
-        settings |= {"data.source": "synthetic:16:32", "data.batch_size": 8, "run.eval_every": "null"}
+        settings |= {"data.source": "synthetic:16:32", "data.batch_size": 8, "compute.eval_every": "null"}
         config = opened(tmp_path / f"run{side}", settings, {}).state.config
         assert (config.views.global_size, config.model.image_size) == (views, views)
 
@@ -342,7 +347,7 @@ def test_a_run_says_which_images_to_judge_by_vote_too(tmp_path):
     for split in ("train", "val"):
         write_classes(tmp_path / "photos" / split, "ab", 4)
     (tmp_path / "photos/train/a/link.png").symlink_to("../../val/a/0.png")
-    notes = opened(tmp_path / "run", {"data.source": tmp_path / "photos", "run.eval_every": 1}).notes
+    notes = opened(tmp_path / "run", {"data.source": tmp_path / "photos", "compute.eval_every": 1}).notes
     assert any("1 of the 8 images to judge by is among those to learn from" in note for note in notes)
 
 
@@ -355,7 +360,7 @@ def test_recipe_auto_looks_at_how_alike_images_are_laid_out(tmp_path, alike, ste
         pixels[top : top + 24, left : left + 20] += 200  # one thing, in the middle or anywhere
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     settings = {"recipe": "auto", "data.source": tmp_path, "data.batch_size": 4, "data.workers": 0}
-    settings |= {"budget.steps": 20, "run.precision": "no", "run.eval_every": "null"}
+    settings |= {"budget.steps": 20, "compute.precision": "no", "compute.eval_every": "null"}
     config = opened(tmp_path / "run", settings, {}).state.config
     assert config.model.stem == stem
     assert config.views.global_scale == ((0.6, 1.0) if alike else (0.25, 1.0))

@@ -28,9 +28,9 @@ from tests.support.runs import (
 )
 from tests.support.training import configured
 
-ONE = {"budget.steps": 4, "model.drop_path": 0, "data.batch_size": 16, "run.eval_every": 1}
+ONE = {"budget.steps": 4, "model.drop_path": 0, "data.batch_size": 16, "compute.eval_every": 1}
 ONE |= {"optim.warmup_epochs": 0.5}  # of 4 steps
-TWO = {**ONE, "data.batch_size": 8, "run.sharded": "true"}
+TWO = {**ONE, "data.batch_size": 8, "compute.sharded": "true"}
 PATCHES = {
     "loss.patch_weight": 1,
     "loss.koleo_weight": 0.1,
@@ -60,7 +60,7 @@ def test_two_processes_with_halves_follow_one(tmp_path, terms):
 
 
 def test_parts_that_are_gathered_in_bfloat16_follow_one_process(tmp_path):
-    half = {"run.precision": "bf16", "optim.warmup_epochs": 0}
+    half = {"compute.precision": "bf16", "optim.warmup_epochs": 0}
     run(tmp_path / "alone", {**ONE, **half})
     run_in_two(tmp_path / "run", {**TWO, **half})
     for key in ("loss", "gradient_norm"):
@@ -94,7 +94,7 @@ def compile_without_a_break():
 def test_parts_are_compiled_block_by_block(tmp_path):
     settings = {**PATCHES, "optim.warmup_epochs": 0}
     run(tmp_path / "alone", {**ONE, **settings})
-    compiled = {**TWO, **settings, "run.compile": "true"}
+    compiled = {**TWO, **settings, "compute.compile": "true"}
     finish(pair(tmp_path / "run", compiled, torchrun_environs(), before=(compile_without_a_break,) * 2))
     assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", rtol=1e-4)
 
@@ -109,10 +109,10 @@ def test_processes_evaluate_in_as_many_passes(tmp_path, unreadable):
     for index in random_indices(source, 0)[8:] if unreadable else ():  # the images of the second
         (tmp_path / "images" / source.name(index)).write_bytes(b"")
     settings = {**ONE, "data.source": tmp_path / "images", "budget.steps": 1}
-    settings |= {"run.eval_every": "null", "run.eval_every_steps": 1, "optim.warmup_epochs": 0}
+    settings |= {"compute.eval_every": "null", "compute.eval_every_steps": 1, "optim.warmup_epochs": 0}
     settings["optim.freeze_last_layer_epochs"] = 0
     run(tmp_path / "alone", settings)
-    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8, "run.sharded": "true"})
+    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8, "compute.sharded": "true"})
     for key in ("knn", "rankme"):
         ours, theirs = (history(tmp_path / name)[-1][key] for name in ("run", "alone"))
         assert ours == pytest.approx(theirs, rel=1e-3), key
@@ -137,18 +137,18 @@ def a_full_disk_for_a_moment():
 
 def test_all_give_their_parts_again_of_a_checkpoint_that_rank_0_could_not_write(tmp_path):
     """Of weights that the launcher of Accelerate asks to share."""
-    settings = {**TWO, "budget.steps": 2, "run.checkpoint_every": 2, "run.peer_timeout": 0.2}
-    settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0, "run.eval_every": "null"}
+    settings = {**TWO, "budget.steps": 2, "compute.checkpoint_every": 2, "compute.peer_timeout": 0.2}
+    settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0, "compute.eval_every": "null"}
     environs = [{**one, "ACCELERATE_USE_FSDP": "true"} for one in torchrun_environs()]
     before = a_full_disk_for_a_moment, None
-    said, _ = finish(pair(tmp_path / "run", {**settings, "run.sharded": "false"}, environs, before))
+    said, _ = finish(pair(tmp_path / "run", {**settings, "compute.sharded": "false"}, environs, before))
     assert SHARED in said
     assert "no checkpoint was written. no space left" in said
     assert steps(tmp_path / "run") == [2]
 
 
 def test_rank_0_decides_what_is_the_best_as_all_must_give_their_parts_of_it(tmp_path):
-    settings = {**TWO, "run.checkpoint_every": 1000, "run.peer_timeout": 0.2, "budget.steps": 8}
+    settings = {**TWO, "compute.checkpoint_every": 1000, "compute.peer_timeout": 0.2, "budget.steps": 8}
     finish(pair(tmp_path / "run", settings, torchrun_environs(), before=(None, figures_of_its_own)))
 
 
@@ -161,12 +161,12 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
     assert steps(tmp_path / "run") == [3], "the vote is read one step later"
     run_in_two(tmp_path / "run", settings)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 4)
-    changes = {**ONE, "budget.steps": 6, "run.resume": "changed"}
+    changes = {**ONE, "budget.steps": 6, "compute.resume": "changed"}
     assert "resuming after step 4" in run(tmp_path / "run", changes)
 
 
 @pytest.mark.parametrize("change", [{"optim.name": "sgd"}, RESNET])
 def test_what_does_not_work_with_parts_of_the_weights_is_refused(tmp_path, change):
     config = configured(tmp_path, {**TWO, **change})
-    with pytest.raises(ValueError, match=r"does not work with sharded weights \(run.sharded=true"):
+    with pytest.raises(ValueError, match=r"does not work with sharded weights \(compute.sharded=true"):
         setup._shard(*setup.build_untrained(config), config, torch.device("cpu"), torch.float32)

@@ -12,7 +12,12 @@ from tests.support.runs import Run, assert_same_end, reported, run
 
 pytestmark = pytest.mark.slow
 STEPS, KILLS = 800, 4
-SETTINGS = {"budget.steps": STEPS, "data.workers": 1, "data.augment_on": "device", "run.checkpoint_every": 25}
+SETTINGS = {
+    "budget.steps": STEPS,
+    "data.workers": 1,
+    "data.augment_on": "device",
+    "compute.checkpoint_every": 25,
+}
 
 
 def test_killed_at_random_and_resumed_is_bit_for_bit_the_same(tmp_path):

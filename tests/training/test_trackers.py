@@ -17,7 +17,7 @@ from tests.support.runs import SETTINGS
 
 
 def test_tensorboard_gets_every_scalar_of_the_record(tmp_path):
-    settings = {**SETTINGS, "run.trackers": "tensorboard", "run.eval_every": 1}
+    settings = {**SETTINGS, "compute.trackers": "tensorboard", "compute.eval_every": 1}
     run = dino_vit.pretrain(output=tmp_path / "run", verbose=False, **settings)
     events = EventAccumulator(str(tmp_path / "run" / "logs"))
     events.Reload()
@@ -36,7 +36,12 @@ def test_trackio_gets_them_too_under_the_name_of_the_run_when_it_resumes(tmp_pat
     output = tmp_path / "run"
     environ = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     for steps in (10, 20):
-        given = {**SETTINGS, "run.trackers": "[trackio]", "run.resume": "changed", "budget.steps": steps}
+        given = {
+            **SETTINGS,
+            "compute.trackers": "[trackio]",
+            "compute.resume": "changed",
+            "budget.steps": steps,
+        }
         settings = [f"{key}={'null' if value is None else value}" for key, value in given.items()]
         settings.append(f"output={output}")
         command = [sys.executable, "-m", "dino_vit", "pretrain", *settings]
@@ -44,7 +49,7 @@ def test_trackio_gets_them_too_under_the_name_of_the_run_when_it_resumes(tmp_pat
     with closing(sqlite3.connect(tmp_path / "trackio" / "logs.db")) as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert {name for name, _, _ in rows} == {str(output)}
-    lines = {line["step"]: line for line in dino_vit.Run(output).metrics()}
+    lines = {line["step"]: line for line in dino_vit.RunFolder(output).metrics()}
     logged = {step: json.loads(metrics) for _, step, metrics in rows if step}
     assert logged.keys() == lines.keys() == set(range(1, 21))
     assert all(before < after for before, after in pairwise(logged))

@@ -18,12 +18,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("ip") or os.geteuid(), reason="needs root on Linux and iproute2"),
 ]
-LIMIT = 12  # seconds of run.peer_timeout
+LIMIT = 12  # seconds of compute.peer_timeout
 STEPS, HURT = 240, 100  # of a run, and when something happens
 PATIENCE = 600  # seconds until a run that neither goes on nor ends is a failure
 IMAGES, DAY = 64, 86_400
 SETTINGS = {"data.workers": 1, "data.keep_decoded": "false", "data.augment_on": "device"}
-SETTINGS |= {"budget.steps": STEPS, "run.checkpoint_every": 40, "run.peer_timeout": LIMIT / 60}
+SETTINGS |= {"budget.steps": STEPS, "compute.checkpoint_every": 40, "compute.peer_timeout": LIMIT / 60}
 
 
 class Trial:
@@ -105,7 +105,7 @@ def test_a_link_that_is_cut_ends_both_sides(trial, whole, launcher):
     trial.launcher, second = launcher, trial.machines[1]
     trial.hurt(second.cut)
     trial.end(1)
-    assert all("run.peer_timeout" in machine.sentence for machine in trial.machines)
+    assert all("compute.peer_timeout" in machine.sentence for machine in trial.machines)
     second.cut("up")
     trial.go_on(whole)
 
@@ -116,7 +116,7 @@ def test_a_machine_that_is_stopped_ends_the_other(trial, whole, launcher, number
     stopped, other = trial.machines[number], trial.machines[1 - number]
     trial.hurt(lambda: stopped.send(signal.SIGSTOP))
     trial.wait(lambda: other.ended)
-    assert "run.peer_timeout" in other.sentence
+    assert "compute.peer_timeout" in other.sentence
     stopped.send(signal.SIGCONT)
     trial.end(1)
     trial.go_on(whole)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from dino_vit.data.images.decode import decode
 from dino_vit.data.sources.folders import open_folder
-from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries
+from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
 from tests.support.images import saved
@@ -28,8 +28,8 @@ def photo(mode="RGB", size=(896, 704), seed=0):
     return bands[0] if len(bands) == 1 else Image.merge(mode, bands)
 
 
-def tries(sample=0, views=VIEWS):
-    return draw_tries(views, seed=3, epoch=1, samples=np.array([sample]))[0]
+def box_draws(sample=0, views=VIEWS):
+    return draw_box_numbers(views, seed=3, epoch=1, samples=np.array([sample]))[0]
 
 
 def both(data, sample=0):
@@ -37,7 +37,7 @@ def both(data, sample=0):
 
     The boxes of the whole image are where those of the reduced one come to lie in it.
     """
-    cut = ViewBoxes(VIEWS, tries(sample))
+    cut = ViewBoxes(VIEWS, box_draws(sample))
     whole, reduced = decode(data, "photo"), decode(data, "photo", reduction=cut.reduction)
     boxes = cut.boxes(reduced)
     factor = round(whole.shape[1] / reduced.shape[1])
@@ -52,7 +52,7 @@ def test_each_pixel_of_a_view_has_one_of_the_image():
     random, found = np.random.default_rng(0), set()
     for sample in range(300):
         height, width = random.integers(20, 900, 2).tolist()
-        cut = ViewBoxes(VIEWS, tries(sample))
+        cut = ViewBoxes(VIEWS, box_draws(sample))
         factor = cut.reduction(height, width)
         found.add(factor)
         for view, (top, left, h, w) in zip(VIEWS, cut.boxes(None).tolist(), strict=True):

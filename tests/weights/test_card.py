@@ -143,7 +143,7 @@ def trained(*, config, **facts):
 def test_the_hub_reads_what_it_is_and_a_stranger_where_it_comes_from(tmp_path):
     source = tmp_path / "private" / "photos"
     given = {"data.source": source, "output": tmp_path / "runs", "optim.lr": 1e-3, "views.local_count": 6}
-    given |= {"init.weights": tmp_path / "published.pth", "run.precision": "no"}
+    given |= {"init.weights": tmp_path / "published.pth", "compute.precision": "no"}
     config = load(PretrainConfig, None, given)
     model = trained(config=config)
     export_backbone(model, "out", "huggingface", card=model_card(model, license="cc-by-4.0"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from dino_vit.config.commands import LOGISTIC_IMAGES, STANDARD_CS
 from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural, progress
-from dino_vit.data.image_set import spread
+from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.classification.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.comparison.baselines import RAW_PIXELS, raw_pixels_of
 from dino_vit.eval.features import FrozenBackbone
@@ -200,7 +200,7 @@ def chance_of(train: LabelledFeatures, folds: Tensor) -> float | None:
     ks = [int(each.value) for each in candidates(train.task, len(train), neighbours_only=True)]
     ks = [k for k in ks if k <= most]
     judged = torch.zeros_like(folds, dtype=torch.bool)
-    judged[spread(len(train), min(PERMUTATION_IMAGES, max(100, PERMUTATION_SCORES // classes)))] = True
+    judged[evenly_spaced(len(train), min(PERMUTATION_IMAGES, max(100, PERMUTATION_SCORES // classes)))] = True
     cosines, neighbours, queries = list[Tensor](), list[Tensor](), list[Tensor]()
     for held in members:
         learned = torch.cat([each for each in members if each is not held])

@@ -16,7 +16,7 @@ from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import format_table, plural, progress
-from dino_vit.data.image_set import spread
+from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, predict, score
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import TITLES, Figure, Predictions, accuracy, measure, measured_share
@@ -125,7 +125,7 @@ def classify(
 
 def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device) -> dict[str, Any] | None:
     """Return mAP and recall at 1 of the queries with an image of their class in the bank, if any."""
-    chosen = spread(len(queries), max(1, _PAIRS_RANKED // len(bank)))
+    chosen = evenly_spaced(len(queries), max(1, _PAIRS_RANKED // len(bank)))
     ranking = rank_all(bank, queries, torch.tensor(rank_slice(chosen), dtype=torch.long))
     precision, first = (all_gather(each.to(device)).cpu() for each in ranking)
     ranks = ~precision.isnan()

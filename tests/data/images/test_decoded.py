@@ -130,7 +130,7 @@ def test_arrays_and_deeper_images_are_not_kept(photos, tmp_path):
 def test_a_run_says_once_that_images_stay_in_memory(photos, tmp_path):
     settings = ["budget.steps=1", "data.batch_size=4", "views.global_size=32", "views.local_size=16"]
     settings += ["model.arch=null", "model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=8"]
-    settings += ["head.prototypes=16", "run.eval_every=null", "optim.warmup_epochs=0", "data.workers=0"]
+    settings += ["head.prototypes=16", "compute.eval_every=null", "optim.warmup_epochs=0", "data.workers=0"]
     said = command_here("pretrain", str(photos), str(tmp_path / "run"), *settings)
     assert said.count("decoded images stay in memory, about") == 1
     said = command_here("pretrain", str(photos), str(tmp_path / "b"), *settings, "data.keep_decoded=false")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.data.image_set import spread
+from dino_vit.data.image_set import evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
@@ -93,7 +93,7 @@ def test_synthetic_labels_are_balanced_and_named():
     ("length", "count"), [(1, 5), (7, 7), (1000, 6), (20_000, 12), (3000, 2000), (50, 49)]
 )
 def test_spread_indices_are_different_and_from_all_over(length, count):
-    indices = spread(length, count)
+    indices = evenly_spaced(length, count)
     assert len(set(indices)) == len(indices) == min(length, count)
     assert all(0 <= index < length for index in indices)
     if length >= 1000:

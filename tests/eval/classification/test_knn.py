@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import dino_vit.eval.classification.knn
-from dino_vit.data.image_set import spread
+from dino_vit.data.image_set import evenly_spaced
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification.knn import few_shots, rank_all
 from dino_vit.eval.figures import accuracy
@@ -158,7 +158,7 @@ def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
     settings = {"weights": weights, "k": 5, "output": tmp_path / "few.json", "precision": "no"}
     result = dino_vit.knn(images, **settings, verbose=False)
     assert (result.details["images"], result.details["ranking"]["queries"]) == (24, 5)
-    precision, recall = ranking_of(among_the_others(*features_of(weights, images), spread(24, 5)))
+    precision, recall = ranking_of(among_the_others(*features_of(weights, images), evenly_spaced(24, 5)))
     assert result.details["ranking"]["map"]["percent"] == pytest.approx(precision)
     assert result.details["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
     assert "by cosine for 5 queries: mAP" in str(result)
