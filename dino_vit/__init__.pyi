@@ -50,6 +50,7 @@ class _Data(TypedDict, total=False):
     source: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] | None
     mix: float | collections.abc.Sequence[float] | None
     labels: str | os.PathLike[str] | None
+    several: bool
     batch_size: int
     workers: int | None
     order: Literal["global", "window"] | None
@@ -237,6 +238,7 @@ def inspect_data(
     *,
     mix: float | collections.abc.Sequence[float] | None = None,
     labels: str | os.PathLike[str] | None = None,
+    several: bool = False,
     count: int | None = 2000,
     max_pixels: int = 200000000,
     sheet: str | os.PathLike[str] | None = None,
@@ -257,6 +259,7 @@ def inspect_data(
       source=...                          folder, image, list, archives, tables, hf:OWNER/NAME, arrays
       mix=null                            shares of several sources, as data.mix of a training
       labels=null                         file of labels by name, .csv or .json; null: the source's own
+      several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       count=2000                          images to inspect, evenly spread over the source; null: all
       max_pixels=200000000                a larger image is not decoded
       sheet=null                          PNG to write of the views that training would use; null: none [FILE.png]
@@ -270,6 +273,7 @@ def pack(
     output: str | os.PathLike[str] | None = None,
     *,
     labels: str | os.PathLike[str] | None = None,
+    several: bool = False,
     index_only: bool = False,
     shard_size: int = 512,
     size: int | None = None,
@@ -287,6 +291,7 @@ def pack(
       source=...                          folder, list, archives, tables: see `dino-vit inspect-data --help`
       output=null                         folder to write; it must not exist or be empty
       labels=null                         file of labels by name, .csv or .json; null: the source's own
+      several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       index_only=false                    write only a catalogue of tar or zip archives, beside them
       shard_size=512                      approximate size of a shard in MiB
       size=null                           reduce larger images to this shorter side in pixels; null: none
@@ -333,6 +338,7 @@ def pretrain(
       data.source=null                    folder, list, archive, array, hf:NAME, or several
       data.mix=null                       shares of several sources; null: by their sizes
       data.labels=null                    file of labels for evaluation; null: the source's
+      data.several=false                  a cell of data.labels has several, as in sea;sky
       data.batch_size=64                  images per process and forward pass
       data.workers=null                   DataLoader workers; null: by the cores
       data.order=null                     shuffle all, or a window of shards; null: by source [global|window]
@@ -490,7 +496,7 @@ def knn(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel"] | None = None,
+    several: bool = False,
     seed: int = 0,
     k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
     tokens: Literal["cls", "mean", "cls+mean"] = "cls",
@@ -522,7 +528,7 @@ def knn(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
+      several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
@@ -547,7 +553,7 @@ def linear(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel"] | None = None,
+    several: bool = False,
     seed: int = 0,
     method: Literal["logistic", "grid"] | None = None,
     standardise: bool | None = None,
@@ -581,7 +587,7 @@ def linear(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
+      several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       method=null                         regressions, or SGD as published; null: logistic up to 100,000 images [logistic|grid]
       standardise=null                    features to mean 0, variance 1; null: if logistic
@@ -607,7 +613,7 @@ def predict(
     cache_gb: float = 50.0,
     train: str | os.PathLike[str] | object = None,
     labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel"] | None = None,
+    several: bool = False,
     output: str | os.PathLike[str] | None = None,
     head: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | PredictConfig | None = None,
@@ -634,7 +640,7 @@ def predict(
       cache_gb=50                         largest size of cached features and indexes
       train=null                          images that have labels; null: those of source
       labels=null                         CSV or JSON file with the labels; null: the images' own
-      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
+      several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
       head=null                           file to keep the classifier and its backbone in [FILE.safetensors]
     """
@@ -655,7 +661,7 @@ def compare(
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
-    task: Literal["multiclass", "multilabel"] | None = None,
+    several: bool = False,
     seed: int = 0,
     measures: Literal["knn", "linear"] | collections.abc.Sequence[Literal["knn", "linear"]] = (),
     untrained: bool = False,
@@ -685,7 +691,7 @@ def compare(
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
-      task=null                           one class an image, or several labels; null: by the labels [multiclass|multilabel]
+      several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       measures=[]                         what to measure; empty: both
       untrained=false                     also measure an untrained network of the architecture of the first
@@ -739,6 +745,7 @@ def embed(
     cache: str | os.PathLike[str] | None = None,
     cache_gb: float = 50.0,
     labels: str | os.PathLike[str] | None = None,
+    several: bool = False,
     output: str | os.PathLike[str] | None = None,
     tokens: Literal["cls", "mean", "cls+mean", "patches", "all"] = "cls",
     blocks: int = 1,
@@ -765,6 +772,7 @@ def embed(
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
+      several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
       blocks=1                            last blocks whose tokens are joined

@@ -1,12 +1,12 @@
 """Inspect a source of images before training on it: what it contains, what is broken, and its views."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from dino_vit.commands import Facts
@@ -22,9 +22,9 @@ from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.labels import doubts_about
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
-from dino_vit.data.targets import doubts_about, read_targets, recognise
 from dino_vit.reports.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
@@ -36,7 +36,7 @@ def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
     if config.sheet:
         check_outputs(config, Path(config.sheet))
-    source = open_source(config.source, config.labels, config.mix)
+    source = open_source(config.source, config.labels, config.mix, several=config.several)
     sources = [config.source] if isinstance(config.source, str) else config.source
     name = printable(", ".join(map(public, sources)))
     indices = evenly_spaced(len(source), config.count or len(source))
@@ -71,17 +71,19 @@ def training_config(file: str | None, source: ImageSet, summary: ImageSummary) -
 
 def describe(name: str, source: ImageSet, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
     """Return what is in a source as plain values."""
-    labels = Counter(source.label(index) for index in range(len(source)))
-    images, is_multiclass = summary.images, recognise(source.classes) == "multiclass"
+    codes, labels, images = source.codes(), source.labels, summary.images
+    labelled = codes[codes >= 0]
+    values = labels.values(labelled)
+    counts = values.sum(0) if labels.sets is not None else np.bincount(values, minlength=len(labels.names))
     sizes = [image.file_bytes for image in images if image.file_bytes]
     return {
         "source": name,
         "images": len(source),
-        "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
-        "without_label": labels[None],
-        "targets": None if is_multiclass else str(read_targets(source)),
+        "labels": {name: int(count) for name, count in zip(labels.names, counts, strict=True) if count},
+        "without_label": len(source) - len(labelled),
+        "several": None if labels.sets is None else labels.describe(labelled),
         "epoch": source.describe_epoch(),
-        "splits": {name: len(indices) for name, indices in source.splits.items()},
+        "splits": source.split_sizes(),
         "advice": advice,
         "inspected": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
@@ -117,10 +119,10 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as lines for a person."""
     labels, unlabelled = facts["labels"], facts["without_label"]
     text = f"{plural(len(labels), 'label')}: {_counts(labels)}" if labels else "no labels (none are needed)"
-    text = facts["targets"] or text
+    text = facts["several"] or text
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
-    if not facts["targets"]:  # which says it too
+    if not facts["several"]:  # which says it too
         yield from (f"labels {doubt}" for doubt in doubts_about(labels))
     if facts["epoch"]:
         yield facts["epoch"]

@@ -7,6 +7,7 @@ With `size`, larger images are reduced first.
 
 import hashlib
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -65,7 +66,7 @@ class PackResult(Result):
 class _Item(NamedTuple):
     name: str
     data: bytes
-    label: int | None
+    label: str | None  # what is written beside it
     reduced: bool
 
 
@@ -77,7 +78,7 @@ def run(config: PackConfig) -> PackResult:
         raise ValueError("output is missing: give the folder to write, or index_only=true")
     output = Path(config.output)
     _make_way(output)
-    source = open_source(config.source, config.labels)
+    source = open_source(config.source, config.labels, several=config.several)
     with _incomplete(output) as folder:
         packed = pack(source, folder, shard_bytes=config.shard_size * 2**20, size=config.size)
     if packed.unreadable:
@@ -132,8 +133,9 @@ def pack(source: ImageSet, folder: Path, *, shard_bytes: int, size: int | None =
     Images are reduced to a shorter side of `size` pixels.
     """
     shards, unreadable, sums, images, reduced = list[Path](), list[UnreadableImage](), "", 0, 0
-    indexed, labelled = list[Shard](), any(source.label(index) is not None for index in range(len(source)))
-    classes = "".join(f"{printable(name)}\n" for name in source.classes if labelled).encode()
+    indexed, labelled = list[Shard](), bool((source.codes() >= 0).any())
+    names = source.labels.names if labelled and source.labels.sets is None else ()
+    classes = "".join(f"{printable(name)}\n" for name in names).encode()
     write_bytes(folder / CLASS_NAMES, classes)
     items = _readable_items(source, unreadable, size, labelled)
     item = next(items, None)
@@ -173,7 +175,7 @@ def _index(config: PackConfig) -> PackResult:
     images = sum(shard.images for shard in shards)
     counts = f"{plural(images, 'image')} in {plural(len(files), 'archive')}"
     order = "by name" if metadata["ordered"] else "by archive, as their names overlap"
-    text = f"{folder}/{CATALOGUE}: {counts}, ordered {order}, {plural(len(metadata['classes']), 'label')}"
+    text = f"{folder}/{CATALOGUE}: {counts}, ordered {order}, {plural(len(metadata['labels']), 'label')}"
     paths = [Path(folder, file) for file in files]
     return PackResult(shards=paths, images=images, unreadable=[], reduced=0, text=text)
 
@@ -216,7 +218,15 @@ def _read(source: ImageSet, index: int, *, size: int | None, labelled: bool) -> 
         image = resize(image, smaller)
     data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
     name = _member_name(public(source.full_name(index)), data, labelled)
-    return _Item(name, data, source.label(index), reduced)
+    return _Item(name, data, _label(source, index), reduced)
+
+
+def _label(source: ImageSet, index: int) -> str | None:
+    """Return the number of the class of an image, or the names of its labels in JSON."""
+    code, labels = source.label(index), source.labels
+    if code is None or labels.sets is None:
+        return None if code is None else str(code)
+    return json.dumps({"labels": labels.names_of(code)}, ensure_ascii=False)
 
 
 def _encode(image: Tensor, item: bytes | Tensor) -> bytes:
@@ -262,7 +272,8 @@ def _add(shard: tarfile.TarFile, item: _Item) -> None:
     """Add an image and its label, without owner and time, so that equal images make equal shards."""
     members = [(item.name, item.data)]
     if item.label is not None:
-        members.append((f"{os.path.splitext(item.name)[0]}.cls", str(item.label).encode()))
+        suffix = "json" if item.label.startswith("{") else "cls"
+        members.append((f"{os.path.splitext(item.name)[0]}.{suffix}", item.label.encode()))
     for name, data in members:
         info = tarfile.TarInfo(name)
         info.size = len(data)

@@ -115,7 +115,7 @@ def build_map(
     numbers = {label: number for number, (label, _) in enumerate(counts)}
     return kept, {
         "names": [shorten(source.name(index), MAX_NAME) for index in kept],
-        "classes": [(source.classes[label], count) for label, count in counts],
+        "classes": [(", ".join(source.labels.names_of(label)) or "none", count) for label, count in counts],
         "labels": [-1 if label is None else numbers[label] for label in labels],
         "positions": _on_unit_square(positions),
         "neighbours": neighbours.tolist(),
@@ -193,9 +193,10 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
         data = record.config.data
         mix = None if isinstance(config.source, str) else data.mix
-        source = open_source(config.source or data.source or "", None, mix)
+        several = data.several and not labels
+        source = open_source(config.source or data.source or "", None, mix, several=several)
         with _noted(pictures, "The map has no labels"):
-            source = join_labels(source, labels) if labels else source
+            source = join_labels(source, labels, data.several) if labels else source
         epoch = math.ceil(record.history[-1].epoch) - 1 if record.history else 0
         with _noted(pictures, "The views are missing"):
             pictures.views = view_rows(record.config, source, max(epoch, 0))

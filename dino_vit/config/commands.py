@@ -19,7 +19,6 @@ from dino_vit.config.settings import (
     Seed,
     Settings,
     Side,
-    Task,
     given_keys,
     setting,
 )
@@ -42,6 +41,7 @@ ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parque
 SafetensorsFile = Annotated[str, Field(pattern=r"\.safetensors$", examples=["FILE.safetensors"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
 IN_PYTHON = "in Python none"
+SEVERAL: bool = setting(False, "a cell of the file of labels has several labels of an image, as in sea;sky")
 OVERWRITE: bool = setting(False, "replace files that exist", resumable=True)
 RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {IN_PYTHON}", resumable=True)
 
@@ -77,7 +77,7 @@ class SupervisedConfig(Settings):
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
     train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
-    task: Task | None = setting(None, "one class an image, or several labels; null: by the labels")
+    several: bool = SEVERAL
     seed: Seed = setting(0, "seed of every random number")
 
     def contradictions(self) -> Iterator[str]:
@@ -144,7 +144,7 @@ class PredictConfig(CachedConfig):
     weights: str = Field(description="run folder, weights file, or a file that head= wrote")
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV or JSON file with the labels; null: the images' own")
-    task: Task | None = setting(None, "one class an image, or several labels; null: by the labels")
+    several: bool = SEVERAL
     output: TableFile | None = setting(
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
@@ -199,6 +199,7 @@ class EmbedConfig(CachedConfig):
     writes: ClassVar = "embeddings.parquet"
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
+    several: bool = SEVERAL
     output: ParquetFile | None = setting(None, f"file to write; null: embeddings.parquet, {IN_PYTHON}")
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
@@ -224,6 +225,7 @@ class InspectConfig(Settings):
     source: Sources = Field(description="folder, image, list, archives, tables, hf:OWNER/NAME, arrays")
     mix: tuple[Positive, ...] | None = setting(None, "shares of several sources, as data.mix of a training")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
+    several: bool = SEVERAL
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
     sheet: PngFile | None = setting(None, "PNG to write of the views that training would use; null: none")
@@ -240,6 +242,7 @@ class PackConfig(Settings):
     source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
     output: str | None = setting(None, "folder to write; it must not exist or be empty")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
+    several: bool = SEVERAL
     index_only: bool = setting(False, "write only a catalogue of tar or zip archives, beside them")
     shard_size: Count = setting(512, "approximate size of a shard in MiB")
     size: Count | None = setting(None, "reduce larger images to this shorter side in pixels; null: none")

@@ -67,6 +67,7 @@ class Data(Settings):
     )
     mix: tuple[Positive, ...] | None = setting(None, "shares of several sources; null: by their sizes")
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
+    several: bool = setting(False, "a cell of data.labels has several, as in sea;sky", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
     order: Literal["global", "window"] | None = setting(

@@ -27,7 +27,7 @@ from dino_vit.core.cache import keep
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import brief, public, public_text
 from dino_vit.data.index import bytes_to_arrow, fingerprint_of, to_arrow
-from dino_vit.data.labels import below_shared, find_splits, folder_labels, number_labels
+from dino_vit.data.labels import below_shared, encode_labels, find_splits, folder_labels
 from dino_vit.data.sources.archives import ARCHIVES, FIELDS, class_names, named
 from dino_vit.data.sources.files import UNKNOWN, Refused, file_signature, is_url, read_file, remotely
 from dino_vit.data.sources.paths import suffix_of
@@ -129,7 +129,7 @@ def index_shard(folder: str, file: str, digest: str = "") -> Shard:
         stored = zipfile.ZIP_STORED
         members = [m._replace(method=stored, crc=crc) for m, crc in zip(members, crcs, strict=True)]
     names = [member.name for member in members]
-    labels = [None if member.label is None else str(member.label) for member in members]
+    labels = [None if member.label is None else json.dumps(member.label) for member in members]
     columns = {"name": bytes_to_arrow(names), "label": pa.array(labels, pa.string())}
     columns |= {field: to_arrow(np.array([getattr(m, field) for m in members], np.int64)) for field in FIELDS}
     return Shard(
@@ -157,11 +157,14 @@ def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     labels = set[str | None]().union(*(shard.labels for shard in shards))
     folders = {os.path.dirname(os.path.join(folder, shard.file)) for shard in shards}
     stated = labels != {None} or [] in map(class_names, folders)
+    values = [None if label is None else json.loads(label) for label in labels]
+    column = encode_labels(values) if stated else folder_labels(paths)
     below = list(below_shared(paths))
     splits, shared = find_splits(below), paths[0].removesuffix(below[0])
     metadata = {
         "version": VERSION,
-        "classes": (number_labels([*labels]) if stated else folder_labels(paths)).classes,
+        "labels": list(column.names),
+        "sets": None if column.sets is None else [np.flatnonzero(each).tolist() for each in column.sets],
         # Which folder of a name is its label, if labels are folders.
         "label_depth": None if stated else shared.count(b"/") + bool(splits),
         "splits": {

@@ -16,7 +16,7 @@ from dino_vit.core import log
 from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.image_set import ImageSet, Store, evenly_spaced, join_sets
 from dino_vit.data.images.decode import from_given
-from dino_vit.data.labels import Labels, number_labels
+from dino_vit.data.labels import Labels, encode_labels
 from dino_vit.data.sources.paths import is_image
 
 LOOKED_AT = 8  # items, for labels in them
@@ -116,13 +116,11 @@ def wrap(given: Any) -> ImageSet:
         parts = {str(number): wrap(part) for number, part in enumerate(datasets) if len(part)}
         return join_sets([*parts], [*parts.values()])
     store = OwnStore(_HubRows(given) if hasattr(given, "cast_column") else given)
-    labels = _labels_of(store.given)
     return ImageSet(
         store=store,
         rows=range(len(store.given)),
         names=store.name,
-        labels=labels.numbers.item,
-        classes=tuple(labels.classes),
+        labels=_labels_of(store.given),
         fingerprint=store.key,
         # Images of code change without a trace.
         stamp="" if getattr(store.given, "fingerprint", None) else None,
@@ -148,7 +146,7 @@ def _labels_of(given: Any) -> Labels:
     if len(targets) != len(given):
         text = f"{title_of(given)} has {len(targets):,} targets, but {plural(len(given), 'image')}"
         raise ValueError(f"{text}; each needs one, which may be None")
-    return number_labels(targets, _classes_of(given), title_of(given))
+    return encode_labels(targets, _classes_of(given), title_of(given))
 
 
 def _targets_of(given: Any) -> list[Any]:

@@ -2,8 +2,9 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.text import plural, printable, public
+from dino_vit.data.labels import HELD_OUT, TRAIN, Column, Labels
 from dino_vit.data.shards import Shards
 
 Indices = Sequence[int] | NDArray[np.int64]
+UNLABELLED, NO_SPLITS = Labels(), Column()
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class ShardLayout:
     images: NDArray[np.int64] | None = None  # all images, shard by shard; None: the source has them so
 
     @classmethod
-    def of(cls, shards: NDArray[np.integer[Any]], count: int = 0) -> "ShardLayout":
+    def from_assignments(cls, shards: NDArray[np.integer[Any]], count: int = 0) -> "ShardLayout":
         """Return the layout of images whose shards are given, of at least `count` shards."""
         starts = np.concatenate([[0], np.cumsum(np.bincount(shards, minlength=count))])
         in_order = bool((shards[1:] >= shards[:-1]).all())
@@ -76,11 +79,6 @@ class Store(ABC):
         return [(self.key, row) for row in rows]
 
 
-def unlabelled(_: int) -> int:
-    """Return the label of an image that has none."""
-    return -1
-
-
 class Mix(NamedTuple):
     """Several sets of which an epoch has some shares."""
 
@@ -92,19 +90,19 @@ class Mix(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageSet:
-    """Images with their names, and with labels if they have some.
+    """A table of images: their names, labels and splits in columns, and the store that reads them.
 
     Images with names are sorted by the bytes of their names, so that the same images in a folder, list, tar,
     zip or Parquet file have the same indices. Arrays, tables without names and generated images keep theirs.
-    Names and labels are functions of a row of the store: an index or a catalogue may hold them.
+    Columns have the rows of the store: an index or a catalogue may hold them. Parts of a set, and several
+    sets joined, keep all columns.
     """
 
     store: Store
     rows: range | NDArray[np.int64]  # of the images in the store; a range: all of them
     names: Callable[[int], str]  # as they are stored: of any characters, addresses with their secrets
-    labels: Callable[[int], int] = unlabelled  # -1: no label
-    classes: Sequence[str] = ()  # the names of the labels
-    splits: Mapping[str, range] = field(default_factory=dict)  # the images of each, by the name of its folder
+    labels: Labels = UNLABELLED
+    splits: Column = NO_SPLITS  # such as train and val
     fingerprint: str  # differs between sets whose indices mean different images, by names and sizes
     # A digest of the size, version and times of each file, as it was opened. Empty: the fingerprint alone
     # identifies the images. None: changes cannot be detected.
@@ -126,10 +124,29 @@ class ImageSet:
         """Return the name as it is stored: to look it up in a file, not to show or write."""
         return self.names(int(self.rows[index]))
 
+    def codes(self, indices: Indices | None = None) -> NDArray[np.int32]:
+        """Return the codes of the labels of some images, or of all, by `labels`; −1: no label."""
+        return self.labels.codes.take(self.rows_of(indices))
+
     def label(self, index: int) -> int | None:
-        """Return the label: j is called classes[j]."""
-        label = self.labels(int(self.rows[index]))
-        return None if label < 0 else label
+        """Return the code of the label of an image."""
+        code = int(self.codes([index])[0])
+        return None if code < 0 else code
+
+    def split_sizes(self) -> dict[str, int]:
+        """Return how many images each split has."""
+        codes = self.splits.codes.take(self.rows_of()) if self.splits.names else np.empty(0, np.int32)
+        return {name: int((codes == code).sum()) for code, name in enumerate(self.splits.names)}
+
+    def split(self, name: str) -> NDArray[np.int64]:
+        """Return the indices of the images of a split."""
+        codes = self.splits.codes.take(self.rows_of())
+        return np.flatnonzero(codes == self.splits.names.index(name))
+
+    def rows_of(self, indices: Indices | None = None) -> NDArray[np.int64]:
+        """Return the rows of some images, or of all, in the store."""
+        chosen = np.arange(len(self)) if indices is None else np.asarray(indices, np.int64)
+        return chosen if isinstance(self.rows, range) else self.rows[chosen]
 
     def origins(self) -> list[Hashable]:
         """Return for each image what is the same for it in other sets, whatever paths lead there."""
@@ -146,18 +163,21 @@ class ImageSet:
         return replace(
             self,
             rows=np.asarray(self.rows)[chosen],
-            splits={},
             mix=None,
             fingerprint=f"{self.fingerprint}-{len(chosen)}-{digest[:16]}",
         )
 
-    def with_labels(self, numbers: NDArray[np.int32], classes: Sequence[str]) -> "ImageSet":
-        """Return the same images with other labels."""
+    def with_labels(self, labels: Labels) -> "ImageSet":
+        """Return the same images with other labels, given by image."""
         if not isinstance(self.rows, range):
-            by_row = np.full(self.rows.max(initial=-1) + 1, -1, dtype=np.int32)
-            by_row[self.rows] = numbers
-            numbers = by_row
-        return replace(self, labels=numbers.item, classes=classes)
+            by_row = np.full(self.rows.max(initial=-1) + 1, -1, np.int32)
+            by_row[self.rows] = labels.codes.take(np.arange(len(self)))
+            labels = replace(labels, codes=by_row)
+        return replace(self, labels=labels)
+
+    def with_sets(self) -> "ImageSet":
+        """Return the same images with classes as sets of one label each."""
+        return replace(self, labels=self.labels.as_sets())
 
     @property
     def shards(self) -> Shards | None:
@@ -169,7 +189,7 @@ class ImageSet:
         layout = self.store.layout
         if layout is None or isinstance(self.rows, range):
             return layout
-        return ShardLayout.of(layout.shards(self.rows), len(layout.sizes))
+        return ShardLayout.from_assignments(layout.shards(self.rows), len(layout.sizes))
 
     @property
     def parts(self) -> Sequence["ImageSet"]:
@@ -194,11 +214,11 @@ class ImageSet:
     def evaluated_part(self) -> tuple["ImageSet", str | None]:
         """Return the set that a run is evaluated on, with its name if it is one of several.
 
-        It is the first with labels, whose splits and classes are its own.
+        It is the first with labels.
         """
         if not self.mix:
             return self, None
-        number = next((number for number, part in enumerate(self.mix.parts) if part.classes), 0)
+        number = next((number for number, part in enumerate(self.mix.parts) if part.labels.names), 0)
         return self.mix.parts[number], self.mix.names[number]
 
 
@@ -208,7 +228,6 @@ class _JoinedStore(Store):
     def __init__(self, titles: Sequence[str], parts: Sequence[ImageSet]) -> None:
         self.titles, self.parts = [printable(public(title)) for title in titles], parts
         self.starts = np.concatenate([[0], np.cumsum(list(map(len, parts)))])
-        self.classes = list(dict.fromkeys(name for part in parts for name in part.classes))
 
     def _locate(self, row: int) -> tuple[int, int]:
         part = int(np.searchsorted(self.starts, row, side="right")) - 1
@@ -226,10 +245,48 @@ class _JoinedStore(Store):
         part, index = self._locate(row)
         return f"{self.titles[part]}/{self.parts[part].name(index)}"
 
-    def label(self, row: int) -> int:
-        part, index = self._locate(row)
-        label = self.parts[part].label(index)
-        return -1 if label is None else self.classes.index(self.parts[part].classes[label])
+
+@dataclass(frozen=True)
+class _JoinedCodes:
+    """The codes of several columns, one after another, as codes of the joined column."""
+
+    starts: NDArray[np.int64]
+    parts: Sequence[tuple[Column, ImageSet, NDArray[np.int32]]]  # and the code for each code in it
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        codes, owners = np.full(np.shape(rows), -1, np.int32), np.searchsorted(self.starts, rows, "right") - 1
+        for number in np.unique(owners).tolist():
+            column, images, code_of = self.parts[number]
+            mine = owners == number
+            own = column.codes.take(images.rows_of(rows[mine] - self.starts[number]))
+            codes[mine] = np.append(code_of, np.int32(-1))[own]  # the last for −1
+        return codes
+
+
+def _join_labels(starts: NDArray[np.int64], parts: Sequence[ImageSet]) -> Labels:
+    """Return the labels of several sets: classes are those of the same name; with sets all are sets."""
+    columns = [part.labels for part in parts]
+    if any(column.sets is not None for column in columns):
+        columns = [column.as_sets() for column in columns]
+    names = tuple(dict.fromkeys(chain.from_iterable(column.names for column in columns)))
+    sets, code_of = list[NDArray[np.bool_]](), list[NDArray[np.int32]]()
+    for column in columns:
+        places = np.array([names.index(name) for name in column.names], np.int32)
+        if column.sets is None:
+            code_of.append(places)
+            continue
+        code_of.append(np.arange(len(column.sets), dtype=np.int32) + sum(map(len, sets)))
+        sets.append(np.zeros((len(column.sets), len(names)), np.bool_))
+        sets[-1][:, places] = column.sets
+    codes = _JoinedCodes(starts, [*zip(columns, parts, code_of, strict=True)])
+    return Labels(codes, names, np.concatenate(sets) if sets else None)
+
+
+def _join_splits(starts: NDArray[np.int64], parts: Sequence[ImageSet]) -> Column:
+    names = tuple(dict.fromkeys(chain.from_iterable(part.splits.names for part in parts)))
+    code_of = [np.array([names.index(name) for name in part.splits.names], np.int32) for part in parts]
+    splits = [part.splits for part in parts]
+    return Column(_JoinedCodes(starts, [*zip(splits, parts, code_of, strict=True)]), names)
 
 
 def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
@@ -240,8 +297,8 @@ def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
         store=store,
         rows=range(sum(map(len, parts))),
         names=store.name,
-        labels=store.label,
-        classes=store.classes,
+        labels=_join_labels(store.starts, parts),
+        splits=_join_splits(store.starts, parts),
         fingerprint=_digest("joined", parts, ""),
         stamp=None if None in stamps else "\0".join(map(str, stamps)),
     )
@@ -272,6 +329,31 @@ def _digest(kind: str, parts: Sequence[ImageSet], facts: object) -> str:
     text = "\0".join(part.fingerprint for part in parts)
     digest = hashlib.sha256(f"{text}{facts}".encode()).hexdigest()
     return f"{kind}-{sum(map(len, parts))}-{digest[:16]}"
+
+
+class Split(NamedTuple):
+    """A part of a set."""
+
+    name: str
+    indices: NDArray[np.int64]
+
+
+def choose_splits(images: ImageSet) -> tuple[Split, Split] | None:
+    """Return what to learn from and what to judge on; None unless the set has both, with labels."""
+    names = {name.lower(): name for name in images.splits.names}
+
+    def first(wanted: Sequence[str]) -> Split | None:
+        splits = (Split(names[name], images.split(names[name])) for name in wanted if name in names)
+        return next((split for split in splits if (images.codes(split.indices) >= 0).any()), None)
+
+    train, held_out = first(TRAIN), first(HELD_OUT)
+    return (train, held_out) if train and held_out else None
+
+
+def describe_use(images: ImageSet, train: Split, held_out: Split, name: str) -> str:
+    """Return what a set is split into and how that is used, as a sentence."""
+    sizes = (f"{split} ({plural(count, 'image')})" for split, count in images.split_sizes().items())
+    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
 
 
 def count_shared(source: ImageSet, train: ImageSet) -> int:

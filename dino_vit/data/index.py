@@ -32,14 +32,14 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
+from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels, split_column, to_bits
 from dino_vit.data.sources.files import UNKNOWN, file_signatures, is_url
 
 TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 8  # of what an index holds
+VERSION = 9  # of what an index holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +61,14 @@ class IndexContents:
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
         sizes = np.asarray(file_sizes if self.sizes is None else self.sizes, dtype=np.int64)
         shown = [os.fsencode(public(os.fsdecode(name))) if b"://" in name else name for name in names]
-        labels = (
-            self.labels._replace(numbers=self.labels.numbers[rows]) if self.labels else folder_labels(shown)
-        )
-        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.numbers)}
+        labels = folder_labels(shown) if self.labels is None else self.labels
+        codes = labels.codes.take(np.arange(len(rows)) if self.labels is None else rows)
+        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(codes)}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata |= {
             "fingerprint": fingerprint_of(names, sizes[rows]),
-            "classes": labels.classes,
+            "labels": list(labels.names),
+            "sets": None if labels.sets is None else [np.flatnonzero(each).tolist() for each in labels.sets],
             "splits": find_splits(below_shared(shown)),
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
@@ -124,21 +124,22 @@ class Index:
         """Return the name as the folder or archive has it: to read the image, not to show it."""
         return os.fsdecode(self.names[row].as_py())
 
-    def label(self, row: int) -> int:
-        return int(self.columns["label"][row])
+    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the codes of the labels of some rows."""
+        return self.columns["label"].take(rows)
 
     def image_set(self, store: Store) -> ImageSet:
         """Return the images that have the items of this index for rows."""
         size, version, _ = self.file_signatures.T
+        names, sets = tuple(map(printable, self.metadata["labels"])), self.metadata["sets"]
         # Of some remote files no server tells whether they changed; they may even be as long.
         undetected = ((size >= 0) & (version == UNKNOWN)).any()
         return ImageSet(
             store=store,
             rows=range(len(self)),
             names=self.name,
-            labels=self.label,
-            classes=list(map(printable, self.metadata["classes"])),
-            splits={printable(name): range(*rows) for name, rows in self.metadata["splits"].items()},
+            labels=Labels(self, names, None if sets is None else to_bits(sets, len(names))),
+            splits=split_column(self.metadata["splits"]),
             fingerprint=self.metadata["fingerprint"],
             stamp=None if undetected else self.metadata["stamp"],
         )

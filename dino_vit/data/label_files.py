@@ -8,15 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import eq
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import LABEL_COLUMNS, number_labels
+from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, SEPARATOR, ZERO_OR_ONE, encode_labels
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
-from dino_vit.data.targets import NO_LABEL, SEPARATOR, ZERO_OR_ONE
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
@@ -29,17 +28,30 @@ _TABBED = re.compile(r"([^\t]*)\t?(.*)", re.DOTALL)  # the same, without a suffi
 
 
 class Entry(NamedTuple):
-    """A line of a list: a path or a name, and its label."""
+    """A line of a list: a path or a name, and its label, or several."""
 
     name: str
-    label: str | None
+    label: str | list[str] | None
 
 
-def read_entries(path: str, data: bytes, *, labels_needed: bool = False) -> Iterator[Entry]:
+def read_entries(
+    path: str, data: bytes, *, labels_needed: bool = False, several: bool = False
+) -> Iterator[Entry]:
     """Read a list: CSV or TSV with or without a header, or text with a path per line and possibly a label.
 
-    A table without a column of labels is an error if they are needed, otherwise a warning.
+    A table without a column of labels is an error if they are needed, otherwise a warning. With `several`, a
+    cell has several labels, as in `sea;sky`.
     """
+    entries = _read_entries(path, data, labels_needed)
+    return (entry._replace(label=split_cell(entry.label)) for entry in entries) if several else entries
+
+
+def split_cell(cell: object) -> Any:
+    """Return the labels in a cell of text; `;` has none."""
+    return cell.split(SEPARATOR) if isinstance(cell, str) else cell
+
+
+def _read_entries(path: str, data: bytes, labels_needed: bool) -> Iterator[Entry]:
     if data.startswith(b"PAR1"):
         raise ValueError(f"{path} is Parquet; a list is text, CSV, TSV or, with a label for each name, JSON.")
     if b"\0" in data:
@@ -115,7 +127,7 @@ def _why_no_labels(rows: list[list[str]], header: list[str], name: int, delimite
     titles = [rows[0][at].strip() for at in others]
     if len(others) > 1 and values and values <= ZERO_OR_ONE:
         text = f"no labels are read from the columns {brief(', '.join(titles))}, which have only 0 and 1"
-        return f"{text}; write the labels of an image in one column, as in sea;sky"
+        return f"{text}; write the labels of an image in one column, as in sea;sky, and give several=true"
     if len(rows[0]) <= 2:
         return ""
     line = [*rows[0]] if header else [f"column{at}" for at in range(1, len(rows[0]) + 1)]
@@ -143,9 +155,12 @@ def _is_path(cell: str) -> bool:
     return public(cell.strip()).lower().endswith(IMAGE_SUFFIXES)
 
 
-def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
-    """Label images by name from a file, and warn about names without a match."""
-    table, names = _read_table(str(path)), [images.name(index) for index in range(len(images))]
+def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> ImageSet:
+    """Label images by name from a file, and warn about names without a match.
+
+    With `several`, the labels of an image are in one cell, as in `sea;sky`.
+    """
+    table, names = _read_table(str(path), several), [images.name(index) for index in range(len(images))]
     path = public(str(path))
     full_names = [printable(images.full_name(index)) for index in range(len(images))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
@@ -168,7 +183,7 @@ def join_labels(images: ImageSet, path: str | Path) -> ImageSet:
     if missing:
         labelled = f"{len(names) - len(missing):,}"
         log.info("%s: labels for %s of %s", path, labelled, plural(len(names), "image"))
-    return images.with_labels(*number_labels(values))
+    return images.with_labels(encode_labels(values))
 
 
 def _meant(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -216,7 +231,7 @@ def parse_json(text: str | bytes, name: str) -> object:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
-def _read_table(path: str) -> dict[str, object]:
+def _read_table(path: str, several: bool) -> dict[str, object]:
     """Read a label for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
     try:
         data, path = read_file(path), public(path)
@@ -233,7 +248,7 @@ def _read_table(path: str) -> dict[str, object]:
                 raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
     else:
         entries = read_entries(path, data, labels_needed=True)
-    return by_name(path, entries)
+    return by_name(path, ((name, split_cell(value) if several else value) for name, value in entries))
 
 
 def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, object]:
@@ -247,16 +262,17 @@ def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, objec
         pairs = [(name, *values) for name, values in public_values([*contradictions.items()])]
         examples = _examples(pairs, "%.200r has %.200r and %.200r")
         text = f"{path} has two values for {plural(len(pairs), 'name')}: {examples}"
-        raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky")
+        raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky with several=true")
     _check_spelling(path, table.values())
+    if joined := [value for value in table.values() if isinstance(value, str) and SEPARATOR in value]:
+        log.warning("%s: %r is a class; several=true reads several labels", path, brief(joined[0]))
     return table
 
 
 def _check_spelling(path: str, values: Iterable[object]) -> None:
     """Raise an error if labels differ by capital letters alone."""
     texts = (text for value in values for text in (value if isinstance(value, list) else [value]))
-    parts = (text.split(SEPARATOR) for text in texts if isinstance(text, str))
-    counts = Counter(name.strip() for names in parts for name in names)
+    counts = Counter(text.strip() for text in texts if isinstance(text, str))
     spellings = defaultdict[str, list[str]](list)
     for name in sorted(counts):
         spellings[name.casefold()].append(f"'{brief(name)}' ({plural(counts[name], 'image')})")

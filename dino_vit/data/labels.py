@@ -1,18 +1,27 @@
-"""Labels of any kind as class indices, and splits such as train and val."""
+"""Labels of images: of each a class, or several labels. What a label is is decided where it is read.
+
+The name of a folder is a class, whatever it is. A list is several labels of an image: a cell of a table of
+lists, a value in JSON, or a cell of text that is split because `several=true` asks for it. Any other text or
+number is a class.
+"""
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.config.settings import Task
 from dino_vit.core import log
-from dino_vit.core.text import plural
-from dino_vit.data.image_set import ImageSet
-from dino_vit.data.targets import NO_LABEL, SEPARATOR
+from dino_vit.core.text import brief, plural, printable
+
+Rows = NDArray[np.int64]
 
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
     ["label", "labels", "tags", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
@@ -21,43 +30,105 @@ TRAIN = ("train", "training")
 # The first of these that has labels is evaluated on.
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
+NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
+SEPARATOR = ";"  # of several labels in a cell of text
+ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
 
 
-class Labels(NamedTuple):
-    """A class index for each item, −1 for no label, and the names of the classes."""
+class Codes(Protocol):
+    """The codes of the rows of a store: an array, or what computes those of some rows when needed."""
 
-    numbers: NDArray[np.int32]
-    classes: list[str]
+    def take(self, rows: Any, /) -> NDArray[Any]:
+        """Return the codes of some rows, −1 for none."""
 
 
-def number_labels(
+class Absent:
+    """The codes of rows that have none."""
+
+    def take(self, rows: Rows) -> NDArray[np.int32]:
+        return np.full(np.shape(rows), -1, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A column of names, of which each row has one or none."""
+
+    codes: Codes = field(default_factory=Absent)  # j is called names[j]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Labels(Column):
+    """A column of labels: of each row a class, or several labels.
+
+    With several, the code of a row is that of its set of labels: `sets[code]` tells which of `names` it has,
+    and the empty set has a code too.
+    """
+
+    sets: NDArray[np.bool_] | None = None  # (different sets, names); None: classes
+
+    @property
+    def task(self) -> Task:
+        return "multiclass" if self.sets is None else "multilabel"
+
+    def values(self, codes: NDArray[np.integer[Any]]) -> NDArray[Any]:
+        """Return what is to be predicted: classes, int64 (n,), or 0 or 1 by label, float32 (n, names)."""
+        return codes.astype(np.int64) if self.sets is None else self.sets[codes].astype(np.float32)
+
+    def names_of(self, code: int) -> list[str]:
+        """Return the class of a code, or its labels."""
+        if self.sets is None:
+            return [self.names[code]]
+        return [self.names[number] for number in np.flatnonzero(self.sets[code])]
+
+    def as_sets(self) -> "Labels":
+        """Return classes as sets of one label each."""
+        return self if self.sets is not None else Labels(self.codes, self.names, np.eye(len(self.names)) > 0)
+
+    def describe(self, codes: NDArray[np.integer[Any]]) -> str:
+        """Say what the labels of images are, and which may be mistyped."""
+        values = self.values(codes)
+        images, names = plural(len(codes), "image"), brief(", ".join(self.names), 100)
+        if self.sets is None:
+            text = f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
+            counts = np.bincount(values, minlength=len(self.names))
+        else:
+            mean, counts = values.sum() / max(1, len(values)), values.sum(0)
+            text = f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
+        doubts = doubts_about(dict(zip(self.names, counts.astype(int).tolist(), strict=True)))
+        return text + "".join(f"; {doubt}" for doubt in doubts)
+
+
+def encode_labels(
     values: Sequence[object], classes: Sequence[str] | None = None, title: str = "the set"
 ) -> Labels:
-    """Number labels as the classes, which they name or are an index of; None, −1 and 'nan' are no label.
+    """Return a column of labels: None, −1 and 'nan' are none, a list is several, anything else a class.
 
-    Without classes, the distinct labels are: in numeric order if all are numbers, else sorted as text. A list
-    is one label that joins several (`data/targets.py`). Bytes are the name of a folder, whatever it is.
+    Values name the classes or are an index of one. Without classes, the different values are: in numeric
+    order if all are numbers, else sorted as text. Bytes are the name of a folder, whatever it is.
     """
-    if classes is not None and any(isinstance(value, list | tuple) for value in values):
-        values, classes = [_named(value, classes, title) for value in values], None
+    if any(isinstance(value, list | tuple) for value in values):
+        return _encode_sets([_named(value, classes, title) for value in values])
     if classes is not None:
-        numbers: dict[object, int] = {name: number for number, name in enumerate(classes)}
-        numbers |= {number: number for number in range(-1, len(classes))} | {None: -1}
-        if unknown := [value for value in values if value not in numbers]:
-            text = f"{title} has the label {unknown[0]!r}, which is none of its"
-            raise ValueError(f"{text} {len(classes)} classes, nor the index of one")
-        return Labels(np.array([numbers[value] for value in values], dtype=np.int32), list(classes))
-    absent = [not isinstance(value, bytes) and str(value).lower() in NO_LABEL for value in values]
+        return Labels(_indices(values, classes, title), tuple(classes))
+    absent = [_is_absent(value) for value in values]
     if any(absent):
         text = plural(sum(absent), "image has", "images have")
         log.warning("%s 'nan' or '-1' for a label, which counts as none", text)
-    pairs = zip(values, absent, strict=True)
-    texts = ["" if is_absent or value is None else label_text(value) for value, is_absent in pairs]
-    names = sorted({text for text in texts if text}, key=os.fsencode)
+    texts = ["" if none else _text(value) for value, none in zip(values, absent, strict=True)]
+    names = sorted(set(texts) - {""}, key=os.fsencode)
     if None not in map(_as_number, names):  # so that 10 comes after 9
         names.sort(key=lambda text: (_as_number(text), text))
-    numbers_by_text = {"": -1} | {name: number for number, name in enumerate(names)}
-    return Labels(np.array([numbers_by_text[text] for text in texts], dtype=np.int32), names)
+    codes = {"": -1} | {name: code for code, name in enumerate(names)}
+    return Labels(np.array([codes[text] for text in texts], np.int32), tuple(names))
+
+
+def _is_absent(value: object) -> bool:
+    return not isinstance(value, bytes) and str(value).lower() in NO_LABEL
+
+
+def _text(value: object) -> str:
+    return "" if value is None else os.fsdecode(value) if isinstance(value, bytes) else str(value)
 
 
 def _as_number(text: str) -> float | None:
@@ -68,21 +139,69 @@ def _as_number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _named(value: object, classes: Sequence[str], title: str) -> object:
-    """Return a list of classes, or of a 0 or 1 for each of more than two classes, by their names."""
+def _indices(values: Sequence[object], classes: Sequence[str], title: str) -> NDArray[np.int32]:
+    """Return the index of each value, which names a class or is its index."""
+    codes: dict[object, int] = {name: code for code, name in enumerate(classes)}
+    codes |= {code: code for code in range(-1, len(classes))} | {None: -1}
+    if unknown := [value for value in values if value not in codes]:
+        text = f"{title} has the label {unknown[0]!r}, which is none of its"
+        raise ValueError(f"{text} {len(classes)} classes, nor the index of one")
+    return np.array([codes[value] for value in values], np.int32)
+
+
+def _named(value: object, classes: Sequence[str] | None, title: str) -> list[object] | None:
+    """Return several labels by their names: of classes, or of a 0 or 1 for each of more than two classes."""
     if not isinstance(value, list | tuple):
-        return value
-    if len(value) == len(classes) > 2 and set(value) <= {0, 1}:
+        value = None if value is None or _is_absent(value) else [value]
+    if value is None or classes is None:
+        return None if value is None else list(value)
+    if len(value) == len(classes) > 2 and {*value} <= {0, 1}:
         return [name for name, has_label in zip(classes, value, strict=True) if has_label]
-    numbers = number_labels(value, classes, title).numbers.tolist()
-    return [classes[number] for number in numbers if number >= 0]
+    return [classes[index] for index in _indices(value, classes, title) if index >= 0]
 
 
-def label_text(value: object) -> str:
-    """Return a label as text; a list is several labels of an image, joined."""
-    if isinstance(value, list | tuple):
-        return SEPARATOR.join(map(label_text, value)) or SEPARATOR
-    return os.fsdecode(value) if isinstance(value, bytes) else str(value)
+def _encode_sets(values: Sequence[list[object] | None]) -> Labels:
+    """Return a column of several labels of an image, None for none that are known."""
+    texts = [None if value is None else [str(each).strip() for each in value] for value in values]
+    given = [each for each in texts if each is not None]
+    if all(len(each) == len(given[0]) > 2 and {*each} <= ZERO_OR_ONE for each in given):
+        text = "is a 0 or 1 for each label, without the names of the labels: let the object have `classes`"
+        shown = brief(", ".join(given[0]))
+        raise ValueError(f"{shown} {text}, or write those of an image by name, as in sea;sky")
+    sets = [
+        None if each is None else tuple(sorted({name for name in each if name and not _is_absent(name)}))
+        for each in texts
+    ]
+    different = sorted({each for each in sets if each is not None})
+    names = tuple(sorted(set[str]().union(*different)))
+    codes = {None: -1} | {each: code for code, each in enumerate(different)}
+    numbers = {name: number for number, name in enumerate(names)}
+    bits = to_bits([[numbers[name] for name in each] for each in different], len(names))
+    return Labels(np.array([codes[each] for each in sets], np.int32), names, bits)
+
+
+def to_bits(sets: Sequence[Sequence[int]], width: int) -> NDArray[np.bool_]:
+    """Return sets of numbers below a width as a matrix."""
+    bits = np.zeros((len(sets), width), np.bool_)
+    for row, numbers in zip(bits, sets, strict=True):
+        row[list(numbers)] = True
+    return bits
+
+
+def doubts_about(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield which names, with the images of each, may be mistyped: alike but for case, or of one image."""
+    by_case = Counter(map(str.casefold, counts))
+    alike = [name for name in counts if by_case[name.casefold()] > 1]
+    if alike:
+        yield f"perhaps the same but for capital letters: {brief(', '.join(alike), 200)}"
+    single = [name for name, count in counts.items() if count == 1 and name not in alike]
+    others = [name for name in counts if name not in single]
+    if 0 < len(single) <= len(others):
+        guesses = (get_close_matches(name, others, 1) for name in single)
+        shown = (
+            f"{name} ({guess[0]}?)" if guess else name for name, guess in zip(single, guesses, strict=True)
+        )
+        yield f"with a single image, perhaps mistyped: {brief(', '.join(shown), 200)}"
 
 
 def folder_labels(names: Sequence[bytes]) -> Labels:
@@ -94,7 +213,7 @@ def folder_labels(names: Sequence[bytes]) -> Labels:
     if find_splits(paths):
         paths = [path.partition(b"/")[2] for path in paths]
     tops = (path.partition(b"/") for path in paths)
-    return number_labels([top if slash else None for top, slash, _ in tops])
+    return encode_labels([top if slash else None for top, slash, _ in tops])
 
 
 def below_shared(names: Sequence[bytes]) -> Iterator[bytes]:
@@ -120,26 +239,19 @@ def find_splits(names: Iterable[bytes]) -> dict[str, tuple[int, int]]:
     return folders if len(folders) > 1 and all(name.lower() in _SPLITS for name in folders) else {}
 
 
-class Split(NamedTuple):
-    """A part of a source: its folder, and the indices of its images."""
+@dataclass(frozen=True)
+class Spans:
+    """The codes of rows of which each name has a span."""
 
-    name: str
-    images: range
+    spans: Sequence[tuple[int, int]]
 
-
-def choose_splits(source: ImageSet) -> tuple[Split, Split] | None:
-    """Return what to learn from and what to evaluate on; None unless the source has both, with labels."""
-    labelled = {
-        name.lower(): Split(name, images)
-        for name, images in source.splits.items()
-        if any(source.label(index) is not None for index in images)
-    }
-    train = next((labelled[name] for name in TRAIN if name in labelled), None)
-    held_out = next((labelled[name] for name in HELD_OUT if name in labelled), None)
-    return (train, held_out) if train and held_out else None
+    def take(self, rows: Rows) -> NDArray[np.int32]:
+        codes = np.full(np.shape(rows), -1, np.int32)
+        for code, (start, stop) in enumerate(self.spans):
+            codes[(rows >= start) & (rows < stop)] = code
+        return codes
 
 
-def describe_use(source: ImageSet, train: Split, held_out: Split, name: str) -> str:
-    """Return what a source is split into and how that is used, as a sentence."""
-    sizes = (f"{split} ({plural(len(images), 'image')})" for split, images in source.splits.items())
-    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
+def split_column(splits: Mapping[str, tuple[int, int]]) -> Column:
+    """Return the column of splits of which each has a span of rows."""
+    return Column(Spans([*splits.values()]), tuple(map(printable, splits)))

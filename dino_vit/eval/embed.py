@@ -23,6 +23,7 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.storage import OWN_KEY, replacing
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.image_set import ImageSet
+from dino_vit.data.labels import Labels
 from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
@@ -40,7 +41,7 @@ class ImageEmbeddings(Result):
 
     values: Array  # (n, D); of patches (n, N, D)
     names: Sequence[str]  # of the images
-    labels: Sequence[str | None]  # names of classes
+    labels: Sequence[str | list[str] | None]  # a class, or several labels; None: no label
     indices: NDArray[np.int64]  # of the images in the source
     metadata: dict[str, Any]
     path: Path | None  # of the file, if one was written
@@ -55,7 +56,8 @@ class ImageEmbeddings(Result):
             path = path.parent.parent
         what = f"{tokens['kind'].replace('cls', 'CLS')}{blocks} of {path}"
         what += "" if weights["step"] is None else f" at step {weights['step']:,}"
-        labels = sorted({label for label in self.labels if label is not None})
+        given = (label if isinstance(label, list) else [label] for label in self.labels)
+        labels = sorted({label for each in given for label in each if label is not None})
         named = f"{plural(len(labels), 'label')}: {brief(', '.join(labels), 60)}" if labels else "no labels"
         return f"Embeddings({plural(len(self.values), 'image')} × {shape}, {what}; {named})"
 
@@ -64,15 +66,19 @@ def write_embeddings(path: Path, embeddings: ImageEmbeddings) -> None:
     """Write an embedding file."""
     width = int(np.prod(embeddings.values.shape[1:]))
     flat = pa.array(embeddings.values.ravel())
+    several = any(isinstance(label, list) for label in embeddings.labels)
     columns = {
         "name": pa.array(embeddings.names, pa.string()),
-        "label": pa.array(embeddings.labels, pa.string()),
+        "label": pa.array(embeddings.labels, pa.list_(pa.string()) if several else pa.string()),
         "index": pa.array(embeddings.indices, pa.int64()),
         "embedding": pa.FixedSizeListArray.from_arrays(flat, width),
     }
     table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
     # Floating-point noise neither compresses nor repeats.
-    options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
+    options: dict[str, Any] = {
+        "compression": "none",
+        "use_dictionary": ["label.list.element" if several else "label"],
+    }
     with replacing(path) as partial, partial.open("wb") as file:
         parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
 
@@ -83,21 +89,21 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     if output:
         check_outputs(config, output)
     backbone = frozen_backbone(config)
-    source = open_source(config.source, config.labels)
+    source = open_source(config.source, config.labels, several=config.several)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     values, indices = cached_features(
         backbone, source, spec=spec, title=f"embeddings of {public(config.source)}"
     )
-    labels = [source.label(i) for i in indices.tolist()]
+    codes = source.codes(indices).tolist()
     rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
     shape = " × ".join(map(str, values.shape))
-    has_labels = any(label is not None for label in labels)
+    has_labels = any(code >= 0 for code in codes)
     named = "names, labels and metadata" if has_labels else "names and metadata"
     text = f"{shape} in float32{rounded}, with {named}"
     embeddings = ImageEmbeddings(
         values=values,
         names=[source.name(i) for i in indices.tolist()],
-        labels=[None if label is None else source.classes[label] for label in labels],
+        labels=[_label(source.labels, code) for code in codes],
         indices=indices,
         metadata=provenance(values, source, backbone, config),
         path=output,
@@ -107,6 +113,11 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
         write_embeddings(output, embeddings)
     wait_for_all()  # the file is complete for all of them
     return embeddings
+
+
+def _label(labels: Labels, code: int) -> str | list[str] | None:
+    names = labels.names_of(code) if code >= 0 else None
+    return names[0] if names and labels.sets is None else names
 
 
 def provenance(

@@ -1,6 +1,7 @@
 """Evaluation during training: accuracies or mAP by labels, always the rank and what colours explain."""
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,9 +18,7 @@ from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
-from dino_vit.data.image_set import ImageSet, count_shared
-from dino_vit.data.labels import choose_splits
-from dino_vit.data.targets import read_targets
+from dino_vit.data.image_set import ImageSet, choose_splits, count_shared
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
@@ -130,23 +129,26 @@ class OnlineEvaluation:
         self.warned = False  # that some images cannot be read
         order = random_indices(source, seed)
 
-        def choose(count: int, among: range) -> list[int]:
+        def choose(count: int, among: Container[int]) -> list[int]:
             labelled = (index for index in order if index in among and source.label(index) is not None)
             return list(islice(labelled, count))
 
         self.bank: Tensor | None = None  # the images that vote; None: all vote on each other
         if splits := choose_splits(source):
             train, held_out = splits
-            queries = choose(images // _QUERIES_SHARE, held_out.images)
-            bank = choose(images - len(queries), train.images)
+            queries = choose(images // _QUERIES_SHARE, {*held_out.indices.tolist()})
+            bank = choose(images - len(queries), {*train.indices.tolist()})
             self.bank, labelled = torch.tensor(bank), bank + queries
         else:
             labelled = choose(images, range(len(source)))
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
         self.row = {index: row for row, index in enumerate(self.indices)}
-        targets = read_targets(source, self.indices)
-        self.task, self.targets = targets.task, torch.from_numpy(targets.values)
+        codes = source.codes(self.indices)
+        self.task, self.targets = (
+            source.labels.task,
+            torch.from_numpy(source.labels.values(codes[codes >= 0])),
+        )
         agree("images to evaluate", lambda: self, OnlineEvaluation._describe)
 
     def _describe(self) -> str:
@@ -207,7 +209,7 @@ class OnlineEvaluation:
         queries = [index for index in self.indices if index not in bank]
         targets = self._targets(torch.tensor(queries))
         if self.task == "multiclass":
-            trivial = trivial_baselines(targets.numpy(), self.source.classes)
+            trivial = trivial_baselines(targets.numpy(), self.source.labels.names)
             largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
         else:
             guess = targets.mean(dim=0).expand_as(targets)

@@ -17,10 +17,8 @@ from dino_vit.core import log
 from dino_vit.core.blocks import choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
-from dino_vit.data.image_set import ImageSet, count_shared
-from dino_vit.data.labels import choose_splits, describe_use
+from dino_vit.data.image_set import ImageSet, choose_splits, count_shared, describe_use
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.targets import read_targets, recognise
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.figures import Predictions
 from dino_vit.models.backbone import CLS, FeatureSpec
@@ -81,8 +79,7 @@ class LabelledSubset:
         """Raise an error unless each image has one class."""
         if self.task != "multiclass":
             given = f"{self.name} has several"
-            advice = "task=multiclass takes each different label as a class"
-            raise ValueError(f"{what} needs one class for each image; {given}; {advice}")
+            raise ValueError(f"{what} needs one class for each image; {given}")
 
     def with_columns(self, names: Sequence[str]) -> "LabelledSubset":
         """Order the labels by these names; labels that it has not are of no image."""
@@ -126,20 +123,19 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
 
 
 def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
-    source, train = open_source(config.source, config.labels), None
+    source, train = open_source(config.source, config.labels, several=config.several), None
     if config.train is None:
-        val = open_subset(config.source, source, config.task)
+        val = open_subset(config.source, source)
     else:
-        train_source = open_source(config.train, config.train_labels)
-        # Of different tasks the later by name, several labels: images of one each look like classes.
-        task = config.task or max(recognise(train_source.classes), recognise(source.classes))
-        train, val = open_subset(config.train, train_source, task), open_subset(config.source, source, task)
+        train_source = open_source(config.train, config.train_labels, several=config.several)
+        if {source.labels.task, train_source.labels.task} == {"multiclass", "multilabel"}:
+            source, train_source = (each.with_sets() for each in (source, train_source))
+        train, val = open_subset(config.train, train_source), open_subset(config.source, source)
         refuse_same_images(config.source, val.images, f"train={public(config.train)}", train.images)
     if train is None and (splits := choose_splits(source)):
         log.info("%s", describe_use(source, *splits, val.name))
         train, val = (
-            val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
-            for name, images in splits
+            val.part(np.isin(val.indices, indices), f"{val.name}/{name}") for name, indices in splits
         )
         refuse_same_images(val.name, val.images, train.name, train.images)
     (val if train is None else train).require_two_classes()
@@ -172,19 +168,20 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     return train, val.part(chosen, f"a fifth of {val.name}")
 
 
-def open_subset(name: str, source: ImageSet, task: Task | None = None) -> LabelledSubset:
-    """Return the labelled images of a source; without a task it is recognised by their labels."""
-    name = public(name)
-    targets = read_targets(source, task=task)
-    unlabelled = len(source) - len(targets.indices)
+def open_subset(name: str, source: ImageSet) -> LabelledSubset:
+    """Return the labelled images of a source."""
+    name, codes, labels = public(name), source.codes(), source.labels
+    indices = np.flatnonzero(codes >= 0)
+    unlabelled = len(source) - len(indices)
     if unlabelled == len(source):
         advice = "sort them into one folder per class (a folder that all share is none), or give a CSV of "
         advice += "names and labels: labels=FILE (train_labels=FILE for the train= of knn and linear)"
         advice = "let it have `targets` or `label(i)`, or " + advice if is_object(name) else advice
         raise ValueError(f"none of the {len(source)} images of {name} has a label; {advice}")
     left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""
-    log.info("%s: %s%s", name, targets, left_out)
-    return LabelledSubset(name, source, targets.indices, targets.values, targets.names, targets.task)
+    codes = codes[indices]
+    log.info("%s: %s%s", name, labels.describe(codes), left_out)
+    return LabelledSubset(name, source, indices, labels.values(codes), labels.names, labels.task)
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,7 @@ class Reporter:
         if self.state.evaluation.has_labels:
             given = self.state.config.data.labels
             labels = f" labels={shlex.quote(public(given))}" if given else ""
+            labels += " several=true" if self.state.config.data.several else ""
             source = self.state.source
             if given and any(source.label(index) is None for index in evenly_spaced(len(source), SAMPLE)):
                 command = f"dino-vit predict {images} {chosen}{labels} output=rest.csv"

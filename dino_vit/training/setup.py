@@ -19,7 +19,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
-from dino_vit.data.labels import choose_splits, describe_use
+from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups

@@ -150,7 +150,7 @@ class TrainingState:
         facts = {
             "images": [evaluation.source.fingerprint, evaluation.indices],
             "labels": evaluation.targets.tolist(),
-            "classes": list(evaluation.source.classes) if evaluation.has_labels else [],
+            "classes": list(evaluation.source.labels.names) if evaluation.has_labels else [],
         }
         return digest({}, {"labels": json.dumps(facts)})
 

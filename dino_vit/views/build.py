@@ -115,7 +115,7 @@ def open_images(config: PretrainConfig) -> ImageSet:
         agree("settings", lambda: shared, ", ".join)
         return agree(
             "images",
-            lambda: open_source(data.source or data.images, data.labels, data.mix),
+            lambda: open_source(data.source or data.images, data.labels, data.mix, several=data.several),
             ImageSet.describe,
         )
 

@@ -82,11 +82,14 @@ def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys, recwarn):
         assert sheet.width > 1000
 
 
-def test_several_labels_are_no_mistyped_classes(tmp_path, capsys):
+def test_several_labels_are_no_mistyped_classes(tmp_path, capsys, caplog):
     for number in range(6):
         write_synthetic(tmp_path / "images" / f"{number}.png", number)
     (tmp_path / "labels.csv").write_text("\n".join(map("{0}.png,a;{0}t".format, range(6))))
-    assert main(["inspect-data", str(tmp_path / "images"), f"labels={tmp_path / 'labels.csv'}"]) == 0
+    argv = ["inspect-data", str(tmp_path / "images"), f"labels={tmp_path / 'labels.csv'}"]
+    assert main(argv) == 0
+    assert "labels.csv: 'a;0t' is a class; several=true reads several labels" in caplog.text
+    assert main([*argv, "several=true"]) == 0
     text = capsys.readouterr().out
     assert "several labels for each of 6 images" in text
     assert "mistyped" not in text

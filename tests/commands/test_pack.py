@@ -81,7 +81,7 @@ def test_arrays_are_packed_without_loss(tmp_path, spec, monkeypatch):
         place = places.get(source.name(index), index)  # generated images are not in the order of their names
         assert torch.equal(decode(packed.read(place), ""), source.read(index))
         label = source.label(index)
-        assert label is None or packed.classes[packed.label(place)] == source.classes[label]
+        assert label is None or packed.labels.names[packed.label(place)] == source.labels.names[label]
 
 
 def test_names_stay_below_the_folder_of_who_unpacks(photos, tmp_path):
@@ -224,7 +224,7 @@ def test_names_that_webdataset_takes_for_one_are_set_apart(tmp_path):
 
     def labelled(images):
         return {
-            decode(images.read(i), "")[0, 4, 4].item() // 20: images.classes[images.label(i)]
+            decode(images.read(i), "")[0, 4, 4].item() // 20: images.labels.names[images.label(i)]
             for i in range(5)
         }
 
@@ -245,7 +245,7 @@ def test_webdataset_reads_labels_as_numbers_of_a_table(tmp_path):
     assert len(samples) == 5
     assert all(len(sample) == 2 for sample in samples.values())
     found = sorted(classes[int(sample["cls"])] for sample in samples.values())
-    assert found == sorted(source.classes[source.label(index)] for index in range(5))
+    assert found == sorted(source.labels.names[source.label(index)] for index in range(5))
 
 
 def test_images_may_be_reduced_to_one_pixel(photos, tmp_path):
@@ -265,4 +265,4 @@ def test_what_has_no_labels_has_none_when_packed(tmp_path):
     for spec in ("out", "out/000000.tar"):  # with the catalogue, and with the headers of the shard
         packed = open_source(str(tmp_path / spec))
         assert images(packed) == images(source)
-        assert list(packed.classes) == []
+        assert list(packed.labels.names) == []

@@ -145,7 +145,7 @@ def test_labels_by_names_of_any_bytes_are_found(photos, tmp_path):
     rows = [f'"{source.full_name(n)}",{ODD[:1]}{n % 2}\n' for n in range(len(source))]
     table.write_bytes(os.fsencode("".join(rows)))
     labelled = open_source(str(photos), table)
-    assert labelled.classes == [r"\xff0", r"\xff1"]
+    assert labelled.labels.names == (r"\xff0", r"\xff1")
     assert [labelled.label(n) for n in range(len(source))] == [n % 2 for n in range(len(source))]
     assert Path(source.full_name(0)).name != source.name(0)
 

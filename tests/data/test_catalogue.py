@@ -52,7 +52,7 @@ def test_a_source_with_a_catalogue_is_the_source_without(tmp_path, files, suffix
         open_source(str(tmp_path / "set" / f"*{suffix}")),
     ):
         assert list(items(each)) == list(items(plain))
-        assert (each.classes, each.splits) == (plain.classes, plain.splits)
+        assert (each.labels.names, each.split_sizes()) == (plain.labels.names, plain.split_sizes())
         assert each.fingerprint == plain.fingerprint
         assert (each.layout.starts == plain.layout.starts).all()
     shards = [[shard for shard, _ in each.origins()] for each in (source, plain)]
@@ -64,7 +64,7 @@ def test_a_source_with_a_catalogue_is_the_source_without(tmp_path, files, suffix
 def test_labels_beside_the_images_are_those_of_the_catalogue(tmp_path):
     plain = open_source(str(write_archives(tmp_path / "plain", LABELS, 1)))
     source = catalogue(write_archives(tmp_path / "set", LABELS, 1))
-    assert source.classes == plain.classes == ["9", "10"]
+    assert source.labels.names == plain.labels.names == ("9", "10")
     assert [source.label(index) for index in range(3)] == [1, 0, None]
 
 
@@ -76,7 +76,7 @@ def test_names_that_overlap_begin_with_their_archive(tmp_path):
     assert shown == sorted(shown)
     contents = {name.partition("/")[2]: source.read(index) for index, name in enumerate(shown)}
     assert contents == {name.replace("\n", r"\n"): data for name, data in files.items()}
-    assert {source.classes[source.label(index)] for index in range(5)} == {"cat", "dog", "dog-2"}
+    assert {source.labels.names[source.label(index)] for index in range(5)} == {"cat", "dog", "dog-2"}
     assert len({source.fingerprint, open_source(str(tmp_path / "set" / "000.tar")).fingerprint}) == 2
 
 
@@ -119,7 +119,7 @@ def test_a_name_that_looks_like_a_suffix_does_not_hide_a_catalogue(tmp_path, nam
 def test_without_classes_no_index_is_read_for_labels(tmp_path):
     folder = write_archives(tmp_path / "set", {"a.png": b"a", "b.png": b"b"}, 2)
     source = catalogue(folder)
-    assert source.classes == []
+    assert source.labels.names == ()
     shutil.rmtree(folder)
     assert [source.label(index) for index in range(2)] == [None, None]
 
@@ -152,11 +152,11 @@ def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):
 def test_names_of_classes_that_are_edited_are_noticed(tmp_path):
     dino_vit.pack("synthetic:6:16", tmp_path / "out", verbose=False)
     names = tmp_path / "out" / "classes.txt"
-    assert "stripes" in open_source(str(tmp_path / "out")).classes
+    assert "stripes" in open_source(str(tmp_path / "out")).labels.names
     names.write_text(names.read_text().replace("stripes", "renamed"))
     with pytest.raises(StaleIndex, match=r"classes\.txt"):
         open_source(str(tmp_path / "out"))
-    assert "renamed" in catalogue(tmp_path / "out").classes
+    assert "renamed" in catalogue(tmp_path / "out").labels.names
 
 
 def test_an_index_and_a_catalogue_that_are_damaged_are_noticed(tmp_path):
@@ -265,7 +265,7 @@ def test_a_class_file_that_says_no_labels_makes_a_catalogue_stale(tmp_path):
     (folder / "classes.txt").write_text("")
     with pytest.raises(StaleIndex, match=r"classes\.txt"):
         open_source(str(folder))
-    assert catalogue(folder).classes == []
+    assert catalogue(folder).labels.names == ()
 
 
 def test_two_processes_catalogue_what_one_does(tmp_path):

@@ -64,7 +64,7 @@ class Pairs(Dataset):
 
 def test_an_object_is_a_source():
     source = wrap(Photos())
-    assert (len(source), source.name(3), source.classes) == (64, "photo 3", ("even", "odd"))
+    assert (len(source), source.name(3), source.labels.names) == (64, "photo 3", ("even", "odd"))
     assert [source.label(index) for index in range(4)] == [None, 0, 1, 0]
     assert torch.equal(read_image(source, 5), make_textures(length=64).read(5))
     assert source.fingerprint == wrap(Photos()).fingerprint
@@ -81,13 +81,13 @@ def test_a_set_that_is_open_stays_as_it_is(tmp_path):
 
 def test_a_dataset_of_pillow_images_is_a_source():
     source = wrap(Pairs())
-    assert (source.classes, source.label(3), source.name(3)) == (("cat", "dog", "none"), 1, "3")
+    assert (source.labels.names, source.label(3), source.name(3)) == (("cat", "dog", "none"), 1, "3")
     assert torch.equal(read_image(source, 5), make_textures(length=64).read(5))
 
 
 def labels_of(source):
     names = (source.label(index) for index in range(len(source)))
-    return [None if label is None else source.classes[label] for label in names]
+    return [None if label is None else source.labels.names[label] for label in names]
 
 
 def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
@@ -96,7 +96,7 @@ def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
     assert chosen.name(0) == "photo 5"
     assert torch.equal(read_image(chosen, 0), make_textures(length=64).read(5))
     alike = wrap(ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])]))
-    assert alike.classes == ["cat", "dog", "none"]
+    assert alike.labels.names == ("cat", "dog", "none")
     assert labels_of(alike) == ["cat", "dog"] * 32 + ["dog", "dog"]
     assert alike.name(65) == "1/3"
     mixed = wrap(ConcatDataset([Subset(Indexed(), [0, 1]), Subset(Pairs(), [1, 2])]))
@@ -150,7 +150,7 @@ def hub_rows(tmp_path):
 
 def test_a_dataset_of_hugging_face_is_a_source(tmp_path, hub_rows, caplog):
     source = wrap(hub_rows)
-    assert (len(source), source.classes, source.name(3)) == (4, ("cat", "dog"), "d")
+    assert (len(source), source.labels.names, source.name(3)) == (4, ("cat", "dog"), "d")
     assert labels_of(source) == ["cat", "dog"] * 2
     assert source.read(2) == (tmp_path / "2.png").read_bytes()
     assert (source.fingerprint, source.stamp) == (wrap(hub_rows).fingerprint, None), "files may change"
@@ -274,8 +274,8 @@ class Plain(Dataset):
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_targets_are_indices_of_the_classes(kind):
     source = wrap(Plain(kind([2, 5, 2]), list("abcdef")))
-    assert [source.classes[source.label(index)] for index in range(3)] == ["c", "f", "c"]
-    assert wrap(Plain(kind([2, 5, 2]))).classes == ("2", "5")
+    assert [source.labels.names[source.label(index)] for index in range(3)] == ["c", "f", "c"]
+    assert wrap(Plain(kind([2, 5, 2]))).labels.names == ("2", "5")
     named = wrap(Plain(["c", "a"], list("abc")))
     assert [named.label(index) for index in range(2)] == [2, 0]
     with pytest.raises(ValueError, match="Plain has the label 6, which is none of its 6 classes, nor the"):
@@ -328,4 +328,4 @@ def test_targets_are_as_many_as_images(count):
 def test_a_target_of_minus_one_is_no_label(classes):
     source = wrap(Plain(np.array([-1, 1, 0, -1]), classes))
     assert [source.label(index) for index in range(4)] == [None, 1, 0, None]
-    assert len(source.classes) == 2
+    assert len(source.labels.names) == 2

@@ -8,6 +8,7 @@ import pytest
 
 from dino_vit.cli import main
 from dino_vit.data.image_set import ImageSet, join_sets
+from dino_vit.data.labels import Labels
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import write_folder, write_tar, write_zip
 
@@ -44,7 +45,7 @@ def labels_of(names):
 def seen(images):
     labels = [images.label(index) for index in range(len(images))]
     return [
-        (images.full_name(index), images.read(index), None if label is None else images.classes[label])
+        (images.full_name(index), images.read(index), None if label is None else images.labels.names[label])
         for index, label in enumerate(labels)
     ]
 
@@ -78,10 +79,14 @@ def test_every_store_has_the_names_labels_splits_and_bytes_of_the_files(tmp_path
     for path in stores(tmp_path, files, draw):
         images = open_source(str(path))
         assert seen(images) == seen(pickle.loads(pickle.dumps(images))) == expected
-        assert {name: list(indices) for name, indices in images.splits.items()} == splits
+        assert {name: images.split(name).tolist() for name in images.splits.names} == splits
         part = images.subset(chosen).subset(np.array(again))
         assert seen(part) == [expected[chosen[index]] for index in again]
-        assert (part.splits, part.stamp) == ({}, images.stamp)
+        split_of = {index: name for name, indices in splits.items() for index in indices}
+        own = {row: split_of.get(chosen[index]) for row, index in enumerate(again)}
+        for name in images.splits.names:
+            assert part.split(name).tolist() == [row for row, split in own.items() if split == name]
+        assert part.stamp == images.stamp
         if images.layout:
             shards = images.layout.shards(np.array(chosen)[again])
             assert part.layout.shards(np.arange(3)).tolist() == shards.tolist()
@@ -93,7 +98,7 @@ def test_other_labels_are_of_the_images_of_a_part(tmp_path):
     images = open_source(
         str(write_folder(tmp_path, {f"{number}.png": b"%d" % number for number in range(6)}))
     )
-    part = images.subset([4, 1, 3]).with_labels(np.array([1, -1, 0], np.int32), ["a", "b"])
+    part = images.subset([4, 1, 3]).with_labels(Labels(np.array([1, -1, 0], np.int32), ("a", "b")))
     assert [part.label(index) for index in range(3)] == [1, None, 0]
     assert part.subset([2, 0]).label(1) == 1
     assert part.fingerprint == images.subset([4, 1, 3]).fingerprint
@@ -102,10 +107,12 @@ def test_other_labels_are_of_the_images_of_a_part(tmp_path):
 def test_joined_sets_have_the_images_of_each_and_the_classes_of_all(tmp_path):
     files = {f"{name}.png": b"x" for name in "12"}
     parts = [open_source(str(write_folder(tmp_path / name, files))) for name in "ab"]
-    first, second = (part.with_labels(np.zeros(2, np.int32), [f"of {n}"]) for n, part in enumerate(parts))
+    first, second = (
+        part.with_labels(Labels(np.zeros(2, np.int32), (f"of {n}",))) for n, part in enumerate(parts)
+    )
     joined = join_sets(["first", "second"], [first, second.subset([1])])
     assert [joined.name(index) for index in range(3)] == ["first/1.png", "first/2.png", "second/2.png"]
-    assert [joined.classes[joined.label(index)] for index in range(3)] == ["of 0", "of 0", "of 1"]
+    assert [joined.labels.names[joined.label(index)] for index in range(3)] == ["of 0", "of 0", "of 1"]
     assert joined.origins() == [*parts[0].origins(), parts[1].origins()[1]]
     assert isinstance(joined.subset([2]), ImageSet)
     assert joined.subset([2]).origins() == parts[1].subset([1]).origins()

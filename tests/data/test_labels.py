@@ -5,13 +5,12 @@ import zipfile
 
 import pytest
 
+from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.data.label_files import join_labels, read_entries
 from dino_vit.data.labels import (
-    choose_splits,
-    describe_use,
+    encode_labels,
     find_splits,
     folder_labels,
-    number_labels,
 )
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, write_folder
@@ -34,9 +33,9 @@ from tests.support.images import write_classes, write_synthetic
     ],
 )
 def test_labels_are_numbered_in_order_without_gaps(values, numbers, classes):
-    found = number_labels(values)
-    assert found.numbers.tolist() == numbers
-    assert found.classes == classes
+    found = encode_labels(values)
+    assert found.codes.tolist() == numbers
+    assert list(found.names) == classes
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_labels_are_numbered_in_order_without_gaps(values, numbers, classes):
     ],
 )
 def test_folders_are_labels_below_what_all_share(names, classes):
-    assert folder_labels(names).classes == classes
+    assert list(folder_labels(names).names) == classes
 
 
 def entries(name, text):
@@ -155,7 +154,7 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
     with caplog.at_level(logging.INFO, "dino_vit"):
         source = open_source(str(root), labels=path)
     assert [source.label(index) for index in range(3)] == [None, 1, 0]
-    assert source.classes == ["4", "30"]
+    assert source.labels.names == ("4", "30")
     assert "labels for 2 of 3 images" in caplog.text
     assert "1 label for names not in the source: 'missing.png'" in caplog.text
     plain = open_source(str(root))
@@ -201,7 +200,7 @@ def test_a_name_that_may_be_of_two_images_or_of_none_has_no_proposal(tmp_path, g
     path = tmp_path / "labels.json"
     path.write_text(json.dumps(dict.fromkeys(given, "x")))
     if "dog/2.png" in given:
-        assert open_source(str(tmp_path / "photos"), path).classes == ["x"]
+        assert open_source(str(tmp_path / "photos"), path).labels.names == ("x",)
         return
     with pytest.raises(ValueError, match=r"labels for none of the images: its names are like"):
         open_source(str(tmp_path / "photos"), path)
@@ -213,8 +212,9 @@ def test_labels_that_differ_by_capital_letters_alone_are_refused(tmp_path, name)
     table = {"1.png": "Cat", "2.png": "cat;Dog", "3.png": "cat", "4.png": "NaN"}
     text = "".join(f"{key},{value}\n" for key, value in table.items())
     (tmp_path / name).write_text(json.dumps(table) if name.endswith("json") else text)
-    with pytest.raises(ValueError, match=r"alone: 'Cat' \(1 image\) and 'cat' \(2 images\); write one"):
-        open_source(str(root), labels=tmp_path / name)
+    for several, images in ((False, "1 image"), (True, "2 images")):
+        with pytest.raises(ValueError, match=rf"'Cat' \(1 image\) and 'cat' \({images}\); write one"):
+            open_source(str(root), labels=tmp_path / name, several=several)
     (root / "list.csv").write_text(text)
     with pytest.raises(ValueError, match=r"list\.csv has labels that differ by capital letters alone"):
         open_source(str(root / "list.csv"))
@@ -276,10 +276,10 @@ def test_folders_are_splits_if_all_are_named_so(folders, splits):
 def test_labels_are_the_folders_in_the_splits():
     names = [b"set/test/cat/1", b"set/test/dog/1", b"set/train/cat/2", b"set/train/dog/x/3", b"set/train/4"]
     found = folder_labels(names)
-    assert found.classes == ["cat", "dog"]
-    assert found.numbers.tolist() == [0, 1, 0, 1, -1]
+    assert found.names == ("cat", "dog")
+    assert found.codes.tolist() == [0, 1, 0, 1, -1]
     assert find_splits(name[4:] for name in names) == {"test": (0, 2), "train": (2, 5)}
-    assert folder_labels([b"cat/1", b"train/1"]).classes == ["cat", "train"]
+    assert folder_labels([b"cat/1", b"train/1"]).names == ("cat", "train")
 
 
 @pytest.fixture
@@ -296,14 +296,10 @@ def test_a_folder_and_a_zip_have_the_same_splits(folder, tmp_path):
         for path in folder.rglob("*.png"):
             archive.write(path, path.relative_to(tmp_path))
     for source in (open_source(str(folder)), open_source(str(tmp_path / "photos.zip"))):
-        assert {name: len(places) for name, places in source.splits.items()} == {
-            "test": 2,
-            "train": 8,
-            "val": 4,
-        }
-        for name, places in source.splits.items():
-            assert all(f"{name}/" in source.name(index) for index in places)
-        assert source.classes == ["a", "b"]
+        assert source.split_sizes() == {"test": 2, "train": 8, "val": 4}
+        for name in source.splits.names:
+            assert all(f"{name}/" in source.name(index) for index in source.split(name))
+        assert source.labels.names == ("a", "b")
         train, held_out = choose_splits(source)
         assert (train.name, held_out.name) == ("train", "val")
         assert describe_use(source, train, held_out, "photos") == (
@@ -324,13 +320,13 @@ def test_a_split_without_labels_is_passed_over(folder, tmp_path):
 
 
 def test_labels_that_are_no_number_are_none_and_said(caplog, tmp_path):
-    found = number_labels(["NaN", "x", float("nan"), "nan"])
-    assert (found.numbers.tolist(), found.classes) == ([-1, 0, -1, -1], ["x"])
+    found = encode_labels(["NaN", "x", float("nan"), "nan"])
+    assert (found.codes.tolist(), found.names) == ([-1, 0, -1, -1], ("x",))
     assert "3 images have 'nan' or '-1' for a label" in caplog.text
     write_folder(tmp_path / "images")
     (tmp_path / "labels.json").write_text('{"cat/a.b.png": NaN}')
-    assert open_source(str(tmp_path / "images"), tmp_path / "labels.json").classes == []
-    assert folder_labels([b"nan/1.png", b"-1/1.png"]).classes == ["-1", "nan"]
+    assert open_source(str(tmp_path / "images"), tmp_path / "labels.json").labels.names == ()
+    assert folder_labels([b"nan/1.png", b"-1/1.png"]).names == ("-1", "nan")
 
 
 def test_an_object_of_json_with_two_values_for_a_name_is_refused(tmp_path):

@@ -41,7 +41,7 @@ def test_items_are_those_of_the_sources(sources):
     assert mixed.name(20) == f"{sources[1]}/{ORDER[0]}"
     assert [mixed.label(index) for index in (0, 19, 20)] == [None, None, 0]
     part, name = mixed.evaluated_part()
-    assert (name, len(part), part.classes) == (sources[1], 5, ["cat", "dog", "dog-2"])
+    assert (name, len(part), part.labels.names) == (sources[1], 5, ("cat", "dog", "dog-2"))
     assert mixed.fingerprint != open_source(sources, None, [1, 1]).fingerprint
     assert mixed.stamp == open_source(sources).stamp
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from dino_vit.core.distributed import end_processes
+from dino_vit.data.labels import Labels
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.data.targets import read_targets
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
 from dino_vit.eval.reading import pixel_features
@@ -164,7 +164,7 @@ def test_the_images_are_a_function_of_the_seed():
 def partly_labelled(length, labels):
     textures = make_textures(length=length)
     numbers = [labels.get(index, -1) for index in range(length)]
-    return textures.with_labels(np.array(numbers, np.int32), textures.classes)
+    return textures.with_labels(Labels(np.array(numbers, np.int32), textures.labels.names))
 
 
 @pytest.mark.parametrize("labels", [{}, dict.fromkeys(range(100), 7)], ids=["no labels", "one class"])
@@ -247,10 +247,10 @@ def test_several_labels_are_judged_too(tmp_path):
         tags = ";".join(name for name, value in zip("rgb", colour, strict=True) if value > 150) or ";"
         lines.append(f"{number:02}.png,{tags}")
     (tmp_path / "labels.csv").write_text("\n".join(lines))
-    source, model = open_source(str(tmp_path), tmp_path / "labels.csv"), backbone()
+    source, model = open_source(str(tmp_path), tmp_path / "labels.csv", several=True), backbone()
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     figures, guesses = evaluation(model), evaluation.guesses()
-    values = read_targets(source, evaluation.indices).values
+    values = source.labels.values(source.codes(evaluation.indices))
     features = F.normalize(extracted(model, source, evaluation.indices, **SETTINGS, batch_size=50))
     cosines = (features @ features.T).fill_diagonal_(-torch.inf)
     nearest = cosines.topk(20)

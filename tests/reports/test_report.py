@@ -14,6 +14,7 @@ from dino_vit.commands.report import draw
 from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB
+from dino_vit.data.labels import Labels
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import frozen_backbone
@@ -41,7 +42,7 @@ def test_the_map_holds_the_neighbours_of_the_teacher(made):
         assert [cosines[other] for other in near] == pytest.approx([cosines[n] for n in nearest], abs=1e-5)
         assert row not in near
     labels = [data["classes"][number][0] for number in data["labels"]]
-    assert labels == [source.classes[source.label(index)] for index in indices]
+    assert labels == [source.labels.names[source.label(index)] for index in indices]
     assert [count for _, count in data["classes"]] == sorted(map(labels.count, set(labels)), reverse=True)
     assert {picture_of(uri).shape for uri in data["photos"]} == {(32, 32, 3)}
     shapes = {picture_of(uri).shape for uri in data["attention"]}
@@ -54,7 +55,7 @@ def test_the_map_holds_the_neighbours_of_the_teacher(made):
 def test_the_map_shows_images_with_labels_first():
     labels = np.full(50, -1, dtype=np.int32)
     labels[[3, 10, 41]] = 0, 1, 1
-    source = make_textures(length=50).with_labels(labels, ["a", "b"])
+    source = make_textures(length=50).with_labels(Labels(labels, ("a", "b")))
     indices = report.images_of_map(source, seed=0, count=20)
     assert {*indices[-3:]} == {3, 10, 41}, "drawn above the others"
     assert len({*indices}) == 20

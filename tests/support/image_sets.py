@@ -17,7 +17,7 @@ from PIL import Image
 from dino_vit.data.image_set import ImageSet, Store
 
 NAMES = ["cat/a.b.png", "cat/é.jpg", "dog/deep/1.webp", "dog-2/x.bmp", "dog/new\nline.tiff"]
-CLASSES = ["cat", "dog", "dog-2"]
+CLASSES = ("cat", "dog", "dog-2")
 
 
 def image_file(seed: int, name: str) -> bytes:
@@ -93,7 +93,7 @@ def with_read(source: ImageSet, read: Callable[[int], Any]) -> ImageSet:
 
 def items(source: Any) -> list[tuple[str, bytes, str | None]]:
     """Return the name as it was written, the bytes and the label in words of each item."""
-    classes = source.classes
+    classes = source.labels.names
     labels = [source.label(index) for index in range(len(source))]
     return [
         (source.full_name(index), source.read(index), None if label is None else classes[label])

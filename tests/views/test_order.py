@@ -11,7 +11,7 @@ from dino_vit.views.sampler import GlobalOrder, MixedOrder, Sampler, ShardUses, 
 
 LENGTHS, COUNTS = (300, 1000, 50), (300, 450, 7)
 STARTS = [0, 300, 1300, 1350]
-LAYOUT = ShardLayout.of(np.repeat(np.arange(20), 50))
+LAYOUT = ShardLayout.from_assignments(np.repeat(np.arange(20), 50))
 
 
 def mixed(seed=3):

@@ -56,7 +56,7 @@ SHARDS = np.repeat(np.arange(20, dtype=np.int32), 50)
 
 def windowed(**settings):
     shards = settings.pop("shards", SHARDS)
-    layout = None if shards is None else ShardLayout.of(shards)
+    layout = None if shards is None else ShardLayout.from_assignments(shards)
     return Sampler(**{"length": 1000, "batch_size": 10, "seed": 5, "layout": layout, "window": 4, **settings})
 
 

@@ -21,7 +21,14 @@ BATCH, DRAWN = 32_768, 90  # images of a step, and steps
 def write_catalogue(path):
     """Write the catalogue of shards that do not exist."""
     shards = IMAGES // SHARD
-    metadata = {"version": VERSION, "classes": [], "splits": {}, "label_depth": 0, "ordered": True}
+    metadata = {
+        "version": VERSION,
+        "labels": [],
+        "sets": None,
+        "splits": {},
+        "label_depth": 0,
+        "ordered": True,
+    }
     metadata |= {"fingerprint": "simulated"}
     names = [f"{number:07d}" for number in range(shards)]
     digests = pa.array([name.encode().zfill(32) for name in names])

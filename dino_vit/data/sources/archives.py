@@ -19,11 +19,10 @@ from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.image_set import ImageSet, ShardLayout, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.label_files import is_label, parse_json
-from dino_vit.data.labels import LABEL_COLUMNS, folder_labels, label_text, number_labels
+from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels, folder_labels
 from dino_vit.data.shards import ByteRangeReader, Shards
 from dino_vit.data.sources.files import changed, exists, open_file, read_file
 from dino_vit.data.sources.paths import file_identity, folder_of, is_image, short_names
-from dino_vit.data.targets import NO_LABEL
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
@@ -79,7 +78,9 @@ class IndexedArchives(ArchiveStore):
 
     @property
     def layout(self) -> ShardLayout:
-        return ShardLayout.of(self.index.columns["file"].astype(np.int32), len(self.shards.ranges.paths))
+        return ShardLayout.from_assignments(
+            self.index.columns["file"].astype(np.int32), len(self.shards.ranges.paths)
+        )
 
     def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
         return int(self.index.columns["file"][row]), self.index.columns, row
@@ -116,14 +117,12 @@ def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -
     file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
     names, labels = [image.name for image in images], [image.label for image in images]
     stated = labels.count(None) < len(labels) or [] in classes.values()
-    numbered = number_labels(labels) if stated else folder_labels(names)
+    column = encode_labels(labels) if stated else folder_labels(names)
     if len(set(names)) < len(names) and len(files) > 1:
         prefixes = [os.fsencode(f"{title}/") for title in short_names(files)]
         names = [prefixes[number] + name for number, name in zip(file, names, strict=True)]
     columns = {field: np.array([getattr(image, field) for image in images]) for field in FIELDS}
-    return IndexContents(
-        names=names, sizes=columns["size"], labels=numbered, columns={**columns, "file": file}
-    )
+    return IndexContents(names=names, sizes=columns["size"], labels=column, columns={**columns, "file": file})
 
 
 def class_names(folder: str) -> list[str] | None:
@@ -136,7 +135,7 @@ def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
     """Return members with the names of their classes, if all labels are numbers of these."""
     names: dict[object, str | None] = {str(number): name for number, name in enumerate(classes)}
     names |= dict.fromkeys((None, *NO_LABEL))
-    if not all(member.label in names for member in members):
+    if not all(not isinstance(member.label, list) and member.label in names for member in members):
         return members
     return [member._replace(label=names[member.label]) for member in members]
 
@@ -246,7 +245,9 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
     content = parse_json(text, f"{public(path)}: {os.fsdecode(name)!r}")
     columns = dict(content) if isinstance(content, tuple) else {}
     label = next((columns[key] for key in LABEL_COLUMNS if key in columns), None)
-    return printable(label_text(label)) if is_label(label) else None
+    if isinstance(label, list) and is_label(label):
+        return [printable(str(each)) for each in label]
+    return printable(str(label)) if is_label(label) else None
 
 
 def zip_images(path: str) -> list[Member]:

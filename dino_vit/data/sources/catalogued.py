@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dino_vit.core.cache import cache_folder
 from dino_vit.core.distributed import from_rank_0
@@ -17,6 +19,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import expand_braces, plural, printable
 from dino_vit.data.catalogue import CATALOGUE, Catalogue, names_digest, read_index, stale
 from dino_vit.data.image_set import ImageSet, ShardLayout
+from dino_vit.data.labels import Labels, split_column, to_bits
 from dino_vit.data.shards import ByteRangeReader
 from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, ArchiveStore
 from dino_vit.data.sources.files import (
@@ -46,7 +49,9 @@ class CatalogueStore(ArchiveStore):
     def __init__(self, catalogue: Catalogue) -> None:
         super().__init__(ByteRangeReader(catalogue, catalogue.signatures), catalogue.digest)
         self.catalogue, self.starts = catalogue, np.concatenate([[0], np.cumsum(catalogue.images)])
-        self.numbers = {name: number for number, name in enumerate(catalogue.metadata["classes"])}
+        names, sets = self.catalogue.metadata["labels"], self.catalogue.metadata["sets"]
+        given = names if sets is None else [tuple(names[number] for number in each) for each in sets]
+        self.codes = {name: code for code, name in enumerate(given)}
 
     @property
     def layout(self) -> ShardLayout:
@@ -63,15 +68,20 @@ class CatalogueStore(ArchiveStore):
             archive = self.catalogue[self.locate(row)[0]]
             raise stale(f"{archive} is not as it was when it was catalogued") from error
 
-    def label(self, row: int) -> int:
-        if not self.numbers:  # an index would be read for it
-            return -1
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the codes of the labels of some rows."""
+        if not self.codes:  # an index would be read for it
+            return np.full(len(rows), -1, np.int32)
+        return np.array([self._code(row) for row in rows.tolist()], np.int32)
+
+    def _code(self, row: int) -> int:
         _, columns, at = self.locate(row)
         depth = self.catalogue.metadata["label_depth"]
         if depth is None:
-            return self.numbers.get(columns["label"][at].as_py(), -1)
+            label = json.loads(columns["label"][at].as_py() or "null")
+            return self.codes.get(tuple(sorted(label)) if isinstance(label, list) else label, -1)
         folders = columns["name"][at].as_py().split(b"/")[:-1]
-        return self.numbers[os.fsdecode(folders[depth])] if len(folders) > depth else -1
+        return self.codes[os.fsdecode(folders[depth])] if len(folders) > depth else -1
 
     def name(self, row: int) -> str:
         """Return the name as the archive has it, after that of the archive unless all names are in order."""
@@ -83,13 +93,13 @@ class CatalogueStore(ArchiveStore):
 def catalogued(catalogue: Catalogue, stamp: str) -> ImageSet:
     """Return the images of a catalogue."""
     store, metadata = CatalogueStore(catalogue), catalogue.metadata
+    names, sets = tuple(map(printable, metadata["labels"])), metadata["sets"]
     return ImageSet(
         store=store,
         rows=range(int(store.starts[-1])),
         names=store.name,
-        labels=store.label,
-        classes=list(map(printable, metadata["classes"])),
-        splits={printable(name): range(*images) for name, images in metadata["splits"].items()},
+        labels=Labels(store, names, None if sets is None else to_bits(sets, len(names))),
+        splits=split_column(metadata["splits"]),
         fingerprint=metadata["fingerprint"],
         stamp=stamp,
     )

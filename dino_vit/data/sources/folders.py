@@ -15,7 +15,7 @@ from dino_vit.core.text import brief, plural, printable, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, WriteImages, indexing, open_index
 from dino_vit.data.label_files import by_name, read_entries
-from dino_vit.data.labels import number_labels
+from dino_vit.data.labels import encode_labels
 from dino_vit.data.sources.files import (
     PER_IMAGE_TIMEOUT_S,
     file_signatures,
@@ -120,11 +120,15 @@ def _images_among(root: str, files: Sequence[str]) -> list[str]:
     return names
 
 
-def open_list(path: str) -> ImageSet:
-    """Open the images in a list of paths, which are relative to the list's folder, absolute, or URLs."""
+def open_list(path: str, several: bool = False) -> ImageSet:
+    """Open the images in a list of paths, which are relative to the list's folder, absolute, or URLs.
+
+    With `several`, the labels of an image are in one cell, as in `sea;sky`.
+    """
     root, shown = folder_of(path), public(path)
     with indexing(path):
-        entries = sorted(read_entries(shown, read_file(path)), key=lambda each: os.fsencode(each.name))
+        given = read_entries(shown, read_file(path), several=several)
+        entries = sorted(given, key=lambda each: os.fsencode(each.name))
     if not entries:
         raise ValueError(f"{shown} lists no images. Write one path per line.")
     if (named := len(by_name(shown, entries))) < len(entries):
@@ -142,9 +146,9 @@ def open_list(path: str) -> ImageSet:
         sizes[local] = signatures[1:, 0]
         _check_missing(shown, paths, np.flatnonzero(sizes < 0))
         names = [os.fsencode(entry.name) for entry in entries]
-        return IndexContents(names=names, sizes=sizes, labels=number_labels([e.label for e in entries]))
+        return IndexContents(names=names, sizes=sizes, labels=encode_labels([e.label for e in entries]))
 
-    index = open_index("list", path, build, files, signatures)
+    index = open_index("list-several" if several else "list", path, build, files, signatures)
     # Each remote image may be on another server.
     images = index.image_set(FileStore(index, root, PER_IMAGE_TIMEOUT_S))
     return images if len(local) == len(paths) else replace(images, stamp=None)

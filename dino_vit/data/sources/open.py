@@ -43,12 +43,21 @@ _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re
 
 
 def open_source(
-    spec: str | Sequence[str], labels: str | Path | None = None, mix: Sequence[float] | None = None
+    spec: str | Sequence[str],
+    labels: str | Path | None = None,
+    mix: Sequence[float] | None = None,
+    *,
+    several: bool = False,
 ) -> ImageSet:
     """Open a set of images; `labels` is a file of labels by name that replace its own.
 
+    With `several`, a cell of that file, or of a list of images, has several labels, as in `sea;sky`.
     Several sets become one, of which each gives its share of `mix`.
     """
+    if several and labels is None:
+        if not isinstance(spec, str) or suffix_of(spec) not in LISTS:
+            raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
+        return open_list(plain(spec), several=True)
     if not isinstance(spec, str):
         if labels is not None:
             raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
@@ -56,7 +65,7 @@ def open_source(
     if mix:
         raise ValueError("mix is about several sources, and there is one; leave it out")
     images = _open(spec)
-    return images if labels is None else join_labels(images, labels)
+    return images if labels is None else join_labels(images, labels, several)
 
 
 def _open(spec: str) -> ImageSet:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 from dino_vit.data.image_set import ImageSet, Store
+from dino_vit.data.labels import Labels
 
 Plane = NDArray[np.floating[Any]]
 
@@ -52,8 +53,9 @@ class _Textures(Store):
         plane = torch.from_numpy(np.rint(grey).astype(np.uint8))
         return plane.expand(3, -1, -1).contiguous()
 
-    def label(self, row: int) -> int:
-        return row % len(PATTERNS)
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the classes of some rows."""
+        return rows % len(PATTERNS)
 
     def name(self, row: int) -> str:
         return f"{self.classes[row % len(PATTERNS)]}/{row:08d}"
@@ -79,8 +81,7 @@ def make_textures(*, length: int = 20_000, size: int = 32, seed: int = 0) -> Ima
         store=store,
         rows=range(length),
         names=store.name,
-        labels=store.label,
-        classes=store.classes,
+        labels=Labels(store, tuple(store.classes)),
         fingerprint=store.key,
         stamp="",
     )

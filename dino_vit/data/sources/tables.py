@@ -22,7 +22,7 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, WriteImages, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, number_labels
+from dino_vit.data.labels import LABEL_COLUMNS, encode_labels
 from dino_vit.data.sources.files import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
 from dino_vit.data.sources.paths import short_names
 
@@ -85,7 +85,7 @@ class Rows:
         return IndexContents(
             names=names,
             sizes=self.sizes,
-            labels=number_labels(self.labels, self.columns.classes, f"column {self.columns.label}"),
+            labels=encode_labels(self.labels, self.columns.classes, f"column {self.columns.label}"),
             columns=columns,
             by_name=named,
         )

@@ -111,13 +111,13 @@ Images = tuple[ImageSet, LabelledSubset | None, NDArray[np.int64]]
 def open_images(config: PredictConfig) -> Images:
     """Open the images: all, those to learn from, and which are to be labelled."""
     if config.train is None and config.labels is None and read_classifier_facts(config.weights):
-        if config.task:
-            raise ValueError("task= is of labels to learn from; the classifier in weights has its own")
+        if config.several:
+            raise ValueError("several=true is of labels to learn from; the classifier in weights has its own")
         source = open_source(config.source)
         return source, None, np.arange(len(source))
     if config.train is None:
-        source = open_source(config.source, config.labels)
-        labelled = open_subset(config.source, source, config.task)
+        source = open_source(config.source, config.labels, several=config.several)
+        labelled = open_subset(config.source, source)
         rows = np.setdiff1d(np.arange(len(source)), labelled.indices)
         if not len(rows):
             text = f"all {plural(len(source), 'image')} of {public(config.source)} have labels"
@@ -126,7 +126,8 @@ def open_images(config: PredictConfig) -> Images:
         log.info("%s have labels; the other %s get them", counts, f"{len(rows):,}")
     else:
         source, name = open_source(config.source), public(config.train)
-        labelled = open_subset(config.train, open_source(config.train, config.labels), config.task)
+        train = open_source(config.train, config.labels, several=config.several)
+        labelled = open_subset(config.train, train)
         rows = np.arange(len(source))
         shared = count_shared(source, labelled.images)
         if shared == len(source):

@@ -72,7 +72,9 @@ def run(config: CompareConfig) -> ComparisonResult:
     start_processes()
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
-    source = agree("images", lambda: open_source(config.source, config.labels), ImageSet.describe)
+    source = agree(
+        "images", lambda: open_source(config.source, config.labels, several=config.several), ImageSet.describe
+    )
     evaluators = choose_evaluators(config, source)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)

@@ -77,15 +77,15 @@ def test_labels_of_shards(tmp_path):
     images = dict.fromkeys(("a.jpg", "b.jpg", "c.jpg", "d.jpg"), b"image")
     source = shard(0, {**images, "a.cls": b"10", "b.cls": b"9\n", "c.cls": b"10"})
     assert [source.label(i) for i in range(4)] == [1, 0, 1, None]
-    assert source.classes == ["9", "10"]
+    assert source.labels.names == ("9", "10")
     source = shard(
         1, {"a.jpg": b"", "a.json": b'{"label": "cat", "width": 3}', "b.jpg": b"", "b.json": b"{}"}
     )
-    assert [source.label(0), source.label(1), source.classes] == [0, None, ["cat"]]
+    assert [source.label(0), source.label(1), source.labels.names] == [0, None, ("cat",)]
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
     source = shard(4, {**images, "a.cls": b"-1", "b.cls": b"1", "c.cls": b"-1", "d.cls": b"0"})
     assert [source.label(i) for i in range(4)] == [None, 1, None, 0]
-    assert source.classes == ["cat", "dog"]
+    assert source.labels.names == ("cat", "dog")
     (tmp_path / "classes.txt").unlink()
     several = {
         "x/a.jpg": b"",
@@ -93,9 +93,10 @@ def test_labels_of_shards(tmp_path):
         "y/b.jpg": b"",
         "y/b.json": b'{"tags": []}',
     }
-    assert shard(3, several).classes == [";", "sea;sky"]  # as in tables and files of labels
+    source = shard(3, several)
+    assert [source.labels.names_of(source.label(row)) for row in range(2)] == [["sea", "sky"], []]
     source = shard(2, {"top/dog/a.jpg": b"", "top/cat/b.jpg": b""})
-    assert [source.name(0), source.label(0), source.classes] == ["top/cat/b.jpg", 0, ["cat", "dog"]]
+    assert [source.name(0), source.label(0), source.labels.names] == ["top/cat/b.jpg", 0, ("cat", "dog")]
     write_tar(tmp_path / "bad.tar", {"a.jpg": b"", "a.json": b"{"})
     with pytest.raises(ValueError, match=r"bad\.tar: 'a\.json' is not valid JSON"):
         open_source(str(tmp_path / "bad.tar"))

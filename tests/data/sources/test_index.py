@@ -11,7 +11,7 @@ import pytest
 import dino_vit.data.index
 from dino_vit.core.cache import bound_caches, cache_folder
 from dino_vit.data.index import IndexContents, open_index
-from dino_vit.data.labels import number_labels
+from dino_vit.data.labels import encode_labels
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
@@ -100,11 +100,11 @@ def test_files_are_indexed_again_when_they_change(tmp_path, write):
 def test_names_of_classes_beside_shards_are_part_of_what_is_indexed(tmp_path):
     write_tar(tmp_path / "a.tar", {"1.png": b"1", "1.cls": b"1"})
     age()
-    assert open_source(str(tmp_path / "a.tar")).classes == ["1"]
+    assert open_source(str(tmp_path / "a.tar")).labels.names == ("1",)
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
-    assert open_source(str(tmp_path / "a.tar")).classes == ["dog"]
+    assert open_source(str(tmp_path / "a.tar")).labels.names == ("dog",)
     (tmp_path / "classes.txt").write_text("cat\nbee\n")
-    assert open_source(str(tmp_path / "a.tar")).classes == ["bee"]
+    assert open_source(str(tmp_path / "a.tar")).labels.names == ("bee",)
 
 
 def test_one_source_has_one_index_however_its_path_is_written(tmp_path, monkeypatch, built):
@@ -222,7 +222,7 @@ def open_slowly(folder):
     def build(write_images):
         (folder / f"building-{os.getpid()}").touch()
         until((folder / "go").exists)
-        labels = number_labels([None])
+        labels = encode_labels([None])
         return IndexContents(names=[b"a"], sizes=[1], labels=labels)
 
     assert open_index("test", str(folder), build, [str(folder / "missing")]).names.to_pylist() == [b"a"]

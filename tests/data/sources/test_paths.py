@@ -24,7 +24,7 @@ def siblings(tmp_path):
 def test_links_that_lead_to_each_other_make_no_images(siblings):
     source = open_folder(siblings)
     assert [source.name(index) for index in range(len(source))] == ["a/a.png", "b/b.png"]
-    assert source.classes == ["a", "b"]
+    assert source.labels.names == ("a", "b")
 
 
 def test_a_folder_elsewhere_has_the_name_of_the_first_link_to_it(tmp_path):

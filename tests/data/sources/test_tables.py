@@ -51,7 +51,7 @@ def test_remote_tables_of_all_layouts_are_as_local_ones(tables, name, monkeypatc
     assert not server.faults
     assert items(remote) == items(local)
     assert remote.fingerprint == local.fingerprint
-    assert list(remote.classes) == list(local.classes)
+    assert list(remote.labels.names) == list(local.labels.names)
     in_order = sorted(range(8), reverse=True) if name in ("named", "hub") else range(8)
     images = [ONE_MISSING, PICTURES][name in ("named", "hub")]
     assert [data for *_, data in items(local)] == [images[row] or b"" for row in in_order]

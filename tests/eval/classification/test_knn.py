@@ -37,7 +37,7 @@ def features_of(weights, source, spec=CLS):
     """Features as lists, and the names of the classes."""
     source = open_source(str(source))
     unit = torch.nn.functional.normalize(extracted(load_backbone(weights), source, spec=spec).double())
-    return unit, [source.classes[source.label(index)] for index in range(len(source))]
+    return unit, [source.labels.names[source.label(index)] for index in range(len(source))]
 
 
 @pytest.mark.parametrize("spec", [CLS, FeatureSpec(tokens="cls+mean", blocks=2)])

@@ -59,6 +59,7 @@ def rows_of(path):
 
 def predict(photos, weights, *more, labels="labels.csv", code=0):
     given = ["predict", str(photos / "photos"), str(weights), f"labels={photos / labels}", "precision=no"]
+    given += ["several=true"] * (labels == "tags.csv")
     return command_here(*given, "overwrite=true", *more, code=code)
 
 
@@ -117,9 +118,9 @@ def test_several_labels_are_written_as_labels_are(photos, weights):
     read_back = photos / "read.csv"
     lines = [f"{name},{label}" for name, label in zip(columns["name"], columns["label"], strict=True)]
     read_back.write_text("\n".join(["name,label", *lines]))
-    again = dino_vit.predict(photos / "photos", weights, labels=read_back, verbose=False)
+    again = dino_vit.predict(photos / "photos", weights, labels=read_back, several=True, verbose=False)
     assert again.names == [f"{row:03}.png" for row in range(0, IMAGES, 2)]
-    assert again.details["settings"]["task"] is None
+    assert again.details["settings"]["several"]
     assert all({*label.split(";")} <= {*COLOURS, "dark", "light", ""} for label in columns["label"])
     assert "cross-validated mAP" in said
 
@@ -141,6 +142,7 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
         photos / "photos",
         weights,
         labels=photos / labels,
+        several=labels == "tags.csv",
         precision="no",
         verbose=False,
         **more,
@@ -229,8 +231,8 @@ def test_mistakes_are_said(photos, weights):
     with pytest.raises(ValueError, match=r"none of the 96 images .* has a label"):
         dino_vit.predict(folder, weights, verbose=False)
     dino_vit.predict(folder, weights, head=photos / "head.safetensors", **given)
-    with pytest.raises(ValueError, match="task= is of labels to learn from"):
-        dino_vit.predict(folder, photos / "head.safetensors", task="multilabel", verbose=False)
+    with pytest.raises(ValueError, match="several=true is of labels to learn from"):
+        dino_vit.predict(folder, photos / "head.safetensors", several=True, verbose=False)
     with pytest.raises(ValueError, match="head would overwrite weights"):
         dino_vit.predict(folder, weights, head=str(weights), **given)
     one = photos / "one.csv"

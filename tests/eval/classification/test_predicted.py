@@ -39,7 +39,7 @@ def photos(tmp_path):
 
 def features_of(photos, weights, labels):
     """Return features and targets of train and of val, and the names of the targets."""
-    subset = open_subset(str(photos), open_source(str(photos), photos / labels))
+    subset = open_subset(str(photos), open_source(str(photos), photos / labels, several=True))
     names = [subset.source.name(index) for index in subset.indices]
     features = normalize(dino_vit.load_backbone(weights).embed([photos / name for name in names]).double())
     val = np.array([name.startswith("val") for name in names])
@@ -53,7 +53,15 @@ def neighbours_mean(bank, targets, queries, k):
 
 def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
     output = photos / "tags.json"
-    arguments = ["knn", photos, weights, f"labels={photos}/tags.csv", f"output={output}", "k=[5,20]"]
+    arguments = [
+        "knn",
+        photos,
+        weights,
+        f"labels={photos}/tags.csv",
+        "several=true",
+        f"output={output}",
+        "k=[5,20]",
+    ]
     said = command_here(*map(str, arguments), "precision=no")
     found = json.loads(output.read_text())
     bank, targets, queries, true, classes = features_of(photos, weights, "tags.csv")
@@ -82,7 +90,7 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
 
 @pytest.mark.parametrize("method", ["grid", "logistic"])
 def test_linear_classifiers_learn_several_labels(photos, weights, method):
-    settings = {"labels": photos / "tags.csv", "method": method, **SETTINGS}
+    settings = {"labels": photos / "tags.csv", "several": True, "method": method, **SETTINGS}
     settings |= {"steps": 300, "rates": [0.01, 1]} if method == "grid" else {"cs": [10]}
     result = dino_vit.linear(photos, weights, **settings)
     red = result.details["per_target"]["red"]
@@ -126,18 +134,18 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
 
 
 def test_few_images_of_each_class_need_one_class_an_image(photos, weights):
-    message = "shots=1 needs one class for each image; .* has several; task=multiclass takes each"
+    message = "shots=1 needs one class for each image; .* has several"
     with pytest.raises(ValueError, match=message):
-        dino_vit.knn(photos, weights, labels=photos / "tags.csv", shots=1, verbose=False)
+        dino_vit.knn(photos, weights, labels=photos / "tags.csv", several=True, shots=1, verbose=False)
 
 
 def test_one_set_by_another_reads_labels_alike(photos, weights):
-    """The labels of val are of one each, and look like classes."""
     (photos / "one.csv").write_text("path,tags\n" + "".join(f"{row}.png,red\n" for row in range(60, 90)))
     (photos / "two.csv").write_text(
         "path,tags\n" + "".join(f"{row}.png,red{';big' * (row % 2)}\n" for row in range(60))
     )
     sets = {"labels": photos / "one.csv", "train": photos / "train", "train_labels": photos / "two.csv"}
+    sets["several"] = True
     assert dino_vit.knn(photos / "val", weights, k=3, **sets, **SETTINGS).details["task"] == "multilabel"
 
 
@@ -148,10 +156,10 @@ def test_labels_that_no_image_to_judge_by_has_are_an_error(photos, weights, comm
     rows = [f"{line.split(',')[0]},;" if line.startswith("val") else line for line in tags]
     (photos / "none.csv").write_text("\n".join(rows))
     with pytest.raises(ValueError, match="the 30 images to judge by have no labels: give more images"):
-        getattr(dino_vit, command)(photos, weights, labels=photos / "none.csv", **SETTINGS)
+        getattr(dino_vit, command)(photos, weights, labels=photos / "none.csv", several=True, **SETTINGS)
 
 
 def test_backbones_are_compared_by_several_labels(photos, weights):
-    sets = {"labels": photos / "tags.csv", "measures": ["knn"]}
+    sets = {"labels": photos / "tags.csv", "several": True, "measures": ["knn"]}
     result = dino_vit.compare(photos, [weights], untrained=True, **sets, **SETTINGS)
     assert list(result.figures) == ["k-NN mAP"]
