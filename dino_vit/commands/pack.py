@@ -38,9 +38,9 @@ from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_it
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.sources.archives import CLASS_NAMES
-from dino_vit.data.sources.files import plain
 from dino_vit.data.sources.open import archive_files, check_one_set, open_source
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES
+from dino_vit.data.sources.remote import local_path
 from dino_vit.eval.reading import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
 
@@ -183,7 +183,7 @@ def _index(config: PackConfig) -> PackResult:
 def _archives(source: str) -> tuple[str, list[str]]:
     """Return a folder and the archives in it, which are of one split unless a pattern chooses them."""
     folder, files = archive_files(source)
-    if folder == plain(source):
+    if folder == local_path(source):
         check_one_set(folder, sorted(files))
     return folder, files
 

@@ -29,8 +29,8 @@ from dino_vit.core.text import brief, public, public_text
 from dino_vit.data.index import bytes_to_arrow, fingerprint_of, to_arrow
 from dino_vit.data.labels import below_shared, encode_labels, find_splits, folder_labels
 from dino_vit.data.sources.archives import ARCHIVES, FIELDS, class_names, named
-from dino_vit.data.sources.files import UNKNOWN, Refused, file_signature, is_url, read_file, remotely
 from dino_vit.data.sources.paths import suffix_of
+from dino_vit.data.sources.remote import UNKNOWN, Refused, file_signature, is_url, read_file, remotely
 
 CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in
 FINGERPRINTED = 2**24  # with more images, the fingerprint is that of the indexes, not of names and sizes

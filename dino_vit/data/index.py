@@ -33,7 +33,7 @@ from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels, split_column, to_bits
-from dino_vit.data.sources.files import UNKNOWN, file_signatures, is_url
+from dino_vit.data.sources.remote import UNKNOWN, file_signatures, is_url
 
 TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy

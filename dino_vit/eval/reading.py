@@ -20,7 +20,7 @@ from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import LISTED, UnreadableImage, listed
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.sources.remote import SourceLost
 from dino_vit.data.statistics import MEASURED_IMAGES, inspect_images
 from dino_vit.views.eval_transform import FAR, EvalTransform
 

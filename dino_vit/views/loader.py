@@ -27,8 +27,8 @@ from dino_vit.data.images.decoded import DecodedImages
 from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
-from dino_vit.data.sources import files
-from dino_vit.data.sources.files import raise_if_lost
+from dino_vit.data.sources import remote
+from dino_vit.data.sources.remote import raise_if_lost
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
@@ -121,7 +121,7 @@ class Loader(Dataset[Any]):
             prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
-            worker_init_fn=partial(init_worker, stops, files.timeout_s),
+            worker_init_fn=partial(init_worker, stops, remote.timeout_s),
         )
         batches: Iterator[Any] = iter(())
         try:

@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Event
 from dino_vit.core import log
 from dino_vit.core.process import STOP_SIGNALS, release_freed_memory
 from dino_vit.core.runtime import cores_of_a_process
-from dino_vit.data.sources import files
+from dino_vit.data.sources import remote
 
 MOST_WORKERS = 16  # more rarely help, but cost memory
 
@@ -32,7 +32,7 @@ def signals_blocked() -> Iterator[None]:
 
 def init_worker(stops: Event, timeout_s: float, number: int) -> None:
     """Ignore signals sent to all processes of a run, which needs its workers to finish the step."""
-    files.process_stops, files.timeout_s = stops, timeout_s  # no worker goes on waiting for a server
+    remote.process_stops, remote.timeout_s = stops, timeout_s  # no worker goes on waiting for a server
     release_freed_memory()
     if number:
         log.setLevel(logging.ERROR)  # one says that a server does not answer

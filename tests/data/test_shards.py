@@ -13,9 +13,9 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data import shards as module
 from dino_vit.data.shards import Prefetch
-from dino_vit.data.sources import files
-from dino_vit.data.sources.files import ChangedFile, Refused, SourceLost
+from dino_vit.data.sources import remote
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost
 from dino_vit.views import build
 from dino_vit.views.sampler import Sampler
 from tests.support import runs
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(folder, monkeypatch):
-    monkeypatch.setattr(files, "timeout_s", 2)
+    monkeypatch.setattr(remote, "timeout_s", 2)
     with serving(folder) as server:
         yield server
 
@@ -85,7 +85,7 @@ def test_a_server_that_is_gone_is_a_sentence_and_asks_for_a_restart(server, tmp_
 
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_shard_that_the_server_refuses_ends_a_run_at_once(server, tmp_path, monkeypatch, status):
-    monkeypatch.setattr(files, "timeout_s", 600)
+    monkeypatch.setattr(remote, "timeout_s", 600)
     source, copies = opened(server.url, tmp_path / "copies")
     server.statuses["000.tar"] = [status] * 9
     with pytest.raises(Refused, match=rf"000\.tar is not there or may not be read \(.*{status}") as refused:
@@ -223,7 +223,7 @@ def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp
     copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
     assert not partial.exists()
     partial.write_bytes(b"incomplete")
-    with files.retrying(60):
+    with remote.retrying(60):
         assert copies.copy(0)
     assert content(copies, 0) == (folder / "000.tar").read_bytes()
     assert not partial.exists()

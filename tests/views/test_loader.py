@@ -13,10 +13,10 @@ import torch
 
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources import files
-from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.sources import remote
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.remote import SourceLost
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.views import loader
 from dino_vit.views.augment import Augment
@@ -181,7 +181,7 @@ def test_a_server_of_all_images_that_is_gone_asks_for_a_restart(damaged, tmp_pat
         (tmp_path / "list.txt").write_text("\n".join(urls))
         source = open_source(str(tmp_path / "list.txt"))
         server.down = True
-        monkeypatch.setattr(files, "timeout_s", 0.1)
+        monkeypatch.setattr(remote, "timeout_s", 0.1)
         with pytest.raises(SourceLost, match="could not be read for"):
             take(1, source=source)
 

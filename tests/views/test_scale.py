@@ -10,7 +10,7 @@ import pytest
 
 from dino_vit.data.catalogue import VERSION, Catalogue, signature_column
 from dino_vit.data.sources.catalogued import catalogued
-from dino_vit.data.sources.files import UNKNOWN
+from dino_vit.data.sources.remote import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 
 IMAGES, SHARD = 10**9, 1000  # in all, and of a shard

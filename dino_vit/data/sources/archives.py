@@ -21,8 +21,8 @@ from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.label_files import is_label, parse_json
 from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels, folder_labels
 from dino_vit.data.shards import ByteRangeReader, Shards
-from dino_vit.data.sources.files import changed, exists, open_file, read_file
 from dino_vit.data.sources.paths import file_identity, folder_of, is_image, short_names
+from dino_vit.data.sources.remote import changed, exists, open_file, read_file
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index

@@ -12,7 +12,7 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.text import brief, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.sources.files import file_signature, is_url
+from dino_vit.data.sources.remote import file_signature, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 

@@ -22,7 +22,8 @@ from dino_vit.data.image_set import ImageSet, ShardLayout
 from dino_vit.data.labels import Labels, split_column, to_bits
 from dino_vit.data.shards import ByteRangeReader
 from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, ArchiveStore
-from dino_vit.data.sources.files import (
+from dino_vit.data.sources.paths import suffix_of
+from dino_vit.data.sources.remote import (
     ChangedFile,
     exists,
     file_signature,
@@ -30,7 +31,6 @@ from dino_vit.data.sources.files import (
     is_url,
     read_file,
 )
-from dino_vit.data.sources.paths import suffix_of
 
 HELD = 256  # indexes in each process
 

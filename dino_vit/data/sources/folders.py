@@ -16,16 +16,6 @@ from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, WriteImages, indexing, open_index
 from dino_vit.data.label_files import by_name, read_entries
 from dino_vit.data.labels import encode_labels
-from dino_vit.data.sources.files import (
-    PER_IMAGE_TIMEOUT_S,
-    file_signatures,
-    is_folder,
-    is_url,
-    list_remote,
-    plain,
-    read_file,
-    read_image_file,
-)
 from dino_vit.data.sources.paths import (
     IMAGE_SUFFIXES,
     file_identity,
@@ -33,6 +23,16 @@ from dino_vit.data.sources.paths import (
     is_image,
     list_local,
     suffix_of,
+)
+from dino_vit.data.sources.remote import (
+    PER_IMAGE_TIMEOUT_S,
+    file_signatures,
+    is_folder,
+    is_url,
+    list_remote,
+    local_path,
+    read_file,
+    read_image_file,
 )
 
 CONTAINERS = (".tar", ".zip", ".parquet")
@@ -75,7 +75,7 @@ def open_folder(root: str | Path) -> ImageSet:
 
     Hidden files and folders are skipped, links are followed (`list_local`).
     """
-    root = plain(os.fspath(root))
+    root = local_path(os.fspath(root))
     if not is_folder(root):
         raise ValueError(f"{public(root)} is not a folder. Give one with images in it, at any depth.")
     with indexing(root):

@@ -13,18 +13,18 @@ from dino_vit.core.text import BRACES, brief, did_you_mean, expand_braces, plura
 from dino_vit.data.image_set import ImageSet, mix_sets
 from dino_vit.data.label_files import join_labels
 from dino_vit.data.labels import HELD_OUT, TRAIN
-from dino_vit.data.sources.files import (
+from dino_vit.data.sources.folders import NoImages, open_files, open_folder, open_list
+from dino_vit.data.sources.paths import IMAGE_SUFFIXES, list_local, suffix_of
+from dino_vit.data.sources.remote import (
     exists,
     is_folder,
     is_http,
     is_url,
     list_remote,
-    plain,
+    local_path,
     remotely,
     retry,
 )
-from dino_vit.data.sources.folders import NoImages, open_files, open_folder, open_list
-from dino_vit.data.sources.paths import IMAGE_SUFFIXES, list_local, suffix_of
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
@@ -57,7 +57,7 @@ def open_source(
     if several and labels is None:
         if not isinstance(spec, str) or suffix_of(spec) not in LISTS:
             raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
-        return open_list(plain(spec), several=True)
+        return open_list(local_path(spec), several=True)
     if not isinstance(spec, str):
         if labels is not None:
             raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
@@ -69,7 +69,7 @@ def open_source(
 
 
 def _open(spec: str) -> ImageSet:
-    spec = plain(spec)
+    spec = local_path(spec)
     for opener in OPENERS:
         if (images := opener(spec)) is not None:
             return images
@@ -191,7 +191,7 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
 
 def archive_files(spec: str) -> tuple[str, list[str]]:
     """Return the folder of some archives, given by it or by a pattern, and their paths in it."""
-    spec = plain(spec)
+    spec = local_path(spec)
     folder, files = spec, list[str]()
     if suffix_of(spec) not in ARCHIVE_SUFFIXES or os.path.isdir(spec):
         files = list(list_remote(spec) if is_url(spec) else list_local(spec)) if is_folder(spec) else []

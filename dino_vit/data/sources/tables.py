@@ -23,8 +23,8 @@ from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, WriteImages, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, encode_labels
-from dino_vit.data.sources.files import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
 from dino_vit.data.sources.paths import short_names
+from dino_vit.data.sources.remote import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")

@@ -10,7 +10,7 @@ from functools import lru_cache
 import pytest
 
 from dino_vit.data import shards
-from dino_vit.data.sources import files
+from dino_vit.data.sources import remote
 from dino_vit.data.sources.archives import list_members
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, items, write_tar, write_zip
@@ -183,5 +183,5 @@ def test_a_later_time_is_no_change_of_an_archive_and_another_member_is(tmp_path)
     assert [source.read(index) for index in range(len(source))] == expected
     write_tar(path, {name.replace("cat/", "cow/"): data for name, data in FILES.items()})
     os.utime(path, (2.1e9, 2.1e9))
-    with pytest.raises(files.ChangedFile, match="changed after it was indexed"):
+    with pytest.raises(remote.ChangedFile, match="changed after it was indexed"):
         source.read(0)

@@ -11,8 +11,8 @@ from PIL import Image
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import join_sets
-from dino_vit.data.sources.files import remote_signature
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.remote import remote_signature
 from dino_vit.data.sources.tables import open_hub
 from tests.support.image_sets import write_tar
 from tests.support.images import saved

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dino_vit.data.sources import files
-from dino_vit.data.sources.files import SourceLost
+from dino_vit.data.sources import remote
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.remote import SourceLost
 from dino_vit.data.sources.tables import find_columns
 from tests.support.remote import serving
 
@@ -43,22 +43,22 @@ def tables(tmp_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_remote_tables_of_all_layouts_are_as_local_ones(tables, name, monkeypatch):
-    monkeypatch.setattr(files, "MOST_REQUESTED", 100)  # so that a file takes several requests
+    monkeypatch.setattr(remote, "MOST_REQUESTED", 100)  # so that a file takes several requests
     local = open_source(str(tables / f"{name}.parquet"))
     with serving(tables) as server:
         server.faults = ["500", "cut", "short", "long"]
-        remote = open_source(f"{server.url}/{name}.parquet")
+        far = open_source(f"{server.url}/{name}.parquet")
     assert not server.faults
-    assert items(remote) == items(local)
-    assert remote.fingerprint == local.fingerprint
-    assert list(remote.labels.names) == list(local.labels.names)
+    assert items(far) == items(local)
+    assert far.fingerprint == local.fingerprint
+    assert list(far.labels.names) == list(local.labels.names)
     in_order = sorted(range(8), reverse=True) if name in ("named", "hub") else range(8)
     images = [ONE_MISSING, PICTURES][name in ("named", "hub")]
     assert [data for *_, data in items(local)] == [images[row] or b"" for row in in_order]
 
 
 def test_a_table_that_is_damaged_or_out_of_reach_is_a_sentence(tables, monkeypatch):
-    monkeypatch.setattr(files, "timeout_s", 2)
+    monkeypatch.setattr(remote, "timeout_s", 2)
     path = tables / "hub.parquet"
     data = bytearray(path.read_bytes())
     data[4:40] = bytes(36)  # the header of the first page

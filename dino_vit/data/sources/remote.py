@@ -87,7 +87,7 @@ def is_http(path: str) -> bool:
     return path.lower().startswith(("http://", "https://"))
 
 
-def plain(path: str) -> str:
+def local_path(path: str) -> str:
     """Return a local path without `file://` and `~`; other URLs as they are."""
     if path.startswith("file://"):
         return path.removeprefix("file://")
