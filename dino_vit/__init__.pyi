@@ -515,7 +515,7 @@ def knn(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -574,7 +574,7 @@ def linear(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -628,7 +628,7 @@ def predict(
     The settings and their defaults:
 
       source=...                          images to label: those without a label, or all if train is given
-      weights=...                         run folder, weights file, or a file that head= wrote
+      weights=...                         run folder, weights file, gradients, or a file that head= wrote
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -664,7 +664,6 @@ def compare(
     several: bool = False,
     seed: int = 0,
     measures: Literal["knn", "linear"] | collections.abc.Sequence[Literal["knn", "linear"]] = (),
-    untrained: bool = False,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | CompareConfig | None = None,
     verbose: bool = True,
@@ -678,7 +677,7 @@ def compare(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folders or weights files
+      weights=...                         run folders, weights files, gradients, pixels, untrained (the network of the first)
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -694,7 +693,6 @@ def compare(
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       measures=[]                         what to measure; empty: both
-      untrained=false                     also measure an untrained network of the architecture of the first
       output=null                         folder for a picture and JSON files; null: comparison, in Python none
     """
 
@@ -761,7 +759,7 @@ def embed(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder, weights file, hf:OWNER/NAME or timm:NAME
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]

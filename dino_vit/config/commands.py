@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import ResizeMode, Sources, Tokens, WeightsFormat
+from dino_vit.config.sections import BASELINES, ResizeMode, Sources, Tokens, WeightsFormat
 from dino_vit.config.settings import (
     Count,
     Dimension,
@@ -40,6 +40,7 @@ TableFile = Annotated[str, Field(pattern=r"\.(csv|parquet)$", examples=["FILE.cs
 ParquetFile = Annotated[str, Field(pattern=r"\.parquet$", examples=["FILE.parquet"])]
 SafetensorsFile = Annotated[str, Field(pattern=r"\.safetensors$", examples=["FILE.safetensors"])]
 HtmlFile = Annotated[str, Field(pattern=r"\.html$", examples=["FILE.html"])]
+UNTRAINED = "untrained"  # among the weights of `compare`
 IN_PYTHON = "in Python none"
 SEVERAL: bool = setting(False, "a cell of the file of labels has several labels of an image, as in sea;sky")
 OVERWRITE: bool = setting(False, "replace files that exist", resumable=True)
@@ -51,7 +52,7 @@ class BackboneConfig(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("source", "weights")
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
-    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME or timm:NAME")
+    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     fit: ResizeMode | None = setting(
@@ -141,7 +142,7 @@ class PredictConfig(CachedConfig):
     )
     writes: ClassVar = "predictions.csv"
     source: str = Field(description="images to label: those without a label, or all if train is given")
-    weights: str = Field(description="run folder, weights file, or a file that head= wrote")
+    weights: str = Field(description="run folder, weights file, gradients, or a file that head= wrote")
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV or JSON file with the labels; null: the images' own")
     several: bool = SEVERAL
@@ -159,11 +160,12 @@ class PredictConfig(CachedConfig):
 class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare the weights of several trainings on the same images, and say which to take."""
 
-    examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a untrained=true output=gain")
+    examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a gradients pixels untrained")
     # Several, where the other commands take one.
-    weights: NonEmpty[str] = Field(description="run folders or weights files")  # type: ignore[assignment]
+    weights: NonEmpty[str] = Field(  # type: ignore[assignment]
+        description="run folders, weights files, gradients, pixels, untrained (the network of the first)"
+    )
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: both")
-    untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     output: str | None = setting(None, f"folder for a picture and JSON files; null: comparison, {IN_PYTHON}")
     writes: ClassVar = "comparison"
 
@@ -172,8 +174,15 @@ class CompareConfig(SupervisedConfig, CachedConfig):
         yield from super().contradictions()
         if len(set(self.weights)) < len(self.weights):
             yield "weights are given twice; give each once"
-        if len(self.weights) + self.untrained < 2:
-            yield "give two weights or more, or one and untrained=true"
+        if len(self.weights) < 2:
+            yield f"give two weights or more, such as {self.weights[0]} gradients pixels untrained"
+        if UNTRAINED in self.weights and not self.trained:
+            yield "untrained has the network of other weights: give these too"
+
+    @property
+    def trained(self) -> list[str]:
+        """The weights that name a network."""
+        return [weights for weights in self.weights if weights not in (UNTRAINED, *BASELINES)]
 
 
 class AttentionConfig(Settings):

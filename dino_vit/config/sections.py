@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -35,6 +35,8 @@ WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "hugging
 ResizeMode = Literal["crop", "whole"]  # how an evaluation resizes an image
 Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
+BaselineName = Literal["pixels", "gradients"]  # features that nothing has learned, in the place of weights
+BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 # Settings that a model of timm has no use for.
 VIT_SETTINGS = (
     *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +93,7 @@ class ImageSummary:
         return 3 if counts.keys() == {1, 3} else counts.most_common(1)[0][0]
 
     @property
-    def bits(self) -> int:
+    def bits(self) -> Literal[8, 16]:
         return 16 if any(image.deep for image in self.images) else 8
 
     def count(self, key: Callable[[ImageInfo], str]) -> dict[str, int]:

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core import height_width, log
+from dino_vit.config.sections import BASELINES
+from dino_vit.core import Size, height_width, log
 from dino_vit.core.cache import FEATURES, bound_caches, cache_folder, keep
 from dino_vit.core.distributed import (
     agree,
@@ -30,8 +31,16 @@ from dino_vit.core.distributed import (
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import progress
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.statistics import (
+    INSPECTED_IMAGES,
+    MEASURED_IMAGES,
+    channel_statistics,
+    inspect_images,
+)
 from dino_vit.eval.reading import (
     Features,
     concatenate,
@@ -46,6 +55,7 @@ from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 
 if TYPE_CHECKING:
     from dino_vit.config.commands import BackboneConfig
+    from dino_vit.weights.backbones import LoadedBackbone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +161,16 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
     from dino_vit.config.commands import CachedConfig
     from dino_vit.weights import load_backbone  # a run that trains needs neither
 
-    accelerator = start_processes()
-    model = load_backbone(config.weights, network=config.network).to(accelerator.device)
-    precision = choose_precision(config.precision, accelerator.device)
+    device, precision = start_processes().device, "no"
+    size = None if config.size is None else height_width(config.size)
+    if config.weights in BASELINES:
+        images = open_source(getattr(config, "train", None) or config.source)
+        model = build_baseline(config.weights, images, size=size).to(device)
+    else:
+        model = load_backbone(config.weights, network=config.network).to(device)
+        precision = choose_precision(config.precision, device)
     if precision != "no":
         log.info("features are computed in %s; precision=no computes them in float32", precision)
-    size = None if config.size is None else height_width(config.size)
     caches: dict[str, Any] = {}
     if isinstance(config, CachedConfig):
         caches = {"cache": None if config.cache is None else Path(config.cache), "cache_gb": config.cache_gb}
@@ -168,6 +182,30 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
         threads=config.num_workers or min(cores_of_a_process(world_size()), 16),
         **caches,
     )
+
+
+def build_baseline(
+    name: str, source: ImageSet, *, pixels: Pixels | None = None, size: Size | None = None
+) -> "LoadedBackbone":
+    """Return a baseline for some images: of their channels and depth, and by their own mean and std."""
+    from dino_vit.weights import load_backbone
+
+    if pixels is None:
+        summary = inspect_images(source, evenly_spaced(len(source), INSPECTED_IMAGES))
+        pixels = Pixels(channels=summary.channels, bits=summary.bits)
+    measured = channel_statistics(source, evenly_spaced(len(source), MEASURED_IMAGES), pixels)
+    model = load_backbone(name, channels=pixels.channels, image_size=size)
+    std = tuple(max(value, 1e-3) for value in measured.std)  # a channel that is the same everywhere stays so
+    model.provenance = replace(
+        model.provenance, mean=measured.mean, std=std, bits=pixels.bits, range=pixels.range
+    )
+    return model
+
+
+def baseline_like(frozen: FrozenBackbone, name: str, source: ImageSet) -> FrozenBackbone:
+    """Return a baseline for the same images, in the place of a backbone."""
+    model = build_baseline(name, source, pixels=frozen.transform.pixels).to(frozen.device)
+    return replace(frozen, model=model, transform=eval_transform_of(model), autocast=None)
 
 
 def cached_features(

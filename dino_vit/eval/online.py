@@ -12,6 +12,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size
 from dino_vit.core.blocks import choose_blocks
 from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
@@ -19,16 +20,10 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet, choose_splits, count_shared
-from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
-from dino_vit.eval.reading import (
-    Features,
-    missing_indices,
-    pixel_features,
-    raw_pixel_transform,
-    warn_of_unreadable,
-)
+from dino_vit.eval.reading import Features, missing_indices, warn_of_unreadable
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
@@ -214,24 +209,27 @@ class OnlineEvaluation:
         else:
             guess = targets.mean(dim=0).expand_as(targets)
             largest, chance = None, max(0.0, self._judge(guess, targets, torch.tensor(queries)).percent)
-        raw_pixels, colours = self._raw_pixels()
         return Guesses(
             metric=TITLES[self.task],
-            raw_pixels=raw_pixels,
-            colours=colours,
+            **self._baselines(),
             largest_class=largest,
             chance=chance,
             queries=len(queries),
             leave_one_out=self.bank is None,
         )
 
-    def _raw_pixels(self) -> tuple[float, float]:
-        """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
-        transform = raw_pixel_transform(self.source, self.indices, self.transform.pixels)
-        pixels = pixel_features(self.source, self.indices, transform=transform)
-        images = pixels.values.view(-1, transform.pixels.channels, *transform.size)
-        knn = self._classified(pixels.values, pixels.indices)
-        return knn.percent, self._probe(colours(images), pixels.indices).percent
+    def _baselines(self) -> dict[str, float]:
+        """Return the accuracies of neighbours by each baseline, and that of a probe of colours."""
+        figures, pixels = dict[str, float](), self.transform.pixels
+        for name in BASELINES:
+            model = build_baseline(name, self.source, pixels=pixels)
+            frozen = FrozenBackbone(model=model, transform=model.transform)
+            features = frozen.extract(self.source, self.indices)
+            figures[name] = self._classified(features.values, features.indices).percent
+            if name == "pixels":
+                images = features.values.view(-1, pixels.channels, *model.image_size)
+                figures["colours"] = self._probe(colours(images), features.indices).percent
+        return figures
 
     def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
         """Compute the features of this process's share and return those of all processes."""

@@ -5,28 +5,24 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TypeVar
 
 import numpy as np
 import torch
-from einops import rearrange
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import LISTED, UnreadableImage, listed
-from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.remote import SourceLost
-from dino_vit.data.statistics import MEASURED_IMAGES, inspect_images
+from dino_vit.data.statistics import inspect_images
 from dino_vit.views.eval_transform import FAR, EvalTransform
 
 T = TypeVar("T")
 R = TypeVar("R")
-PIXEL_SIDE = 32  # more raw pixels cost memory and classify no better
 
 
 @dataclass(frozen=True)
@@ -36,31 +32,6 @@ class Features:
     values: Tensor
     indices: Tensor  # int64 (n,), on the CPU
     unreadable: tuple[UnreadableImage, ...]
-
-
-def raw_pixel_transform(source: ImageSet, indices: Sequence[int], pixels: Pixels) -> EvalTransform:
-    """Return how raw pixels of images are prepared: small, and normalised by their own mean and std.
-
-    So the baseline is the same whatever network it is compared with.
-    """
-    size, channels = (PIXEL_SIDE, PIXEL_SIDE), pixels.channels
-    plain = EvalTransform(size=size, mean=(0.0,) * channels, std=(1.0,) * channels, pixels=pixels)
-    sample = [indices[place] for place in evenly_spaced(len(indices), MEASURED_IMAGES)]
-    values = pixel_features(source, sample, transform=plain).values
-    std, mean = torch.std_mean(rearrange(values, "n (c pixel) -> c (n pixel)", c=channels), dim=1)
-    # A channel that is the same everywhere stays so.
-    return replace(plain, mean=tuple(mean.tolist()), std=tuple(std.clamp(min=1e-3).tolist()))
-
-
-def pixel_features(source: ImageSet, indices: Sequence[int], *, transform: EvalTransform) -> Features:
-    """Return the flattened normalised pixels of images: a baseline for any features."""
-    normalise = transform.normaliser(torch.device("cpu"))
-    parts = list[Features]()
-    with progress("Reading pixels", len(indices)) as advance:
-        for batch in read_batches(source, transform, in_batches(indices, 256)):
-            parts.append(replace(batch, values=normalise(batch.values).flatten(1)))
-            advance(len(batch.indices))
-    return concatenate(parts)
 
 
 def concatenate(parts: Sequence[Features]) -> Features:

@@ -10,7 +10,6 @@ b images, c channels, n orientations, y x rows and columns of cells or blocks, v
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.config.constructors import takes
+from dino_vit.config.sections import BaselineName
 from dino_vit.config.settings import Dimension, Side
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
@@ -48,19 +48,19 @@ def gradient_histograms(images: Tensor) -> Tensor:
     return F.normalize(clipped, dim=1, eps=EPS).flatten(1)
 
 
-Name = Literal["pixels", "gradients"]
-BASELINES: dict[Name, Callable[[Tensor], Tensor]] = {
+FEATURES: dict[BaselineName, Callable[[Tensor], Tensor]] = {
     "pixels": lambda images: images.flatten(1),
     "gradients": gradient_histograms,
 }
-SIDES: dict[Name, int] = {"pixels": 32, "gradients": 48}  # more pixels cost memory and classify no better
+# More pixels cost memory and classify no better.
+SIDES: dict[BaselineName, int] = {"pixels": 32, "gradients": 48}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineConfig:
     """The keywords of a `Baseline`, which its files of classifiers record."""
 
-    name: Name
+    name: BaselineName
     image_size: Side | None = None  # by the name
     channels: Dimension = 3
 
@@ -75,7 +75,7 @@ class Baseline(Backbone):
     @takes(BaselineConfig)
     def __init__(self, config: BaselineConfig) -> None:
         super().__init__()
-        self.config, self.compute, self.channels = config, BASELINES[config.name], config.channels
+        self.config, self.compute, self.channels = config, FEATURES[config.name], config.channels
         self.image_size = self.patch_size = height_width(config.image_size or SIDES[config.name])
         if config.name == "gradients" and min(self.image_size) < 2 * CELL:
             raise ValueError(f"gradients need images of {2 * CELL} pixels or more, not {self.image_size}")

@@ -54,10 +54,11 @@ class OnlineFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Guesses:
-    """What needs no network, in per cent, and what all accuracies are; figures are missing without labels."""
+    """What needs no training, in per cent, and what accuracies are; figures are missing without labels."""
 
     metric: Title = "top-1"  # what all accuracies are
-    raw_pixels: float | None = None
+    pixels: float | None = None  # k-NN by the baselines
+    gradients: float | None = None
     colours: float | None = None  # a probe of the mean and std of each channel
     largest_class: float | None = None  # always guessed
     chance: float | None = None  # of several labels: always guessing their mean

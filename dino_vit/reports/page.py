@@ -10,6 +10,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
 from dino_vit.reports.record import RunRecord, changed_settings, diagnosis, facts, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
@@ -20,7 +21,7 @@ BUCKETS = 300  # the lowest and the highest point of each are kept
 # The few numbers to look at first: title, field of a record, format, and what to compare it with, figures
 # from before training.
 FIGURES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("k-NN", "knn", "{:.1f} %", ("knn", "raw_pixels")),
+    ("k-NN", "knn", "{:.1f} %", ("knn", *BASELINES)),
     ("effective rank, about how many dimensions the features use", "rankme", "{:.0f}", ("rankme",)),
 )
 
@@ -145,7 +146,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     uniform_patches = {f"{share:g} · {name}": share * value for name, value in uniform.items()}
     entropies = {"mean output": "mean_output_entropy", "each output": "output_entropy"}
     patch_entropies = {name: f"patch_{field}" for name, field in entropies.items()}
-    knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
+    knn = record.baseline_levels("knn", *BASELINES, "largest_class")
     metric = record.baseline.metric.replace("top-1", "accuracy")
     rank = record.baseline_levels("rankme")
     loss = LOSS if prototypes else IMITATED

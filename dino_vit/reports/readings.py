@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Binomial
 
+from dino_vit.config.sections import BASELINES
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % confidence interval, in standard errors
@@ -20,7 +21,8 @@ QUERIES = 1000  # where a run did not record how many images an accuracy is of
 FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "probe": "ridge probe"}
 # The figures that a k-NN accuracy is compared with.
 COMPARED = {
-    "raw_pixels": "raw pixels",
+    "pixels": "pixels",
+    "gradients": "gradients",
     "colours": "colours alone",
     "largest_class": "largest class",
     "chance": "chance",
@@ -131,10 +133,17 @@ def levels_text(baseline: Baseline, untrained: str = "before training") -> str:
     return ", ".join(f"{title} {levels[name]:.1f}" for name, title in titles.items() if name in levels)
 
 
-def above_raw_pixels(figures: MetricsRecord | Baseline, baseline: Baseline) -> float | None:
-    """Return by how many points k-NN is above k-NN by raw pixels, if both are known."""
-    knn, raw_pixels = figures.knn, baseline.figures().get("raw_pixels")
-    return None if knn is None or raw_pixels is None or not math.isfinite(knn) else knn - raw_pixels
+def better_baseline(baseline: Baseline) -> tuple[str, float] | None:
+    """Return the name and the k-NN accuracy of the better of pixels and gradients, if any is known."""
+    levels = baseline.figures()
+    known = [(levels[name], name) for name in BASELINES if name in levels]
+    return max(known)[::-1] if known else None
+
+
+def above_baseline(figures: MetricsRecord | Baseline, baseline: Baseline) -> float | None:
+    """Return by how many points k-NN is above that by the better baseline, if both are known."""
+    knn, better = figures.knn, better_baseline(baseline)
+    return None if knn is None or better is None or not math.isfinite(knn) else knn - better[1]
 
 
 def _margin(percent: float, images: int | None, error: float | None) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Settings, flat, settings_of, values
 from dino_vit.core import log
 from dino_vit.core.text import did_you_mean, plural, public, public_values
@@ -114,7 +115,7 @@ class RunRecord:
     def baseline_levels(self, *figures: str) -> dict[str, float]:
         """Return figures measured before the first step, by the name of what they were measured on."""
         network = "initial weights" if self.config.init else "untrained"
-        names = {"raw_pixels": "raw pixels", "largest_class": "largest class", "chance": "chance"}
+        names = {name: name for name in BASELINES} | {"largest_class": "largest class", "chance": "chance"}
         measured = self.baseline.figures()
         return {names.get(figure, network): measured[figure] for figure in figures if figure in measured}
 

@@ -21,7 +21,8 @@ from dino_vit.reports.readings import (
     Diagnosis,
     DiagnosisName,
     Reading,
-    above_raw_pixels,
+    above_baseline,
+    better_baseline,
     chance,
     collapse,
     evaluations_of,
@@ -35,7 +36,7 @@ FEW_STEPS = 300
 ENOUGH = 3  # evaluations before a run is said to have gained nothing
 HALF = 0.5  # a rank below this share of the first, or of the best, has collapsed
 RISES = 1.0  # points or dimensions; what rises less in the last third of a run hardly rises
-FAR = 10.0  # points below raw pixels from which on more of the same is no advice
+FAR = 10.0  # points below the better baseline from which on more of the same is no advice
 AWAKE = 0.01  # a loss that was stuck at ln(prototypes) has left it with this share of it below
 INFORMATIVE = 0.1  # without labels, outputs that say at least this share of what they could about an image
 WAITING = 0.2  # the share of its time that a run may wait for images before it gets advice
@@ -116,9 +117,15 @@ class JudgedRun:
         return any(reading.rise > 0 for reading in self.changes)
 
     @property
-    def above_pixels(self) -> float:
-        """Points of k-NN above raw pixels; 0 where they are not known."""
-        return (above_raw_pixels(self.evaluations[-1], self.before) or 0.0) if self.evaluations else 0.0
+    def above_baseline(self) -> float:
+        """Points of k-NN above the better of pixels and gradients; 0 where they are not known."""
+        return (above_baseline(self.evaluations[-1], self.before) or 0.0) if self.evaluations else 0.0
+
+    @property
+    def below(self) -> str:
+        """Say by how much k-NN is below the better baseline, if it is."""
+        better, points = better_baseline(self.before), -self.above_baseline
+        return f"k-NN is {points:.1f} points below {better[0]}" if better and points > 0 else ""
 
     @property
     def ranks(self) -> list[float]:
@@ -226,8 +233,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
 
 
 def _judge_accuracies(run: JudgedRun) -> Diagnosis:
-    below = f"k-NN is {-run.above_pixels:.1f} points below raw pixels" if run.above_pixels < 0 else ""
-    figures = _accuracy_text(run)
+    below, figures = run.below, _accuracy_text(run)
     if run.gained:
         return Diagnosis("learning", f"It has learned{below and f', but {below}'}: {figures}.")
     if run.is_evaluated_early:
@@ -248,8 +254,8 @@ def _accuracy_text(run: JudgedRun) -> str:
     how = HOW[reading.field]
     reaches = "is right for" if run.before.metric == "top-1" else f"reaches an {run.before.metric} of"
     text = f"{how} {reaches} {reading.percent:.1f} %, before training {reading.before:.1f} %"
-    pixels = run.before.figures().get("raw_pixels")
-    return text if pixels is None or reading.field == "probe" else f"{text}, by raw pixels {pixels:.1f} %"
+    better = None if reading.field == "probe" else better_baseline(run.before)
+    return f"{text}, by {better[0]} {better[1]:.1f} %" if better else text
 
 
 def _judge_ranks(run: JudgedRun) -> Diagnosis:
@@ -301,7 +307,7 @@ def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
         return "In a new run, try recipe=auto." if is_own else slower
     if not run.finished or not run.evaluations:
         return ""
-    if run.above_pixels > -FAR:  # else more of the same is no advice
+    if run.above_baseline > -FAR:  # else more of the same is no advice
         longer = f"In a new run, try {run.length(2)}"
         if name == "learning" and run.rises:
             before, now = run.rises
@@ -310,7 +316,7 @@ def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
             return f"{longer}, or label more images: {run.readings[0].images:,} are few to tell by."
     if name == "stuck" and is_own:
         return "In a new run, try recipe=auto."
-    if name == "stuck" or run.above_pixels < 0:
+    if name == "stuck" or run.above_baseline < 0:
         return published_advice(config)
     return ""
 

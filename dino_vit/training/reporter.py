@@ -35,7 +35,7 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.reports.readings import FIGURES, above_raw_pixels, levels_text
+from dino_vit.reports.readings import FIGURES, better_baseline, levels_text
 from dino_vit.reports.verdict import FAR, WAITING_HELP, judge, published_advice, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
@@ -46,7 +46,7 @@ COLUMNS_HELP = (
     "wait: share of the time spent waiting for images"
 )
 FEW_CHOICES = 3  # each gets a line at the start
-# Images of a run too short to catch up with far better raw pixels: on photos of hands 60,000 did not, and
+# Images of a run too short to catch up with far better baselines: on photos of hands 60,000 did not, and
 # 800,000 did.
 FEW_VIEWED = 500_000
 SAMPLE = 1000  # images that are looked at for some without a label
@@ -215,7 +215,7 @@ class Reporter:
         text += f"; `dino-vit embed {images} {chosen}` writes features"
         return (
             f"{text}; `dino-vit predict {images} {chosen} labels=few.csv` labels all by those of a few, "
-            "and says first whether the features are better than raw pixels"
+            "and says first whether the features are better than pixels and gradients"
         )
 
 
@@ -255,12 +255,12 @@ def describe_baseline(run: ReadyRun, baseline: Baseline) -> Iterator[str]:
         f"before the first step, {measured} in per cent: {levels_text(baseline, network)} "
         "(by k-NN, which names an image after the most similar others)"
     )
-    distance = above_raw_pixels(baseline, baseline)
-    if distance is not None and distance <= -FAR and images < FEW_VIEWED:
+    name, percent = better_baseline(baseline) or ("", 0.0)
+    if percent - baseline.knn >= FAR and images < FEW_VIEWED:
         yield (
-            f"raw pixels are {-distance:.0f} points better than the untrained network, which may not catch "
-            f"up in {images:,} images: give it an hour, not minutes. {published_advice(config)}".rstrip()
-        )
+            f"{name} are {percent - baseline.knn:.0f} points better than the untrained network, which may "
+            f"not catch up in {images:,} images: give it an hour, not minutes. {published_advice(config)}"
+        ).rstrip()
 
 
 def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dino_vit.config.sections import Tokens
 from dino_vit.models.backbone import Backbone, FeatureSpec, eval_mode
+from dino_vit.models.baselines import Baseline
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 
@@ -57,7 +58,8 @@ class LoadedBackbone(Backbone):
         if single or not isinstance(images, Iterable):
             return self.embed([images], tokens=tokens, blocks=blocks, reshape=reshape)[0]
         remaining, spec = iter(images), FeatureSpec(tokens=tokens, blocks=blocks)
-        weight, parts = next(self.parameters()), [torch.empty(0, *spec.shape(self, self.transform.size))]
+        weight = next(chain(self.parameters(), self.buffers()))  # a baseline has no parameters
+        parts = [torch.empty(0, *spec.shape(self, self.transform.size))]
         with eval_mode(self):
             while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
                 inputs = torch.stack(batch).to(weight.device, weight.dtype)
@@ -72,3 +74,7 @@ class LoadedTransformer(LoadedBackbone, VisionTransformer):
 
 class LoadedTimmBackbone(LoadedBackbone, TimmBackbone):
     """A model of timm from a file or a run."""
+
+
+class LoadedBaseline(LoadedBackbone, Baseline):
+    """Pixels or gradients, which have no weights."""

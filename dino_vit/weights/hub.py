@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from dino_vit.config.sections import BASELINES
 from dino_vit.core import log
 from dino_vit.core.storage import StorageError
 from dino_vit.core.text import brief
@@ -17,7 +18,7 @@ PROCESSOR = "preprocessor_config.json"
 
 def is_name(source: object) -> bool:
     """Tell whether weights are given by name, not by path."""
-    return isinstance(source, str) and source.startswith(PREFIXES)
+    return isinstance(source, str) and (source in BASELINES or source.startswith(PREFIXES))
 
 
 def fetch(name: str) -> Path:

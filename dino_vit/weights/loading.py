@@ -22,19 +22,26 @@ from torch import Tensor
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import get
 from dino_vit.core import height_width, log
 from dino_vit.core.checkpoint import read_checkpoint
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.text import log_shown, plural
 from dino_vit.models.backbone import Backbone, Provenance
+from dino_vit.models.baselines import BaselineConfig
 from dino_vit.models.head import DINOHead
 from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import FIRST_KERNEL, inflate
 from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmConfig
 from dino_vit.models.vit import ViTConfig
-from dino_vit.weights.backbones import LoadedBackbone, LoadedTimmBackbone, LoadedTransformer
+from dino_vit.weights.backbones import (
+    LoadedBackbone,
+    LoadedBaseline,
+    LoadedTimmBackbone,
+    LoadedTransformer,
+)
 from dino_vit.weights.formats.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
 from dino_vit.weights.reading import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
@@ -56,7 +63,8 @@ def load_backbone(
 ) -> LoadedBackbone:
     """Return the backbone of a run folder, a hub folder, a file or a dict, in evaluation mode.
 
-    Names work too: `hf:OWNER/NAME` of the Hugging Face Hub, `timm:NAME` of timm's models there.
+    Names work too: `hf:OWNER/NAME` of the Hugging Face Hub, `timm:NAME` of timm's models there, and the
+    baselines `pixels` and `gradients`, which have no weights.
     `network` selects the teacher or the student of a training checkpoint; `format` decides where files of
     DINO and of timm look alike; `trained_size` is for files whose positions do not form a square; `verbose`
     shows what was loaded and converted. Any keyword of `VisionTransformer` overrides what the tensors show:
@@ -77,7 +85,7 @@ def load_backbone(
         text = f"{raw.source} states a shorter_side of {side} pixels, less than its crop"
         raise WeightsError(f"{text} of {crop[0]} × {crop[1]}")
     model.provenance = origin
-    if verbose:
+    if verbose and raw.tensors:
         loaded = f"loaded {len(model.state_dict())} tensors"
         facts = f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
         # Python hides the line in a program that has set no level.
@@ -101,6 +109,9 @@ def _load(
         except OtherArchitecture:
             if "timm_name" not in raw.facts:
                 raise
+    if stated.get("name") in BASELINES:
+        _refuse_unknown(raw.source, BaselineConfig, overrides)
+        return OURS, LoadedBaseline(**{**stated, **overrides}), []
     backbone, notes = _load_timm(raw, overrides)
     return OURS if raw.metadata else TIMM, backbone, notes
 
@@ -207,13 +218,7 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
 
 def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTimmBackbone, list[str]]:
     """Return a model of timm with its weights; other channels get kernels as timm makes them."""
-    arguments = [field.name for field in fields(TimmConfig) if field.name != "name"]
-    if unknown := [name for name in overrides if name not in arguments]:
-        advice = f"its arguments are {', '.join(arguments)}"
-        if "mask_token" in unknown:
-            advice = "set loss.patch_weight=0"
-        missing = unknown[0].replace("_", " ")
-        raise WeightsError(f"{raw.source} is a model of timm, which has no {missing}; {advice}")
+    _refuse_unknown(f"{raw.source} is a model of timm, which", TimmConfig, overrides)
     facts, tensors = raw.facts, raw.tensors
     if changed := facts.get("model_args"):
         text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"
@@ -246,6 +251,16 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTim
         notes.append(f"resampled {', '.join(other)} to another size as timm does")
     _load_strictly(model, tensors, raw.source)
     return model, notes
+
+
+def _refuse_unknown(what: str, record: type, overrides: Mapping[str, Any]) -> None:
+    """Refuse arguments that a backbone has not."""
+    arguments = [field.name for field in fields(record) if field.name != "name"]
+    if unknown := [name for name in overrides if name not in arguments]:
+        advice = f"its arguments are {', '.join(arguments)}"
+        if "mask_token" in unknown:
+            advice = "set loss.patch_weight=0"
+        raise WeightsError(f"{what} has no {unknown[0].replace('_', ' ')}; {advice}")
 
 
 def _check_size(stated: Mapping[str, Any], raw: RawWeights) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.config.constructors import arguments_of
+from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size, height_width, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import (
@@ -31,6 +32,7 @@ from dino_vit.core.storage import (
 )
 from dino_vit.core.text import brief, did_you_mean, plural, public_values
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.baselines import BaselineConfig
 from dino_vit.models.timm_backbone import TimmConfig
 from dino_vit.models.vit import ViTConfig
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
@@ -62,11 +64,13 @@ class RawWeights:
 
 
 def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWeights:
-    """Read a run folder, a hub folder, a file or a dict."""
+    """Read a run folder, a hub folder, a file or a dict; a baseline is all in its name."""
     if network not in NETWORKS:
         raise WeightsError(f"network={network!r} is not supported; choose from {', '.join(NETWORKS)}")
     if isinstance(source, Mapping):
         return _unwrap(source, RawWeights({}, source="a dict", sha256=""), network)
+    if source in BASELINES:
+        return RawWeights({}, str(source), sha256="", metadata={"architecture": {"name": source}})
     named = is_name(source)
     try:
         path, content, about = _read_path(fetch(str(source)) if named else Path(source))
@@ -130,8 +134,9 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
     where = f"the metadata of {path}"
     facts = check(Facts, metadata, where).stated()
-    keywords = arguments_of(TimmConfig if "name" in facts["architecture"] else ViTConfig)
-    arguments = check(keywords, facts["architecture"], where).model_dump(exclude_unset=True)
+    name = facts["architecture"].get("name")
+    record = BaselineConfig if name in BASELINES else TimmConfig if name else ViTConfig
+    arguments = check(arguments_of(record), facts["architecture"], where).model_dump(exclude_unset=True)
     return {**facts, "architecture": arguments}
 
 

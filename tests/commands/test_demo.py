@@ -36,7 +36,7 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
     for network, percent in (
         ("untrained", baseline["knn"]),
         ("trained", knn),
-        ("raw pixels", baseline["raw_pixels"]),
+        ("pixels", baseline["pixels"]),
     ):
         assert f" {network} {percent:.1f} %" in output
     assert str(tmp_path / "a run" / "report.html") in output

@@ -68,7 +68,7 @@ def test_the_card_has_the_figures_of_the_run(tmp_path):
     before = json.loads((output / "baseline.json").read_text())
     card = exported_card(output, tmp_path / "a")
     assert f"Measured at step 8, on images of the source: `k-NN {last['knn']:.1f} ± " in card
-    assert f"(before training {before['knn']:.1f}, raw pixels {before['raw_pixels']:.1f}, " in card
+    assert f"(before training {before['knn']:.1f}, pixels {before['baselines']:.1f}, " in card
     for other in ({"network": "student"}, {"image_size": 48}):
         assert "Measured at" not in exported_card(output, tmp_path / next(iter(other)), **other)
     (output / "metrics.jsonl").unlink()

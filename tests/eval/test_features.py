@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from dino_vit.config.commands import KnnConfig
 from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.reading import pixel_features
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec, eval_mode
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
@@ -146,9 +147,23 @@ def test_no_more_than_the_next_batch_is_read_ahead():
     assert seen[-1] == 40
 
 
-def test_pixels_are_features_too():
-    source = make_textures(length=5)
-    features = pixel_features(source, [4, 1], transform=TRANSFORM)
-    pixels = torch.stack([TRANSFORM.read(source, 4), TRANSFORM.read(source, 1)]) / 255
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (TRANSFORM.mean, TRANSFORM.std))
-    torch.testing.assert_close(features.values, ((pixels - mean) / std).flatten(1))
+@pytest.mark.parametrize(("name", "side"), [("pixels", 32), ("gradients", 48)])
+def test_a_baseline_has_the_statistics_of_its_images(tmp_path, name, side):
+    config = KnnConfig(source="synthetic:40:64", weights=name)
+    frozen = frozen_backbone(config)
+    assert frozen.transform.size == (side, side)
+    features = frozen.extract(open_source("synthetic:40:64"), range(40))
+    if name == "pixels":
+        std, mean = torch.std_mean(features.values)
+        assert abs(mean) < 0.1
+        assert 0.8 < std < 1.1
+    sized = frozen_backbone(config.model_copy(update={"size": 24}))
+    assert sized.extract(open_source("synthetic:4:64"), range(4)).values.shape[1] == sized.model.width
+
+
+def test_a_baseline_takes_images_of_any_channels(tmp_path):
+    for number in range(4):
+        np.save(tmp_path / f"{number}.npy", np.random.default_rng(number).random((40, 40, 5), np.float32))
+    frozen = frozen_backbone(KnnConfig(source=str(tmp_path), weights="gradients"))
+    assert (frozen.transform.pixels.channels, frozen.transform.pixels.bits) == (5, 16)
+    assert frozen.extract(open_source(str(tmp_path)), range(4)).values.shape == (4, 900)

@@ -17,9 +17,9 @@ from dino_vit.data.labels import Labels
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
-from dino_vit.eval.reading import pixel_features
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted
@@ -127,13 +127,14 @@ def test_splits_are_not_classes(tmp_path):
     bank = set(evaluation.bank.tolist())
     assert {source.name(index).split("/")[0] for index in bank} == {"train"}
     assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}
-    pixels = pixel_features(source, evaluation.indices, transform=TRANSFORM).values.unflatten(1, (3, -1))
-    std, mean = torch.std_mean(pixels, dim=(0, 2), keepdim=True)
-    pixels = ((pixels - mean) / std).flatten(1)
     labels = torch.tensor([source.label(index) for index in evaluation.indices])
     voting = torch.tensor([index in bank for index in evaluation.indices])
-    ranked = weighted_knn(pixels[voting], labels[voting], pixels[~voting], k=[20])[20]
-    assert guesses.raw_pixels == pytest.approx(100 * float((ranked[:, 0] == labels[~voting]).float().mean()))
+    for name, percent in (("pixels", guesses.pixels), ("gradients", guesses.gradients)):
+        model = build_baseline(name, source)
+        frozen = FrozenBackbone(model=model, transform=model.transform)
+        features = frozen.extract(source, evaluation.indices).values
+        ranked = weighted_knn(features[voting], labels[voting], features[~voting], k=[20])[20]
+        assert percent == pytest.approx(100 * float((ranked[:, 0] == labels[~voting]).float().mean()))
 
 
 def test_with_splits_a_probe_learns_from_the_images_that_vote(tmp_path):
@@ -239,7 +240,7 @@ def _evaluate(number, rendezvous, weights):
 
 
 def test_several_labels_are_judged_too(tmp_path):
-    """Images of one colour each, which is the label, in features of raw pixels too."""
+    """Images of one colour each, which is the label, in features of pixels too."""
     colours = np.random.default_rng(0).integers(256, size=(80, 3))
     lines = []
     for number, colour in enumerate(colours.tolist()):
@@ -258,7 +259,7 @@ def test_several_labels_are_judged_too(tmp_path):
     outputs = (weights * values[nearest.indices]).sum(1) / weights.sum(1)
     assert figures.knn == pytest.approx(100 * average_precision_score(values, outputs), abs=0.01)
     assert guesses.metric == "mAP"
-    assert guesses.raw_pixels > 60 > guesses.chance
+    assert guesses.pixels > 60 > guesses.chance
     constant = np.broadcast_to(values.mean(axis=0), values.shape)
     assert guesses.chance == pytest.approx(100 * average_precision_score(values, constant), abs=1e-3)
     assert guesses.largest_class is figures.knn_answers is None

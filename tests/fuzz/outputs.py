@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # with the setting of what it writes, 
     "attention photos w.safetensors size=16": ("output", "/"),
     "attention list.txt w.safetensors size=16": ("output", "/"),
     "export w.safetensors format=timm": ("out", ".pth"),
-    "compare photos w.safetensors untrained=true measures=[knn]": ("output", "/"),
+    "compare photos w.safetensors untrained measures=[knn]": ("output", "/"),
     "pack photos": ("output", "/"),
 }
 

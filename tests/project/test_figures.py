@@ -9,18 +9,18 @@ from dino_vit.models.compiling import COMPILED_STEPS
 from tests.support.documents import README, ROOT
 
 OTHERS = {"k-NN of 4": "trained", **dict.fromkeys(("linear", "effective rank"), "untrained, trained")}
-SMALL = {"k-NN ±": "untrained, raw pixels, trained, ±", **OTHERS}
-HOURS = {"k-NN": "untrained, raw pixels, trained", **OTHERS}
+SMALL = {"k-NN ±": "untrained, pixels, trained, ±", **OTHERS}
+HOURS = {"k-NN": "untrained, pixels, trained", **OTHERS}
 GREY = ("groceries-grey", "flowers-grey")
 # By page and heading of the table: benchmark, table, row, and the columns in the order of the page.
 FIGURES = {
     ("README.md", "| k-NN accuracy"): [
         *(
-            f"race | Small | {name}, 5 minutes: k-NN | raw pixels, untrained, lightly-train, trained"
+            f"race | Small | {name}, 5 minutes: k-NN | pixels, untrained, lightly-train, trained"
             for name in ("flowers", "groceries", "hands", "cifar10")
         ),
-        "hours | Small | groceries: k-NN | raw pixels, untrained, trained",
-        "hours | Small | cifar10: k-NN | raw pixels, untrained, trained",
+        "hours | Small | groceries: k-NN | pixels, untrained, trained",
+        "hours | Small | cifar10: k-NN | pixels, untrained, trained",
     ],
     ("docs/small-sets.md", "| set | seeds |"): [
         *(
@@ -36,7 +36,7 @@ FIGURES = {
         for row in HOURS
     ],
     ("docs/race.md", "| set and minutes |"): [
-        f"race | Small | {name}, {minutes}: k-NN | untrained, raw pixels, lightly-train, trained"
+        f"race | Small | {name}, {minutes}: k-NN | untrained, pixels, lightly-train, trained"
         for name in ("flowers", "groceries", "hands", "cifar10")
         for minutes in ("1 minute", "5 minutes")
     ],

@@ -42,21 +42,21 @@ def test_a_difference_that_may_be_chance_asks_for_more_time_or_labels():
     )
 
 
-def test_longer_is_no_advice_where_accuracy_is_flat_or_far_below_raw_pixels():
+def test_longer_is_no_advice_where_accuracy_is_flat_or_far_below_baselines():
     rising = {"knn": [30.0, 42.0, 45.0], "best_knn": [30.0, 42.0, 45.0], "probe": [41.0, 43.0, 47.0]}
     first = {"knn": 30.0, "best_knn": 30.0}
-    near = evaluated(**rising, before={**first, "raw_pixels": 54.9}, settings=["budget.minutes=10"])
+    near = evaluated(**rising, before={**first, "pixels": 54.9}, settings=["budget.minutes=10"])
     rises = "it still rises (42.0 after two thirds, 45.0 at the end)"
     assert near.advice == f"In a new run, try budget.minutes=20: {rises}."
-    far = evaluated(**rising, before={**first, "raw_pixels": 55.1})
-    assert far.sentence.startswith("It has learned, but k-NN is 10.1 points below raw pixels: k-NN, which")
+    far = evaluated(**rising, before={**first, "pixels": 55.1})
+    assert far.sentence.startswith("It has learned, but k-NN is 10.1 points below pixels: k-NN, which")
     assert far.advice.startswith("Try weights that have seen a million photos: the same command with")
     flat = {**rising, "knn": [30.0, 44.1, 45.0]}
-    assert evaluated(**flat, before={**first, "raw_pixels": 20.0}).advice == ""
+    assert evaluated(**flat, before={**first, "pixels": 20.0}).advice == ""
 
 
-def test_what_is_far_below_raw_pixels_is_to_start_from_published_weights():
-    knn = {"knn": [30.0, 42.0, 45.0], "before": {"knn": 30.0, "raw_pixels": 70.0}}
+def test_what_is_far_below_baselines_is_to_start_from_published_weights():
+    knn = {"knn": [30.0, 42.0, 45.0], "before": {"knn": 30.0, "pixels": 70.0}}
     advice = evaluated(**knn, settings=["budget.minutes=10"]).advice
     (setting,) = re.findall(r"init\.weights=\S+(?=,)", advice)
     assert load(PretrainConfig, None, [setting, "recipe=auto"]).init.weights.startswith("timm:")

@@ -108,7 +108,7 @@ def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page
         assert xs == sorted(xs)
         assert element.find_elements(By.CSS_SELECTOR, ".grid")
     knn, _ = chart(page, "k-NN accuracy")
-    assert "raw pixels" in knn.text
+    assert "pixels" in knn.text
     curves = max(it.rect["x"] + it.rect["width"] for it in knn.find_elements(By.TAG_NAME, "polyline"))
     names = [it.rect for it in knn.find_elements(By.CSS_SELECTOR, "text.name")]
     assert all(name["x"] > curves for name in names), "beside the curves"

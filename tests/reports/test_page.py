@@ -51,7 +51,7 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
     assert all(value.startswith(("data:", "#")) for value in loaded)
     assert not any(name.startswith("on") or name == "style" for _, name, _ in page.attributes)
     assert page.tags.count("script") == 2
-    assert "raw pixels" in page.text
+    assert "pixels" in page.text
     assert "20 of 20 steps" in page.text
     assert "head.prototypes 256 65536" in page.text
     assert "Map and attention: teacher at step 20." in page.text
@@ -190,15 +190,15 @@ def by_title(record):
 
 def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_path):
     last = replace(HEALTHY, step=100, knn=40.0, rankme=55.0)
-    baseline = {"knn": 20.0, "raw_pixels": 10.0, "rankme": 12.0}
+    baseline = {"knn": 20.0, "pixels": 10.0, "rankme": 12.0}
     history = [(replace(HEALTHY, step=50), "too early"), (last, "learning")]
     record = record_of(tmp_path, history, baseline)
     drawn = by_title(record)
     assert drawn["k-NN accuracy"]["series"] == {"k-NN": [(0, 20.0), (100, 40.0)]}
-    assert drawn["k-NN accuracy"]["levels"] == {"untrained": 20.0, "raw pixels": 10.0}
+    assert drawn["k-NN accuracy"]["levels"] == {"untrained": 20.0, "pixels": 10.0}
     assert drawn["Effective rank"]["series"] == {"effective rank": [(0, 12.0), (100, 55.0)]}
     assert drawn["Loss"]["levels"] == {f"ln({last.prototypes})": pytest.approx(math.log(last.prototypes))}
-    assert figures(record)["k-NN"] == ("40.0 %", "untrained 20.0 %, raw pixels 10.0 %")
+    assert figures(record)["k-NN"] == ("40.0 %", "untrained 20.0 %, pixels 10.0 %")
     among = replace(record, baseline=replace(record.baseline, leave_one_out=True))
     assert "k-NN among the training images" in figures(among)
     name, spans = diagnosis(record)

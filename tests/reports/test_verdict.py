@@ -87,13 +87,13 @@ def test_a_plain_sentence_comes_before_the_figures_and_one_thing_to_do_after_the
         "93.3 to 8.4."
     )
     assert figures == (
-        "k-NN 39.6 ± 1.6 % (before training 44.4, raw pixels 42.9, largest class 24.3, chance 20.0)."
+        "k-NN 39.6 ± 1.6 % (before training 44.4, pixels 42.9, largest class 24.3, chance 20.0)."
     )
     assert advice == "In a new run, try recipe=auto."
     assert judge(*recorded("flowers-good")).paragraphs == [
         "It has learned: k-NN, which names an image after the most similar others, is right for 53.0 %, "
-        "before training 41.3 %, by raw pixels 42.9 %.",
-        "k-NN 53.0 ± 1.6 % (before training 41.3, raw pixels 42.9, largest class 24.3, chance 20.0).",
+        "before training 41.3 %, by pixels 42.9 %.",
+        "k-NN 53.0 ± 1.6 % (before training 41.3, pixels 42.9, largest class 24.3, chance 20.0).",
     ]
     *run, baseline = recorded("flowers-small")
     among = judge(*run, replace(baseline, leave_one_out=True)).figures
@@ -128,12 +128,12 @@ def test_without_figures_from_before_nothing_is_worse_than_them():
 def test_all_accuracies_decide():
     """The figures of photos of clothes: of so few images k-NN cannot tell, and the probe can."""
     answers = {"probe_answers": f"{(1 << 95) - 1:x}"}
-    before = {"knn": 32.0, "best_knn": 32.0, "probe": 27.9, "raw_pixels": 50.7, **answers}
+    before = {"knn": 32.0, "best_knn": 32.0, "probe": 27.9, "pixels": 50.7, **answers}
     knn, probe, now = [34.0, 37.0, 35.5], [30.0, 35.0, 37.0], [None, None, f"{(1 << 126) - 1:x}"]
     said = evaluated(knn=knn, best_knn=knn, probe=probe, probe_answers=now, before=before)
     assert said.diagnosis == DONE
     assert said.sentence == (
-        "It has learned, but k-NN is 15.2 points below raw pixels: a linear classifier is right for 37.0 %, "
+        "It has learned, but k-NN is 15.2 points below pixels: a linear classifier is right for 37.0 %, "
         "before training 27.9 %."
     )
     same = evaluated(knn=knn, before={"knn": 32.0})
@@ -143,9 +143,11 @@ def test_all_accuracies_decide():
         "It is not clearly better than before training: k-NN, which names an image after the most similar "
         "others, is right for 35.5 %, before training 32.0 %; on 341 images the difference may be chance."
     )
-    # A probe is better than neighbours on any features, so it is not what is compared with raw pixels.
-    probe = {"probe": [44.0, 50.0, 60.0], "knn": [40.0] * 3, "before": {"raw_pixels": 45.0}}
-    assert "k-NN is 5.0 points below raw pixels" in evaluated(**probe).sentence
+    # A probe is better than neighbours on any features, so it is not what is compared with pixels.
+    probe = {"probe": [44.0, 50.0, 60.0], "knn": [40.0] * 3, "before": {"pixels": 45.0}}
+    assert "k-NN is 5.0 points below pixels" in evaluated(**probe).sentence
+    probe["before"]["gradients"] = 58.0
+    assert "k-NN is 18.0 points below gradients" in evaluated(**probe).sentence
     worse = evaluated(probe=[40.0, 28.0, 20.0], knn=[33.0, 28.0, 20.0])
     assert worse.diagnosis == STUCK
     assert worse.sentence.startswith("It is worse than before training: k-NN")

@@ -74,18 +74,19 @@ def check_commands(rank, environs, folder):
     labels.write_text("name,label\n" + "".join(rows))
     calls = [("knn", photos, "labelled images"), ("linear", photos, "labelled images")]
     calls += [("embed", photos, "images")]
+    weights = folder / "weights.safetensors"
     for name, source, what in calls:
-        check_command(name, what, source, folder)
-    check_command("compare", "images", photos, folder, untrained=True)
-    check_command("knn", "labelled images", folder / "photos0", folder, labels=labels)
+        check_command(name, what, source, weights)
+    check_command("compare", "images", photos, [weights, "untrained"])
+    check_command("knn", "labelled images", folder / "photos0", weights, labels=labels)
     check_agreement(rank)
     (folder / f"done{rank}").touch()
     end_processes()
 
 
-def check_command(name, what, source, folder, **settings):
+def check_command(name, what, source, weights, **settings):
     with pytest.raises(ValueError, match=f"the processes see different {what}. rank 0 on .*; rank 1"):
-        getattr(dino_vit, name)(source, folder / "weights.safetensors", verbose=False, **settings)
+        getattr(dino_vit, name)(source, weights, verbose=False, **settings)
 
 
 def check_agreement(rank):

@@ -1,7 +1,7 @@
 """Choose a classifier by cross-validation on a few labelled images, and calibrate its confidences."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_vit.config.commands import LOGISTIC_IMAGES, STANDARD_CS
+from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.classification.probes import LinearHeads, on_standardised, train_logistic
-from dino_vit.eval.comparison.baselines import RAW_PIXELS, raw_pixels_of
-from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.features import FrozenBackbone, baseline_like
 from dino_vit.eval.figures import Figure, accuracy, average_precision, measure, trivial_baselines
 from dino_vit.eval.neighbours import class_scores, nearest
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
@@ -37,7 +37,7 @@ TEMPERATURES = torch.logspace(-1.3, 1.3, 105, dtype=torch.double)
 PERMUTATIONS = 199  # of the labels, for a p-value
 PERMUTATION_IMAGES, PERMUTATION_SCORES = 2000, 400_000  # classified in each, at most, and their scores
 SIGNIFICANT = 0.025
-PIXEL_IMAGES = 10_000  # with more, neighbours by raw pixels take longer than all else
+BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
 _ABSENT = -30.0  # score of a class that no image learned from has
 _ALIKE = "if these images are like the labelled ones"
 
@@ -251,14 +251,14 @@ def calibrate(scores: Tensor, targets: Tensor, task: Task) -> float:
 
 
 def describe(
-    learned: LabelledFeatures, trials: Trials, pixels: Trials | None, chance: float | None
+    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], chance: float | None
 ) -> list[str]:
     """Say how good the labels will be: in a plain sentence, then by figures."""
-    figure, by_pixels = trials.figure, pixels and pixels.figure
+    figure = trials.figure
     if figure is None:
         return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
     tested = learned.targets[trials.tested]
-    others = [f"raw pixels {by_pixels.value:.1f} %"] if by_pixels else []
+    others = [f"{name} {each.value:.1f} %" for name, each in baselines.items()]
     if learned.task == "multiclass":
         guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
         name, percent = brief(guess["name"]), guess["percent"]
@@ -277,13 +277,7 @@ def describe(
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     images = f"{plural(len(tested), 'labelled image')} of {what}"
     figures = f"cross-validated {metric} {interval} on {images}"
-    lines = [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
-    if by_pixels and figure.value <= by_pixels.value:
-        lines.append(
-            "These features are no better than raw pixels: train longer, or use published weights, "
-            "such as hf:facebook/dinov2-small"
-        )
-    return lines
+    return [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
 
 
 def untested_classes(learned: LabelledFeatures, trials: Trials) -> list[str]:
@@ -313,17 +307,13 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
     trials = _try_all(labelled, learned, candidates(task, len(learned)), "Cross-validation, folds")
-    pixels = None
-    if len(learned) <= PIXEL_IMAGES:
-        by_pixels = labelled_features(raw_pixels_of(labelled.images, frozen), labelled, CLS, RAW_PIXELS)
-        tried = candidates(task, len(by_pixels), neighbours_only=True)
-        pixels = _try_all(labelled, by_pixels, tried, "Raw pixels, folds")
+    baselines = _try_baselines(frozen, labelled) if len(learned) <= BASELINE_IMAGES else {}
     best = trials.best(trials.tested)
     candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
     temperature = calibrate(trials.scores[best][trials.tested], learned.targets[trials.tested], task)
     (scores,) = fit([candidate], learned)
     chance = chance_of(learned, trials.folds) if task == "multiclass" else None
-    lines, untested = describe(learned, trials, pixels, chance), untested_classes(learned, trials)
+    lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, trials)
     facts = ClassifierFacts(
         kind="neighbours" if by_neighbours else "linear",
         task=task,
@@ -345,7 +335,7 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
         "classes": len(classes),
         "classifier": str(candidate),
         "cross_validated": trials.figure,
-        "raw_pixels": pixels and pixels.figure,
+        "baselines": baselines,
         "chance_p": chance,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
         "temperature": temperature,
@@ -355,6 +345,17 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
     model: Any = frozen.model
     classifier = Classifier(model, scores, facts).to(frozen.device).eval()
     return TrainedClassifier(classifier, learned, names, details, lines)
+
+
+def _try_baselines(frozen: FrozenBackbone, labelled: LabelledSubset) -> dict[str, Figure]:
+    """Cross-validate k-NN on the baselines that are not the backbone itself."""
+    figures = {}
+    for name in BASELINES:
+        if name != frozen.model.architecture.get("name"):
+            features = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
+            tried = candidates(features.task, len(features), neighbours_only=True)
+            figures[name] = _try_all(labelled, features, tried, f"{name.capitalize()}, folds").figure
+    return {name: figure for name, figure in figures.items() if figure}
 
 
 def _try_all(

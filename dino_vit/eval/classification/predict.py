@@ -1,7 +1,8 @@
 """Label images by a few that have labels: a table with confidences."""
 
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -71,7 +72,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     outputs = fitted.classifier.of_features(queries)
     names = [source.name(index) for index in kept.tolist()]
     columns = tabulate(names, outputs, queries, fitted)
-    lines = [*fitted.lines, _summary(columns, facts.task)]
+    lines = [*fitted.lines, *_better_baseline(config, fitted.details), _summary(columns, facts.task)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = plain({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():
@@ -186,6 +187,21 @@ def tabulate(
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
         columns["similarity"] = rounded(cosines[:, 0])
     return columns
+
+
+def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the command to label by the better baseline, if it is as good as the features."""
+    figure, baselines = details.get("cross_validated"), details.get("baselines") or {}
+    name = max(baselines, key=lambda each: baselines[each].value, default=None)
+    if figure is None or name is None or baselines[name].value < figure.value:
+        return
+    options = {"train": config.train, "labels": config.labels, "output": f"{name}.csv"}
+    given = (f"{key}={public(str(value))}" for key, value in options.items() if value)
+    command = shlex.join(["dino-vit", "predict", public(config.source), name, *given])
+    yield (
+        f"{name}, which nothing has learned, are as good or better: {command}. For better features train "
+        "longer, or use published weights, such as hf:facebook/dinov2-small"
+    )
 
 
 def _summary(columns: dict[str, list[Any]], task: Task) -> str:

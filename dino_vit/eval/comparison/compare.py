@@ -4,13 +4,14 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dino_vit.config.commands import (
+    UNTRAINED,
     CachedConfig,
     CompareConfig,
     Evaluator,
@@ -18,9 +19,11 @@ from dino_vit.config.commands import (
     LinearConfig,
 )
 from dino_vit.config.outputs import check_outputs
+from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, format_table, plural, public, said_once
@@ -28,7 +31,6 @@ from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.classification import knn, linear
-from dino_vit.eval.comparison.baselines import RAW_PIXELS, UNTRAINED, raw_pixels_of, untrained_like
 from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.figures import Figure, Measured
@@ -41,7 +43,6 @@ from dino_vit.weights.hub import is_name
 CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig}
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
-PIXEL_IMAGES = 10_000
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,6 @@ class Comparison:
     source: ImageSet
     ranks: dict[str, float] = field(default_factory=dict)  # effective, by name of the backbone
     measured: dict[str, dict[str, Measured]] = field(default_factory=dict)  # by title, then by name
-    raw_pixels: dict[str, Measured] = field(default_factory=dict)  # by title; no backbone, so never the best
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -59,7 +59,6 @@ class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
     figures: dict[str, dict[str, Figure]]  # by title, then by the short name of the weights
-    raw_pixels: dict[str, Figure]  # the same figures of neighbours and classifiers by raw pixels, by title
     ranks: dict[str, float]  # effective, by name
     pairs: list[Pair]
     verdict: str
@@ -76,18 +75,15 @@ def run(config: CompareConfig) -> ComparisonResult:
         "images", lambda: open_source(config.source, config.labels, several=config.several), ImageSet.describe
     )
     evaluators = choose_evaluators(config, source)
-    for weights in config.weights:  # what cannot be loaded is said before anything is measured
+    for weights in config.trained:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
-    if config.untrained:
-        paths[UNTRAINED] = UNTRAINED
-    by_pixels = pixel_evaluators(config, source, evaluators)
     if folder:
         numbers = range(1, len(paths) + 1)
         files = [file_of(folder, number, name) for number in numbers for name in evaluators]
-        check_outputs(config, *outputs_of(folder), *files, *(file_of(folder, 0, name) for name in by_pixels))
+        check_outputs(config, *outputs_of(folder), *files)
     comparison = Comparison(source=source)
     with said_once():  # the images are opened again for each backbone and evaluator
-        _measure(config, comparison, paths, evaluators, by_pixels)
+        _measure(config, comparison, paths, evaluators)
     return _conclude(config, comparison, paths)
 
 
@@ -96,32 +92,35 @@ def _measure(
     comparison: Comparison,
     paths: Mapping[str, str],
     evaluators: Sequence[Evaluator],
-    by_pixels: Sequence[Evaluator],
 ) -> None:
-    """Run all evaluators on all backbones, and some on raw pixels, and note the figures."""
+    """Run all evaluators on all backbones, and note the figures."""
     folder = None if config.output is None else Path(config.output)
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        frozen = _load(config, name, weights)
+        frozen = _load(config, weights)
         comparison.ranks[name] = _effective_rank(config, frozen, comparison.source, name)
         for evaluator in evaluators:
             values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
             figure = _evaluate(evaluator, config, values, frozen)
             comparison.measured.setdefault(figure.title, {})[name] = figure
             log.info("%s: %s %s %%", name, figure.title, figure.figure)
-    pixels = raw_pixels_of(comparison.source, frozen) if by_pixels else frozen
-    for evaluator in by_pixels:
-        values = {"weights": RAW_PIXELS, "output": folder and file_of(folder, 0, evaluator)}
-        figure = _evaluate(evaluator, config, values, pixels)
-        comparison.raw_pixels[figure.title] = figure
-        log.info("%s: %s %s %%", RAW_PIXELS, figure.title, figure.figure)
 
 
-def _load(config: CompareConfig, name: str, weights: str) -> FrozenBackbone:
+def _load(config: CompareConfig, weights: str) -> FrozenBackbone:
     """Load one of the backbones; the untrained one has the network of the first."""
-    trained = config.weights[0] if name == UNTRAINED else weights
+    trained = config.trained[0] if weights == UNTRAINED else weights
     frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
-    return untrained_like(frozen, config.seed) if name == UNTRAINED else frozen
+    return untrained_like(frozen, config.seed) if weights == UNTRAINED else frozen
+
+
+def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
+    """Return a backbone that sees the same images as another, its parameters drawn from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, RngPurpose.NETWORK))
+        model = type(trained.model)(**trained.model.architecture)
+    nothing: dict[str, Any] = {"source": UNTRAINED, "sha256": "", "network": None, "step": None}
+    model.provenance = replace(trained.model.provenance, **nothing, config={})
+    return replace(trained, model=model.eval().to(trained.device))
 
 
 def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str, str]) -> ComparisonResult:
@@ -132,8 +131,7 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
         title: {name: figure.figure for name, figure in by_name.items()}
         for title, by_name in comparison.measured.items()
     }
-    answer = conclusion(comparison, best)
-    raw_pixels = {title: figure.figure for title, figure in comparison.raw_pixels.items()}
+    answer = verdict(best)
     names, images = ", ".join(comparison.ranks), describe_compared(config, comparison.source)
     text = f"{names} {images}\n\n{_table(comparison, best)}\n\n{answer}"
     picture = path = None
@@ -144,7 +142,6 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
             "settings": config.model_dump(mode="json"),
             "weights": paths,
             "figures": figures,
-            "raw_pixels": raw_pixels,
             "effective_rank": comparison.ranks,
             "pairs": pairs,
             "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
@@ -157,7 +154,6 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
         text += "\n\n" + "\n".join(str(file) for file in (picture, path) if file)
     return ComparisonResult(
         figures=figures,
-        raw_pixels=raw_pixels,
         ranks=comparison.ranks,
         pairs=pairs,
         verdict=answer,
@@ -165,15 +161,6 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
         path=path,
         text=text,
     )
-
-
-def pixel_evaluators(config: CompareConfig, source: ImageSet, among: Sequence[Evaluator]) -> list[Evaluator]:
-    """Return what is measured of raw pixels, too.
-
-    They have so many columns that a linear classifier takes minutes on thousands of images.
-    """
-    images = len(source) + (len(open_source(config.train)) if config.train else 0)
-    return [name for name in among if name != "linear" or images <= PIXEL_IMAGES]
 
 
 def describe_compared(config: CompareConfig, source: ImageSet) -> str:
@@ -195,12 +182,13 @@ def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:
 def names_of(weights: Sequence[str]) -> list[str]:
     """Return short names of weights: without the folder that all of them share, checkpoints by their step."""
     texts = [re.sub(r"/checkpoints/step-0*(\d+)\.safetensors$", r" (step \1)", path) for path in weights]
-    folders = [os.path.dirname(os.path.abspath(text)) for text in texts if not is_name(text)]
+    paths = [text for text in texts if not is_name(text) and text != UNTRAINED]
+    folders = [os.path.dirname(os.path.abspath(path)) for path in paths]
     shared = os.path.commonpath(folders) if folders else ""
-    names = [text if is_name(text) else os.path.relpath(text, shared) for text in texts]
-    if len({*names, UNTRAINED}) > len(names):
-        return names
-    return [f"./{path}" if path == UNTRAINED else path for path in weights]
+    short = {path: os.path.relpath(path, shared) for path in paths}
+    names = [short.get(text, text) for text in texts]
+    is_clear = len({*names}) == len(names) and {UNTRAINED, *BASELINES}.isdisjoint(short.values())
+    return names if is_clear else [*weights]
 
 
 def choose_evaluators(config: CompareConfig, source: ImageSet) -> list[Evaluator]:
@@ -247,9 +235,6 @@ def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
             mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
             row.append(f"{by_name[name].figure}{mark}")
         rows.append([*row, f"{rank:.1f}"])
-    if comparison.raw_pixels:
-        figures = (comparison.raw_pixels.get(title) for title in comparison.measured)
-        rows.append([RAW_PIXELS, *(f"{figure.figure} " if figure else "- " for figure in figures), "-"])
     table = format_table(["%", *(f"{title} " for title in best), "effective rank"], rows)
     pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
     meaning = "effective rank: over about how many directions features spread"
@@ -257,29 +242,16 @@ def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
     return f"{table}\n{legend}; {meaning}" if best else f"{table}\n{meaning}"
 
 
-def conclusion(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
-    """Say which backbone to take, and by what even raw pixels are as good."""
-    texts = [verdict(best)]
-    for title, baseline in comparison.raw_pixels.items():
-        name = best[title][0]
-        points = 100 * (comparison.measured[title][name].mean - baseline.mean)
-        if points <= 0:
-            beside = f"is {-points:.1f} points below" if points < -0.05 else "does as well"
-            texts.append(f"By {title} none is better than raw pixels: {name} {beside}.")
-    return " ".join(texts)
-
-
 def _draw(comparison: Comparison, best: Mapping[str, tuple[str, ...]], path: Path) -> None:
     """Draw the figures with their intervals, side by side."""
     from matplotlib.figure import Figure as Plot
 
-    rows = [*comparison.ranks, *([RAW_PIXELS] if comparison.raw_pixels else [])]
+    rows = [*comparison.ranks]
     columns = len(comparison.measured)
     plot = Plot(figsize=(2.5 + 3 * columns, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = plot.subplots(1, columns, sharey=True, squeeze=False)[0]
     for axis, (title, by_name) in zip(axes, comparison.measured.items(), strict=True):
-        pixels = comparison.raw_pixels.get(title)
-        for name, measured in {**by_name, **({RAW_PIXELS: pixels} if pixels else {})}.items():
+        for name, measured in by_name.items():
             figure, colour = measured.figure, "C0" if name in best[title] else "0.55"
             reach = [[figure.value - figure.low], [figure.high - figure.value]]
             axis.errorbar(figure.value, rows.index(name), xerr=reach, fmt="o", color=colour, capsize=3)

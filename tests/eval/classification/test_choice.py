@@ -128,7 +128,7 @@ def test_so_few_images_that_no_result_could_be_significant_are_said_to_be_too_fe
     folds = torch.arange(images) // 2 % 5
     chance = chance_of(train, folds)
     assert (chance is not None) == enough
-    said = describe(train, cross_validate(train, folds, [Candidate("k-NN", 1)], ""), None, chance)[0]
+    said = describe(train, cross_validate(train, folds, [Candidate("k-NN", 1)], ""), {}, chance)[0]
     few = f"{images} labelled images are too few to say how many labels will be right: label more images"
     assert said == few or (enough and said.startswith("About 100 of 100 labels will be right"))
 
@@ -152,7 +152,7 @@ def test_classes_of_one_image_are_in_no_figure():
     assert trials.tested.tolist() == [True] * 50 + [False] * 50
     assert trials.figure == accuracy(50, 50)
     assert untested_classes(train, trials) == [f"{each:02}" for each in range(5, 55)]
-    said = describe(train, trials, None, chance=0.005)
+    said = describe(train, trials, {}, chance=0.005)
     assert said[0].startswith("About 100 of 100 labels will be right")
     assert "on 50 labelled images of 5 classes; always guessing 00 20.0 %" in said[1]
 
@@ -162,7 +162,7 @@ def test_nothing_is_announced_where_no_image_can_be_tested():
     trials = cross_validate(train, torch.arange(3), candidates("multiclass", 3), "")
     assert trials.figure is None
     assert trials.best(trials.tested) == 0
-    assert "cannot be said" in describe(train, trials, None, chance=1)[0]
+    assert "cannot be said" in describe(train, trials, {}, chance=1)[0]
 
 
 def test_scores_of_candidates_on_other_scales_are_ranked_alike():

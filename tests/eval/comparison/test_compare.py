@@ -12,20 +12,13 @@ import dino_vit
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.config.commands import BackboneConfig, CompareConfig
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.comparison.baselines import untrained_like
 from dino_vit.eval.comparison.compare import (
-    Comparison,
     choose_evaluators,
-    conclusion,
     names_of,
+    untrained_like,
 )
 from dino_vit.eval.features import frozen_backbone
-from dino_vit.eval.figures import measured_share
-from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import rankme
-from dino_vit.eval.reading import pixel_features
-from dino_vit.views.eval_transform import EvalTransform
 from tests.support.images import write_synthetic
 from tests.support.runs import arguments, command_here
 
@@ -42,49 +35,14 @@ def others(tmp_path, weights):
     return [str(weights), str(tmp_path / "b.safetensors")]
 
 
-def test_raw_pixels_have_a_row_and_are_named_where_nothing_is_better(tmp_path, others):
-    found = dino_vit.compare("synthetic:60:16", weights=others, output=tmp_path / "out", **SETTINGS)
-    source = open_source("synthetic:60:16")
-    as_they_are = EvalTransform(size=(32, 32), mean=(0.0,) * 3, std=(1.0,) * 3)
-    pixels = pixel_features(source, range(60), transform=as_they_are).values
-    pixels = (pixels - pixels.mean()) / pixels.std()  # of grey images, so the same for each channel
-    labels = torch.tensor([source.label(index) for index in range(60)])
-    said = weighted_knn(pixels, labels, pixels, k=[20], self_offset=0)[20][:, 0]
-    percent = 100 * float((said == labels).float().mean())
-    assert found.raw_pixels["k-NN top-1"].value == pytest.approx(percent)
-    assert found.raw_pixels.keys() == found.figures.keys()
-    written = json.loads((tmp_path / "out" / "0-knn.json").read_text())
-    assert written["weights"]["source"] == "raw pixels"
-    best = max(figure.value for figure in found.figures["k-NN top-1"].values())
-    assert ("By k-NN top-1 none is better than raw pixels" in found.verdict) == (best <= percent)
-    row = next(line for line in str(found).splitlines() if line.startswith("raw pixels"))
-    assert f"{percent:.2f} (" in row
-
-
-def test_raw_pixels_do_not_depend_on_the_order_of_the_weights(tmp_path, weights):
-    torch.manual_seed(1)
-    model = VisionTransformer(image_size=8, patch_size=4, width=32, depth=1, heads=2)
-    save_backbone(model, tmp_path / "b.safetensors", mean=(0.1, 0.5, 0.9), std=(0.1, 0.2, 0.9))
-    both = [weights, tmp_path / "b.safetensors"]
-    first, second = (
-        dino_vit.compare("synthetic:300:16", weights=order, measures=["knn"], cache=tmp_path, **SETTINGS)
-        for order in (both, both[::-1])
-    )
-    assert first.raw_pixels == second.raw_pixels
-
-
-@pytest.mark.parametrize(
-    ("right", "by_pixels", "said"),
-    [(2, 1, ""), (2, 2, " a does as well."), (1, 3, " a is 50.0 points below.")],
-)
-def test_what_is_said_beside_raw_pixels(right, by_pixels, said):
-    def measured(count):
-        return measured_share("top-1", np.arange(4), torch.arange(4) < count)
-
-    comparison = Comparison(source=make_textures(length=4), measured={"top-1": {"a": measured(right)}})
-    comparison.raw_pixels["top-1"] = measured(by_pixels)
-    found = conclusion(comparison, {"top-1": ("a",)})
-    assert found.endswith(f"By top-1 none is better than raw pixels:{said}" if said else "top-1.")
+def test_baselines_are_compared_as_backbones_are(tmp_path, weights):
+    names = [str(weights), "gradients", "pixels", "untrained"]
+    found = dino_vit.compare("synthetic:60:16", weights=names, cache=tmp_path, **SETTINGS)
+    assert [*found.ranks] == ["a.safetensors", "gradients", "pixels", "untrained"]
+    alone = dino_vit.knn("synthetic:60:16", "gradients", k=[20], cache=tmp_path, **SETTINGS)
+    assert found.figures["k-NN top-1"]["gradients"] == alone.figure
+    best = max(found.figures["k-NN top-1"].values(), key=lambda figure: figure.value)
+    assert f"{best}" in str(found)
 
 
 def test_figures_are_those_of_the_evaluators(tmp_path, others):
@@ -122,9 +80,8 @@ def test_each_line_is_said_once_and_the_title_names_what_is_compared(tmp_path, o
     caplog.set_level("INFO", "dino_vit")
     found = dino_vit.compare(
         "synthetic:40:16",
-        others,
+        [*others, "untrained"],
         train="synthetic:60:16",
-        untrained=True,
         measures=["knn", "linear"],
         output=tmp_path / "out",
         cache=tmp_path,
@@ -137,9 +94,9 @@ def test_each_line_is_said_once_and_the_title_names_what_is_compared(tmp_path, o
 
 
 def test_an_untrained_network_joins(weights):
-    settings = {"untrained": True, "measures": ["knn"], **SETTINGS}
-    found = dino_vit.compare("synthetic:60:16", weights=[weights], **settings)
-    assert list(found.ranks) == ["a.safetensors", "untrained"]
+    settings = {"measures": ["knn"], **SETTINGS}
+    found = dino_vit.compare("synthetic:60:16", weights=["untrained", weights], **settings)
+    assert list(found.ranks) == ["untrained", "a.safetensors"]
     assert found.ranks["untrained"] != found.ranks["a.safetensors"]
 
 
@@ -160,7 +117,7 @@ def test_an_untrained_network_sees_images_as_the_trained_one_does(tmp_path, weig
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weights": ["a"]}, "give two weights or more, or one and untrained=true"),
+        ({"weights": ["a"]}, "give two weights or more, such as a gradients pixels untrained"),
         ({"weights": ["a", "a"]}, "weights are given twice"),
     ],
 )
@@ -184,8 +141,7 @@ def test_images_without_labels_are_compared_by_the_rank_which_does_not_tell(tmp_
     save_backbone(model, tmp_path / "five.safetensors", mean=(0.5,) * 5, std=(0.5,) * 5)
     found = dino_vit.compare(
         tmp_path / "scenes.npy",
-        weights=tmp_path / "five.safetensors",
-        untrained=True,
+        weights=[tmp_path / "five.safetensors", "untrained"],
         output=tmp_path / "out",
         **SETTINGS,
     )
@@ -224,4 +180,5 @@ def test_names_are_short_and_differ():
     assert names_of(["runs/a", "hf:facebook/dinov2-small"]) == ["a", "hf:facebook/dinov2-small"]
     assert names_of(["runs/a", "./runs/a"]) == ["runs/a", "./runs/a"]
     assert names_of(["runs/a", "runs/untrained"]) == ["runs/a", "runs/untrained"]  # not those of the seed
-    assert names_of(["untrained", "a"]) == ["./untrained", "a"]
+    assert names_of(["a", "./gradients", "gradients"]) == ["a", "./gradients", "gradients"]
+    assert names_of(["runs/a", "gradients", "untrained"]) == ["a", "gradients", "untrained"]
