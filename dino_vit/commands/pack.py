@@ -174,8 +174,8 @@ def _index(config: PackConfig) -> PackResult:
         metadata = from_rank_0(lambda: write_catalogue(folder, shards))
     images = sum(shard.images for shard in shards)
     counts = f"{plural(images, 'image')} in {plural(len(files), 'archive')}"
-    order = "by name" if metadata["ordered"] else "by archive, as their names overlap"
-    text = f"{folder}/{CATALOGUE}: {counts}, ordered {order}, {plural(len(metadata['labels']), 'label')}"
+    titled = ", whose names begin with their archive as it has names of another" * metadata["titled"]
+    text = f"{folder}/{CATALOGUE}: {counts}{titled}, {plural(len(metadata['labels']), 'label')}"
     paths = [Path(folder, file) for file in files]
     return PackResult(shards=paths, images=images, unreadable=[], reduced=0, text=text)
 

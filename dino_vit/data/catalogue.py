@@ -1,20 +1,21 @@
 """Archives with a catalogue, which `dino-vit pack` writes: what is held does not grow with the images.
 
     catalogue.arrow   a row for each shard: file, images, size, version, digest, digest of its index
-    000000.tar.arrow  an index, a row for each image: name, where it is, its checksum, its label
+    000000.tar.arrow  an index, a row for each image: name, where it is, its checksum, its label and folder
 
-The catalogue is mapped into memory, and the index of a shard is read when an image of it is. Images are
-ordered by shard, and in each by name. Unless that is the order of all names, they begin with their shard.
+The catalogue is mapped into memory, and the index of a shard is read when an image of it is.
 """
 
+import glob
 import hashlib
 import json
 import os
 import zipfile
 import zlib
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,31 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dino_vit.core.cache import keep
+from dino_vit.core.cache import cache_folder, keep
+from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import brief, public, public_text
-from dino_vit.data.index import bytes_to_arrow, fingerprint_of, to_arrow
-from dino_vit.data.labels import below_shared, encode_labels, find_splits, folder_labels
-from dino_vit.data.sources.archives import ARCHIVES, FIELDS, class_names, named
+from dino_vit.core.text import brief, expand_braces, plural, public, public_text
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.index import Index, bytes_to_arrow, fingerprint_of, label_facts, to_arrow
+from dino_vit.data.labels import Column, Folders, encode_labels, folder_of_name
+from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, ArchiveStore, class_names, named
 from dino_vit.data.sources.paths import suffix_of
-from dino_vit.data.sources.remote import UNKNOWN, Refused, file_signature, is_url, read_file, remotely
+from dino_vit.data.sources.remote import (
+    UNKNOWN,
+    ChangedFile,
+    Refused,
+    exists,
+    file_signature,
+    file_signatures,
+    is_url,
+    read_file,
+    remotely,
+)
 
 CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in
 FINGERPRINTED = 2**24  # with more images, the fingerprint is that of the indexes, not of names and sizes
-VERSION = 1
+HELD = 256  # indexes in each process
+VERSION = 2
 
 
 class StaleIndex(Refused):
@@ -66,17 +80,17 @@ def read_index(path: str, digest: str) -> pa.RecordBatch:
     return pa.ipc.open_file(pa.py_buffer(data)).get_batch(0)
 
 
-class Catalogue(Sequence[str]):
-    """The paths of archives, and what is stated of them, mapped into memory; pickled as its path."""
+class Catalogue(Index):
+    """An index of archives, each with a file of its own; pickled as the path of the catalogue."""
 
     def __init__(self, folder: str, path: Path) -> None:
         self.folder, self.path = folder, path
         try:
             with pa.memory_map(str(path)) as file:
                 batch = pa.ipc.open_file(file).get_batch(0)
-            self.metadata: dict[str, Any] = json.loads(batch.schema.metadata[b"dino_vit"])
+            self.metadata = json.loads(batch.schema.metadata[b"dino_vit"])
             self.files, self._digests, self.indexes = batch["file"], batch["digest"], batch["index"]
-            self.images = np.from_dlpack(batch["images"])
+            self.starts = np.concatenate([[0], np.cumsum(np.from_dlpack(batch["images"]))])
             flat: Any = np.from_dlpack(batch["signature"].values)
             self.signatures: NDArray[np.int64] = flat.reshape(-1, 3)
             if is_url(folder):
@@ -85,19 +99,138 @@ class Catalogue(Sequence[str]):
             raise stale(f"{path} is damaged or not a catalogue: {error}") from error
         if self.metadata["version"] != VERSION:
             raise stale(f"{path} is a catalogue of another version of dino-vit")
+        self.folders = Folders(self.metadata["depth"], tuple(self.metadata["splits"]))
+        self.classes = {name: code for code, name in enumerate(self.metadata["labels"])}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Catalogue, (self.folder, self.path)
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, shard: Any) -> Any:
+    def path_of(self, shard: int) -> str:
         return os.path.join(self.folder, self.files[shard].as_py())
 
     def digest(self, shard: int) -> str:
         """Return the digest of a shard, empty if it was not computed."""
         return str(self._digests[shard].as_py().hex())
+
+    def locate(self, row: int) -> tuple[int, dict[str, Any], int]:
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return shard, _columns(self, shard), row - int(self.starts[shard])
+
+    def name(self, row: int) -> str:
+        name = super().name(row)
+        return f"{self.files[self.locate(row)[0]].as_py()}/{name}" if self.metadata["titled"] else name
+
+    def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        codes = np.full(np.shape(rows), -1, np.int32)
+        if self.metadata[f"{column}s"]:  # otherwise an index would be read for nothing
+            shards = np.searchsorted(self.starts, rows, side="right") - 1
+            for shard in np.unique(shards).tolist():
+                mine = shards == shard
+                codes[mine] = _columns(self, shard)[column].take(rows[mine] - self.starts[shard])
+        return codes
+
+    def code(self, label: str, folder: bytes) -> int:
+        """Return the code of a label as it is stated in an index, or of a folder if none are stated."""
+        if self.metadata["stated"] is not None:
+            return int(self.metadata["stated"].get(label, -1))
+        name = self.folders.label(folder)
+        return -1 if name is None else self.classes[os.fsdecode(name)]
+
+
+@lru_cache(HELD)
+def _columns(catalogue: Catalogue, shard: int) -> dict[str, Any]:
+    """Return the columns of the index of a shard, its kinds of images as codes of labels and splits."""
+    index = read_index(catalogue.path_of(shard), catalogue.indexes[shard].as_py().hex())
+    kinds = [(label, os.fsencode(folder)) for label, folder in json.loads(index.schema.metadata[b"kinds"])]
+    rows: NDArray[np.int32] = np.from_dlpack(index["kind"])  # type: ignore[assignment]
+    labels = np.array([catalogue.code(*kind) for kind in kinds], np.int32)
+    splits = np.array([catalogue.folders.split(folder) for _, folder in kinds], np.int32)
+    columns = {field: np.from_dlpack(index[field]) for field in FIELDS}
+    return {**columns, "name": index["name"], "label": labels.take(rows), "split": splits.take(rows)}
+
+
+@dataclass(frozen=True)
+class _Paths(Sequence[str]):
+    """The paths of the archives of a catalogue."""
+
+    catalogue: Catalogue
+
+    def __len__(self) -> int:
+        return len(self.catalogue.files)
+
+    def __getitem__(self, shard: Any) -> Any:
+        return self.catalogue.path_of(shard)
+
+
+class CatalogueStore(ArchiveStore):
+    """Images in archives with a catalogue."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        super().__init__(catalogue, _Paths(catalogue), catalogue.signatures, catalogue.digest)
+
+    def read(self, row: int) -> bytes:
+        try:
+            return super().read(row)
+        except (ChangedFile, FileNotFoundError) as error:
+            archive = self.shards.ranges.paths[self.index.locate(row)[0]]
+            raise stale(f"{archive} is not as it was when it was catalogued") from error
+
+
+def open_catalogued(spec: str, list_files: Callable[[str], tuple[str, list[str]]]) -> ImageSet | None:
+    """Open archives, given by their folder or a pattern, if a catalogue there is of these and no others."""
+    if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
+        return None
+    is_pattern = suffix_of(spec) in ARCHIVES and not os.path.isdir(spec)
+    folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
+    path = os.path.join(folder, CATALOGUE)
+    if not exists(path):
+        return None
+    catalogue = Catalogue(folder, _on_this_host(path))
+    if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):
+        return None
+    signatures = from_rank_0(lambda: _check_files(catalogue, partial(list_files, spec)))
+    stamp = hashlib.sha256(catalogue.path.read_bytes() + signatures).hexdigest()
+    return catalogue.image_set(CatalogueStore(catalogue), stamp)
+
+
+def _on_this_host(path: str) -> Path:
+    """Return the catalogue, or the copy of a remote one in the cache folder."""
+    if not is_url(path):
+        return Path(path)
+    key = hashlib.sha256(f"{path}\0{file_signature(path)}".encode()).hexdigest()
+    copy = cache_folder() / f"catalogue-{key[:24]}.arrow"
+    if not copy.exists():
+        write_bytes(copy, read_file(path))
+    return copy
+
+
+def _matches_all(pattern: str, files: set[str]) -> bool:
+    """Tell whether a pattern is of these files, none of which then lies in a folder below."""
+    given = set(expand_braces(pattern))
+    patterns = set(filter(glob.has_magic, given))
+    matched = {file for file in files if "/" not in file and any(fnmatchcase(file, p) for p in patterns)}
+    return files == (given - patterns) | matched
+
+
+def _check_files(catalogue: Catalogue, list_files: Callable[[], tuple[str, list[str]]]) -> bytes:
+    """Check the names of classes and, in a local folder, that these are the archives, and no others.
+
+    Return the signatures of local shards, in which an image may be replaced. Remote ones are what the
+    catalogue says: of others no image could be read.
+    """
+    files = catalogue.files.to_pylist()
+    if names_digest(catalogue.folder, files) != catalogue.metadata["class_names"]:
+        raise stale(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
+    if is_url(catalogue.folder):
+        return b""
+    _, present = list_files()
+    signatures = file_signatures([os.path.join(catalogue.folder, file) for file in present])
+    expected = zip(files, catalogue.signatures[:, 0].tolist(), strict=True)
+    if wrong := sorted({*expected} ^ {*zip(present, signatures[:, 0].tolist(), strict=True)}):
+        counted = plural(len({*dict(wrong)}), "archive")
+        raise stale(f"{catalogue.folder} is not as it was: {counted} changed, such as {wrong[0][0]}")
+    order = sorted(range(len(present)), key=lambda number: os.fsencode(present[number]))
+    return signatures[order].tobytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +245,7 @@ class Shard:
     index: str  # the digest of its index
     first: bytes  # name
     last: bytes
-    paths: set[bytes]  # of an image in each folder
-    labels: set[str | None]
+    kinds: Sequence[tuple[str, bytes]]  # of images: label in JSON, and folder
 
 
 def index_shard(folder: str, file: str, digest: str = "") -> Shard:
@@ -129,51 +261,37 @@ def index_shard(folder: str, file: str, digest: str = "") -> Shard:
         stored = zipfile.ZIP_STORED
         members = [m._replace(method=stored, crc=crc) for m, crc in zip(members, crcs, strict=True)]
     names = [member.name for member in members]
-    labels = [None if member.label is None else json.dumps(member.label) for member in members]
-    columns = {"name": bytes_to_arrow(names), "label": pa.array(labels, pa.string())}
+    given = [(json.dumps(member.label), folder_of_name(member.name)) for member in members]
+    kinds = {kind: number for number, kind in enumerate(sorted(set(given)))}
+    columns = {
+        "name": bytes_to_arrow(names),
+        "kind": to_arrow(np.array([kinds[each] for each in given], np.int32)),
+    }
     columns |= {field: to_arrow(np.array([getattr(m, field) for m in members], np.int64)) for field in FIELDS}
+    shown = json.dumps([(label, os.fsdecode(below)) for label, below in kinds])
     return Shard(
         file=file,
         images=len(members),
         size=size,
         version=version if is_url(path) else UNKNOWN,
         digest=digest,
-        index=_write(path + INDEX, pa.record_batch(columns)),
+        index=_write(path + INDEX, pa.record_batch(columns, metadata={"kinds": shown})),
         first=names[0] if names else b"",
         last=names[-1] if names else b"",
-        paths={b"".join(name.rpartition(b"/")[:2]) + b"x" for name in names},
-        labels=set(labels),
+        kinds=[*kinds],
     )
 
 
 def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     """Write the catalogue of some shards, and return its metadata."""
     shards = sorted(shards, key=lambda shard: os.fsencode(shard.file))
-    filled = [shard for shard in shards if shard.images]
-    if not filled:
+    if not any(shard.images for shard in shards):
         raise ValueError(f"the archives in {public(folder)} contain no images")
-    ordered = all(shard.last < after.first for shard, after in pairwise(filled))
-    paths = sorted(set[bytes]().union(*(shard.paths for shard in shards)))
-    labels = set[str | None]().union(*(shard.labels for shard in shards))
-    folders = {os.path.dirname(os.path.join(folder, shard.file)) for shard in shards}
-    stated = labels != {None} or [] in map(class_names, folders)
-    values = [None if label is None else json.loads(label) for label in labels]
-    column = encode_labels(values) if stated else folder_labels(paths)
-    below = list(below_shared(paths))
-    splits, shared = find_splits(below), paths[0].removesuffix(below[0])
     metadata = {
         "version": VERSION,
-        "labels": list(column.names),
-        "sets": None if column.sets is None else [np.flatnonzero(each).tolist() for each in column.sets],
-        # Which folder of a name is its label, if labels are folders.
-        "label_depth": None if stated else shared.count(b"/") + bool(splits),
-        "splits": {
-            split: [_count_before(folder, filled, shared + split.encode() + end) for end in (b"/", b"0")]
-            for split in (splits if ordered else ())
-        },  # 0 follows the slash
-        "ordered": ordered,
         "class_names": names_digest(folder, [shard.file for shard in shards]),
-        "fingerprint": _fingerprint(folder, shards, ordered),
+        **_meaning(folder, shards),
+        **_identity(folder, shards),
     }
     columns: dict[str, Any] = {"file": pa.array([shard.file for shard in shards], pa.large_string())}
     columns |= {
@@ -187,30 +305,44 @@ def write_catalogue(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     return metadata
 
 
+def _meaning(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
+    """Return what kinds of images mean: their labels, if some are stated, or their folders; and splits."""
+    kinds = sorted(set[tuple[str, bytes]]().union(*(shard.kinds for shard in shards)))
+    folders = Folders.of(below for _, below in kinds)
+    stated = sorted({label for label, _ in kinds})
+    beside = {os.path.dirname(os.path.join(folder, shard.file)) for shard in shards}
+    if stated != ["null"] or [] in map(class_names, beside):
+        labels = encode_labels([json.loads(label) for label in stated])
+        codes = dict(zip(stated, labels.codes.take(np.arange(len(stated))).tolist(), strict=True))
+    else:
+        labels, codes = encode_labels([folders.label(below) for _, below in kinds]), None
+    return {**label_facts(labels, Column(names=folders.splits)), "depth": folders.depth, "stated": codes}
+
+
+def _identity(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
+    """Return the fingerprint of the same images in any other source, as far as these are few enough.
+
+    If archives contain the same name, or may contain it, names begin with the archive's.
+    """
+    filled = [shard for shard in shards if shard.images]
+    images = sum(shard.images for shard in filled)
+    if images > FINGERPRINTED:
+        titled = any(shard.last >= after.first for shard, after in pairwise(filled))
+        text = "".join(f"{shard.file}\0{shard.index}\0" for shard in shards)
+        fingerprint = f"shards-{images}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return {"titled": titled, "fingerprint": fingerprint}
+    indexes = [read_index(os.path.join(folder, shard.file), shard.index) for shard in filled]
+    parts = [index["name"].to_pylist() for index in indexes]
+    titled = len(set[bytes]().union(*parts)) < images and len(filled) > 1
+    titles = [os.fsencode(f"{shard.file}/") if titled else b"" for shard in filled]
+    names = [title + name for title, part in zip(titles, parts, strict=True) for name in part]
+    sizes = np.concatenate([np.from_dlpack(index["size"]) for index in indexes])
+    return {"titled": titled, "fingerprint": fingerprint_of(names, sizes)}
+
+
 def signature_column(signatures: NDArray[np.int64]) -> pa.Array:
     """Return signatures of files (n, 3) as a column, which can be mapped into memory as it is."""
     return pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel(), pa.int64()), 3)
-
-
-def _count_before(folder: str, shards: Sequence[Shard], name: bytes) -> int:
-    """Return how many images of ordered shards come before a name."""
-    number = bisect_left([shard.last for shard in shards], name)
-    names = []
-    if number < len(shards):
-        index = read_index(os.path.join(folder, shards[number].file), shards[number].index)
-        names = index["name"].to_pylist()
-    return sum(shard.images for shard in shards[:number]) + bisect_left(names, name)
-
-
-def _fingerprint(folder: str, shards: Sequence[Shard], ordered: bool) -> str:
-    """Return the fingerprint of the same images in any other source, as far as these are few enough."""
-    images = sum(shard.images for shard in shards)
-    if ordered and images <= FINGERPRINTED:
-        indexes = [read_index(os.path.join(folder, shard.file), shard.index) for shard in shards]
-        names = [name for index in indexes for name in index["name"].to_pylist()]
-        return fingerprint_of(names, np.concatenate([np.from_dlpack(index["size"]) for index in indexes]))
-    text = "".join(f"{shard.file}\0{shard.index}\0" for shard in shards)
-    return f"shards-{images}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _write(path: str, batch: pa.RecordBatch) -> str:

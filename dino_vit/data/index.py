@@ -1,13 +1,12 @@
-"""The index of a source: name and label of each item, in an Arrow file that all processes map into memory.
+"""The index of a source: a table with a row for each image, in Arrow files that processes map into memory.
 
-It is built once, in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE_HOME or ~/.cache), and again
-when what it was built from has changed. It may be deleted while no process uses it. A source whose images
-cannot be read at random (Parquet) unpacks them into the same file:
+Rows are ordered by shard, and in each by name; a folder is one shard. There are two kinds:
 
-    images, if unpacked | padding | items: an Arrow file | where the items start
-
-An index is that of a kind and a location, and current as long as the source has the same files, with the same
-sizes and times (`open_index`).
+- `CachedIndex`: one file in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE_HOME or ~/.cache). It
+  is built once, and again when the source has other files, sizes or times (`open_index`). It may be deleted
+  while no process uses it. A source whose images cannot be read at random (Parquet) unpacks them into it:
+  images, if unpacked | padding | rows: an Arrow file | where the rows start
+- `Catalogue` (`data/catalogue.py`): a file for each shard, beside it, and one that lists them.
 """
 
 import fcntl
@@ -16,6 +15,7 @@ import json
 import os
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,14 +32,62 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels, split_column, to_bits
+from dino_vit.data.labels import Column, Labels, folder_columns, to_bits
 from dino_vit.data.sources.remote import UNKNOWN, file_signatures, is_url
 
 TRAILER = struct.Struct("<Q")
-ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
+ALIGNMENT = 64  # of the rows in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 9  # of what an index holds
+VERSION = 10  # of what an index holds
+
+
+class Index(ABC):
+    """The rows of images; pickled as the path of its file."""
+
+    metadata: dict[str, Any]
+    starts: NDArray[np.int64]  # (shards + 1,), where the rows of each begin
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @abstractmethod
+    def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
+        """Return the shard of a row, columns that have the row, and its place in these."""
+
+    @abstractmethod
+    def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the values of some rows."""
+
+    def name(self, row: int) -> str:
+        """Return the name as the folder or archive has it: to read the image, not to show it."""
+        _, columns, at = self.locate(row)
+        return os.fsdecode(columns["name"][at].as_py())
+
+    def image_set(self, store: Store, stamp: str | None) -> ImageSet:
+        """Return the images that have the rows of this index."""
+        names, sets = tuple(map(printable, self.metadata["labels"])), self.metadata["sets"]
+        splits = tuple(map(printable, self.metadata["splits"]))
+        return ImageSet(
+            store=store,
+            rows=range(len(self)),
+            names=self.name,
+            labels=Labels(Codes(self, "label"), names, None if sets is None else to_bits(sets, len(names))),
+            splits=Column(Codes(self, "split"), splits),
+            fingerprint=self.metadata["fingerprint"],
+            stamp=stamp,
+        )
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The codes in a column of an index."""
+
+    index: Index
+    column: str
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        return self.index.take(self.column, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +95,40 @@ class IndexContents:
     """What goes into an index: names and sizes make the fingerprint."""
 
     names: Sequence[bytes]
-    sizes: ArrayLike | None = None  # None: the items are the files
+    sizes: ArrayLike | None = None  # None: the rows are the files
     labels: Labels | None = None  # None: the first-level folders of the names
+    folders: Sequence[bytes] | None = None  # paths whose folders are labels and splits; None: the names
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    by_name: bool = True  # order the items by the bytes of their names
+    shards: NDArray[np.int32] | None = None  # of each row; None: all are in one
+    shard_count: int = 1
+    by_name: bool = True  # order the rows of a shard by the bytes of their names
 
-    def items(self, file_sizes: NDArray[np.int64], **metadata: Any) -> pa.RecordBatch:
-        """Return the items in their final order."""
+    def rows(self, file_sizes: NDArray[np.int64], **metadata: Any) -> pa.RecordBatch:
+        """Return the rows in their final order."""
         order = list(range(len(self.names)))
         if self.by_name:
             order.sort(key=self.names.__getitem__)
-        names = [self.names[row] for row in order]
-        rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
+        rows = np.array(order, dtype=np.int64)
+        shards = np.zeros(len(rows), np.int32) if self.shards is None else self.shards
+        rows = rows[np.argsort(shards[rows], kind="stable")]
+        names = [self.names[row] for row in rows.tolist()]
         sizes = np.asarray(file_sizes if self.sizes is None else self.sizes, dtype=np.int64)
-        shown = [os.fsencode(public(os.fsdecode(name))) if b"://" in name else name for name in names]
-        labels = folder_labels(shown) if self.labels is None else self.labels
-        codes = labels.codes.take(np.arange(len(rows)) if self.labels is None else rows)
-        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(codes)}
+        paths = self.names if self.folders is None else self.folders
+        shown = [os.fsencode(public(os.fsdecode(path))) if b"://" in path else path for path in paths]
+        labels, splits = folder_columns(shown)
+        labels = self.labels or labels
+        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.codes.take(rows))}
+        arrays |= {"split": to_arrow(splits.codes.take(rows)), "shard": to_arrow(shards[rows])}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
-        metadata |= {
-            "fingerprint": fingerprint_of(names, sizes[rows]),
-            "labels": list(labels.names),
-            "sets": None if labels.sets is None else [np.flatnonzero(each).tolist() for each in labels.sets],
-            "splits": find_splits(below_shared(shown)),
-        }
+        metadata |= label_facts(labels, splits)
+        metadata |= {"fingerprint": fingerprint_of(names, sizes[rows]), "shards": self.shard_count}
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
+
+
+def label_facts(labels: Labels, splits: Column) -> dict[str, Any]:
+    """Return what codes of labels and splits mean, as an index keeps it."""
+    sets = None if labels.sets is None else [np.flatnonzero(each).tolist() for each in labels.sets]
+    return {"labels": list(labels.names), "sets": sets, "splits": list(splits.names)}
 
 
 def fingerprint_of(names: Sequence[bytes], sizes: NDArray[np.int64]) -> str:
@@ -98,8 +155,8 @@ def to_arrow(values: NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-class Index:
-    """The columns of the items, their metadata and unpacked images; pickled as the path of its file."""
+class CachedIndex(Index):
+    """An index in one file, with unpacked images if there are some."""
 
     file_signatures: NDArray[np.int64]  # only where the index was opened, not where it was unpickled
 
@@ -107,42 +164,31 @@ class Index:
         self.path = path
         end = data.size - TRAILER.size
         (start,) = TRAILER.unpack(data[max(end, 0) :])
-        items = pa.ipc.open_file(data[start:end]).get_batch(0)
-        self.names = items["name"]
-        self.columns = {name: np.from_dlpack(items[name]) for name in items.schema.names if name != "name"}
-        self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
+        rows = pa.ipc.open_file(data[start:end]).get_batch(0)
+        self.columns: dict[str, Any] = {name: np.from_dlpack(rows[name]) for name in rows.schema.names[1:]}
+        self.columns["name"] = rows["name"]
+        self.metadata = json.loads(rows.schema.metadata[b"dino_vit"])
+        counts = np.bincount(self.columns["shard"], minlength=self.metadata["shards"])
+        self.starts = np.concatenate([[0], np.cumsum(counts)])
         self.images = data[:start]
         keep(path, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.metadata["began"])
 
-    def __len__(self) -> int:
-        return len(self.names)
+    def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
+        return int(self.columns["shard"][row]), self.columns, row
 
-    def name(self, row: int) -> str:
-        """Return the name as the folder or archive has it: to read the image, not to show it."""
-        return os.fsdecode(self.names[row].as_py())
+    def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+        return self.columns[column].take(rows)
 
-    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the codes of the labels of some rows."""
-        return self.columns["label"].take(rows)
-
-    def image_set(self, store: Store) -> ImageSet:
-        """Return the images that have the items of this index for rows."""
+    @property
+    def stamp(self) -> str | None:
+        """Return a digest of the files, or None if their changes cannot be detected."""
         size, version, _ = self.file_signatures.T
-        names, sets = tuple(map(printable, self.metadata["labels"])), self.metadata["sets"]
         # Of some remote files no server tells whether they changed; they may even be as long.
         undetected = ((size >= 0) & (version == UNKNOWN)).any()
-        return ImageSet(
-            store=store,
-            rows=range(len(self)),
-            names=self.name,
-            labels=Labels(self, names, None if sets is None else to_bits(sets, len(names))),
-            splits=split_column(self.metadata["splits"]),
-            fingerprint=self.metadata["fingerprint"],
-            stamp=None if undetected else self.metadata["stamp"],
-        )
+        return None if undetected else self.metadata["stamp"]
 
 
 def open_index(
@@ -152,7 +198,7 @@ def open_index(
     files: Sequence[str],
     signatures: NDArray[np.int64] | None = None,
     prepare: Callable[[], object] = lambda: None,
-) -> Index:
+) -> CachedIndex:
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
     `build` gets a function that writes images. `files` are those that the source has now. Without their
@@ -168,7 +214,7 @@ def open_index(
     path = cache_folder() / f"{kind}-{key}.arrow"
     newest = signatures[:, 2].max(initial=0)
 
-    def load_current() -> Index | None:
+    def load_current() -> CachedIndex | None:
         index = _load(path)
         if not index or not files or index.metadata["stamp"] != stamp:
             return None
@@ -182,7 +228,7 @@ def open_index(
             index = load_current()
             if index is None:
                 with replacing(path) as partial_path, partial_path.open("wb") as file, indexing(spec):
-                    _write(file, build(file.write).items(signatures[:, 0], began=began, stamp=stamp))
+                    _write(file, build(file.write).rows(signatures[:, 0], began=began, stamp=stamp))
                 index = _load(path)
     if index is None:
         raise StorageError(f"{path} cannot be read back")
@@ -200,11 +246,11 @@ def indexing(spec: str) -> Iterator[None]:
         raise ValueError(f"{spec} cannot be indexed: {brief(error, 300)}") from error
 
 
-def _load(path: Path) -> Index | None:
+def _load(path: Path) -> CachedIndex | None:
     """Map an index into memory, unless it is missing or damaged."""
     try:
         with pa.memory_map(str(path)) as file:
-            return Index(file.read_buffer(), path)
+            return CachedIndex(file.read_buffer(), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (pa.ArrowException, OSError, ValueError, struct.error) as error:
@@ -212,18 +258,18 @@ def _load(path: Path) -> Index | None:
         return None
 
 
-def _reopen(path: Path, began: int) -> Index:
+def _reopen(path: Path, began: int) -> CachedIndex:
     index = _load(path)
     if index is None or index.metadata["began"] != began:
         raise ValueError(f"{path} was rebuilt while a process that reads it was starting; start again")
     return index
 
 
-def _write(file: BinaryIO, items: pa.RecordBatch) -> None:
+def _write(file: BinaryIO, rows: pa.RecordBatch) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
     start = file.tell()
-    with pa.ipc.new_file(file, items.schema) as writer:
-        writer.write_batch(items)
+    with pa.ipc.new_file(file, rows.schema) as writer:
+        writer.write_batch(rows)
     file.write(TRAILER.pack(start))
 
 

@@ -9,7 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dino_vit.config.settings import Task
 from dino_vit.core import log
-from dino_vit.core.text import brief, plural, printable
+from dino_vit.core.text import brief, plural
 
 Rows = NDArray[np.int64]
 
@@ -168,16 +168,17 @@ def _encode_sets(values: Sequence[list[object] | None]) -> Labels:
         text = "is a 0 or 1 for each label, without the names of the labels: let the object have `classes`"
         shown = brief(", ".join(given[0]))
         raise ValueError(f"{shown} {text}, or write those of an image by name, as in sea;sky")
-    sets = [
-        None if each is None else tuple(sorted({name for name in each if name and not _is_absent(name)}))
-        for each in texts
-    ]
+    sets = [None if each is None or (each and all(map(_is_absent, each))) else _known(each) for each in texts]
     different = sorted({each for each in sets if each is not None})
     names = tuple(sorted(set[str]().union(*different)))
     codes = {None: -1} | {each: code for code, each in enumerate(different)}
     numbers = {name: number for number, name in enumerate(names)}
     bits = to_bits([[numbers[name] for name in each] for each in different], len(names))
     return Labels(np.array([codes[each] for each in sets], np.int32), names, bits)
+
+
+def _known(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted({name for name in names if name and not _is_absent(name)}))
 
 
 def to_bits(sets: Sequence[Sequence[int]], width: int) -> NDArray[np.bool_]:
@@ -204,54 +205,54 @@ def doubts_about(counts: Mapping[str, int]) -> Iterator[str]:
         yield f"with a single image, perhaps mistyped: {brief(', '.join(shown), 200)}"
 
 
-def folder_labels(names: Sequence[bytes]) -> Labels:
-    """Label paths by their first-level folder below the folder that they all share.
-
-    If these folders are splits, such as train and val, the labels are the folders in them.
-    """
-    paths = list(below_shared(names))
-    if find_splits(paths):
-        paths = [path.partition(b"/")[2] for path in paths]
-    tops = (path.partition(b"/") for path in paths)
-    return encode_labels([top if slash else None for top, slash, _ in tops])
-
-
-def below_shared(names: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield paths below the folder that they all share."""
-    # What the first and the last in order share, all share.
-    folders = (name.split(b"/")[:-1] for name in (min(names), max(names)))
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(*folders, strict=False))
-    start = sum(len(folder) + 1 for folder, _ in shared)
-    return (name[start:] for name in names)
-
-
-def find_splits(names: Iterable[bytes]) -> dict[str, tuple[int, int]]:
-    """Return the first and the last index, plus one, of each split, which are all of it among sorted paths.
-
-    The first-level folders are splits if there are several and all have names of splits; otherwise empty.
-    """
-    folders: dict[str, tuple[int, int]] = {}
-    for index, name in enumerate(names):
-        folder, slash, _ = name.partition(b"/")
-        if slash:
-            text = folder.decode(errors="replace")
-            folders[text] = folders.get(text, (index, 0))[0], index + 1
-    return folders if len(folders) > 1 and all(name.lower() in _SPLITS for name in folders) else {}
-
-
 @dataclass(frozen=True)
-class Spans:
-    """The codes of rows of which each name has a span."""
+class Folders:
+    """What the folders of paths are: splits, such as train and val, and below these the names of classes."""
 
-    spans: Sequence[tuple[int, int]]
+    depth: int  # of the folders that are classes
+    splits: tuple[str, ...] = ()  # the names of the folders above these, if they are splits
 
-    def take(self, rows: Rows) -> NDArray[np.int32]:
-        codes = np.full(np.shape(rows), -1, np.int32)
-        for code, (start, stop) in enumerate(self.spans):
-            codes[(rows >= start) & (rows < stop)] = code
-        return codes
+    @classmethod
+    def of(cls, folders: Iterable[bytes]) -> "Folders":
+        """Return what the first-level folders are, below the folder that all share.
+
+        They are splits if there are several and all have names of splits.
+        """
+        parts = [folder.split(b"/")[:-1] for folder in folders]
+        # What the first and the last in order share, all share.
+        ends = zip(min(parts), max(parts), strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+        tops = sorted({each[shared] for each in parts if len(each) > shared})
+        names = [top.decode(errors="replace") for top in tops]
+        if len(names) > 1 and all(name.lower() in _SPLITS for name in names):
+            return cls(shared + 1, tuple(names))
+        return cls(shared)
+
+    def label(self, folder: bytes) -> bytes | None:
+        """Return the name of the class of images in a folder, which ends in a slash."""
+        parts = folder.split(b"/")[:-1]
+        return parts[self.depth] if len(parts) > self.depth else None
+
+    def split(self, folder: bytes) -> int:
+        """Return the number of the split of images in a folder, −1 for none."""
+        parts = folder.split(b"/")[:-1]
+        inside = bool(self.splits) and len(parts) >= self.depth
+        return self.splits.index(parts[self.depth - 1].decode()) if inside else -1
 
 
-def split_column(splits: Mapping[str, tuple[int, int]]) -> Column:
-    """Return the column of splits of which each has a span of rows."""
-    return Column(Spans([*splits.values()]), tuple(map(printable, splits)))
+def folder_of_name(name: bytes) -> bytes:
+    """Return the folder of a path with its slash; empty without one."""
+    folder, slash, _ = name.rpartition(b"/")
+    return folder + slash
+
+
+def folder_columns(names: Sequence[bytes]) -> tuple[Labels, Column]:
+    """Return classes and splits by the folders of paths."""
+    given = list(map(folder_of_name, names))
+    different = sorted(set(given))
+    folders = Folders.of(different)
+    classes = encode_labels([folders.label(folder) for folder in different])
+    numbers = {folder: number for number, folder in enumerate(different)}
+    rows = np.array([numbers[folder] for folder in given], np.int64)
+    splits = np.array([folders.split(folder) for folder in different], np.int32)
+    return replace(classes, codes=classes.codes.take(rows)), Column(splits.take(rows), folders.splits)

@@ -10,8 +10,7 @@ import pytest
 
 import dino_vit
 from dino_vit.cli import main
-from dino_vit.data.catalogue import StaleIndex
-from dino_vit.data.sources.catalogued import CatalogueStore
+from dino_vit.data.catalogue import CatalogueStore, StaleIndex
 from dino_vit.data.sources.open import open_source
 from dino_vit.views.sampler import WindowOrder
 from tests.support.image_sets import FILES, ORDER, items, write_folder, write_tar, write_zip
@@ -68,7 +67,11 @@ def test_labels_beside_the_images_are_those_of_the_catalogue(tmp_path):
     assert [source.label(index) for index in range(3)] == [1, 0, None]
 
 
-def test_names_that_overlap_begin_with_their_archive(tmp_path):
+def test_so_many_names_that_they_are_not_compared_begin_with_their_archive(tmp_path, monkeypatch):
+    monkeypatch.setattr("dino_vit.data.catalogue.FINGERPRINTED", 4)
+    assert [*items(catalogue(write_archives(tmp_path / "sorted", SORTED)))] == [
+        *items(open_source(str(write_folder(tmp_path / "folder", SORTED))))
+    ]
     names = list(SORTED)
     files = {name: SORTED[name] for name in [*names[::2], *names[1::2]]}
     source = catalogue(write_archives(tmp_path / "set", files))

@@ -51,33 +51,36 @@ def seen(images):
 
 
 def stores(root, files, draw):
-    """The same files as they are, in archives in any order, and in archives with a catalogue."""
+    """The same files as they are and in archives, with and without a catalogue, and the order of names."""
     names = list(files)
     draw.shuffle(names)
-    yield write_folder(root / "folder", files)
-    yield write_tar(root / "a.tar", {name: files[name] for name in names})
-    yield write_zip(root / "a.zip", files)
-    for number in range(2):
-        write_tar(root / "shards" / f"{number}.tar", {name: files[name] for name in names[number::2]})
-        ordered = sorted(names, key=str.encode)[number * len(names) // 2 : (number + 1) * len(names) // 2]
-        write_tar(root / "catalogued" / f"{number}.tar", {name: files[name] for name in ordered})
-    yield root / "shards"
-    assert main(["pack", str(root / "catalogued"), "index_only=true"]) == 0
-    yield root / "catalogued"
+    by_name = sorted(names, key=str.encode)
+    yield write_folder(root / "folder", files), by_name
+    yield write_tar(root / "a.tar", {name: files[name] for name in names}), by_name
+    yield write_zip(root / "a.zip", files), by_name
+    halves = [names[::2], names[1::2]]
+    by_shard = [name for half in halves for name in sorted(half, key=str.encode)]
+    for folder, order in (("sorted", by_name), ("any", by_shard)):
+        middle = len(names) - len(names) // 2
+        for number, part in enumerate((order[:middle], order[middle:])):
+            draw.shuffle(part)
+            write_tar(root / folder / f"{number}.tar", {name: files[name] for name in part})
+        yield root / folder, order
+        assert main(["pack", str(root / folder), "index_only=true"]) == 0
+        yield root / folder, order
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_store_has_the_names_labels_splits_and_bytes_of_the_files(tmp_path, seed):
     draw = random.Random(seed)
     files = draw_files(draw)
-    order = sorted(files, key=str.encode)
-    labels, splits = labels_of(order)
-    expected = list(zip(order, (files[name] for name in order), labels, strict=True))
-    chosen = [draw.randrange(len(order)) for _ in range(5)]
+    chosen = [draw.randrange(len(files)) for _ in range(5)]
     again = draw.sample(range(5), 3)
-    fingerprints = []
-    for path in stores(tmp_path, files, draw):
+    fingerprints = set()
+    for path, order in stores(tmp_path, files, draw):
         images = open_source(str(path))
+        labels, splits = labels_of(order)
+        expected = list(zip(order, (files[name] for name in order), labels, strict=True))
         assert seen(images) == seen(pickle.loads(pickle.dumps(images))) == expected
         assert {name: images.split(name).tolist() for name in images.splits.names} == splits
         part = images.subset(chosen).subset(np.array(again))
@@ -90,8 +93,8 @@ def test_every_store_has_the_names_labels_splits_and_bytes_of_the_files(tmp_path
         if images.layout:
             shards = images.layout.shards(np.array(chosen)[again])
             assert part.layout.shards(np.arange(3)).tolist() == shards.tolist()
-        fingerprints.append((images.fingerprint, part.fingerprint))
-    assert len(set(fingerprints)) == 1
+        fingerprints.add((*order, images.fingerprint, part.fingerprint))
+    assert len(fingerprints) == len({each[:-2] for each in fingerprints})
 
 
 def test_other_labels_are_of_the_images_of_a_part(tmp_path):

@@ -7,11 +7,7 @@ import pytest
 
 from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.data.label_files import join_labels, read_entries
-from dino_vit.data.labels import (
-    encode_labels,
-    find_splits,
-    folder_labels,
-)
+from dino_vit.data.labels import Folders, encode_labels, folder_columns
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, write_folder
 from tests.support.images import write_classes, write_synthetic
@@ -51,7 +47,7 @@ def test_labels_are_numbered_in_order_without_gaps(values, numbers, classes):
     ],
 )
 def test_folders_are_labels_below_what_all_share(names, classes):
-    assert list(folder_labels(names).names) == classes
+    assert list(folder_columns(names)[0].names) == classes
 
 
 def entries(name, text):
@@ -270,16 +266,15 @@ def test_labels_for_other_names_are_refused(tmp_path):
     ],
 )
 def test_folders_are_splits_if_all_are_named_so(folders, splits):
-    assert bool(find_splits(f"{folder}/a.png".encode() for folder in folders)) == splits
+    assert bool(Folders.of([b"", *(f"{folder}/".encode() for folder in folders)]).splits) == splits
 
 
 def test_labels_are_the_folders_in_the_splits():
     names = [b"set/test/cat/1", b"set/test/dog/1", b"set/train/cat/2", b"set/train/dog/x/3", b"set/train/4"]
-    found = folder_labels(names)
-    assert found.names == ("cat", "dog")
-    assert found.codes.tolist() == [0, 1, 0, 1, -1]
-    assert find_splits(name[4:] for name in names) == {"test": (0, 2), "train": (2, 5)}
-    assert folder_labels([b"cat/1", b"train/1"]).names == ("cat", "train")
+    labels, splits = folder_columns(names)
+    assert (labels.names, labels.codes.tolist()) == (("cat", "dog"), [0, 1, 0, 1, -1])
+    assert (splits.names, splits.codes.tolist()) == (("test", "train"), [0, 0, 1, 1, 1])
+    assert folder_columns([b"cat/1", b"train/1"])[0].names == ("cat", "train")
 
 
 @pytest.fixture
@@ -326,7 +321,7 @@ def test_labels_that_are_no_number_are_none_and_said(caplog, tmp_path):
     write_folder(tmp_path / "images")
     (tmp_path / "labels.json").write_text('{"cat/a.b.png": NaN}')
     assert open_source(str(tmp_path / "images"), tmp_path / "labels.json").labels.names == ()
-    assert folder_labels([b"nan/1.png", b"-1/1.png"]).names == ("-1", "nan")
+    assert folder_columns([b"nan/1.png", b"-1/1.png"])[0].names == ("-1", "nan")
 
 
 def test_an_object_of_json_with_two_values_for_a_name_is_refused(tmp_path):

@@ -78,7 +78,7 @@ def test_a_cell_is_a_class(read, text, names, values):
     ("text", "values"),
     [
         ("a.png,sea; sky\nb.png,;\nc.png,sky\nd.png,\n", [[1, 1], [0, 0], [0, 1]]),
-        ("a.png,-1;sea\nb.png,sky; NaN\n", [[1, 0], [0, 1]]),
+        ("a.png,-1;sea\nb.png,sky; NaN\nc.png,-1\nd.png,NaN\n", [[1, 0], [0, 1]]),
         ("a.png,sea\nb.png,sky\n", [[1, 0], [0, 1]]),
     ],
 )

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dino_vit.data.catalogue import VERSION, Catalogue, signature_column
-from dino_vit.data.sources.catalogued import catalogued
+from dino_vit.data.catalogue import VERSION, Catalogue, CatalogueStore, signature_column
 from dino_vit.data.sources.remote import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 
@@ -21,15 +20,8 @@ BATCH, DRAWN = 32_768, 90  # images of a step, and steps
 def write_catalogue(path):
     """Write the catalogue of shards that do not exist."""
     shards = IMAGES // SHARD
-    metadata = {
-        "version": VERSION,
-        "labels": [],
-        "sets": None,
-        "splits": {},
-        "label_depth": 0,
-        "ordered": True,
-    }
-    metadata |= {"fingerprint": "simulated"}
+    metadata = {"version": VERSION, "labels": [], "sets": None, "splits": [], "depth": 0, "stated": None}
+    metadata |= {"fingerprint": "simulated", "titled": False}
     names = [f"{number:07d}" for number in range(shards)]
     digests = pa.array([name.encode().zfill(32) for name in names])
     signature = signature_column(np.tile([SHARD * 100_000, UNKNOWN, 0], (shards, 1)))
@@ -39,6 +31,11 @@ def write_catalogue(path):
     batch = pa.record_batch(columns, metadata={"dino_vit": json.dumps(metadata)})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
+
+
+def opened(path):
+    catalogue = Catalogue("s3://nowhere", path)
+    return catalogue.image_set(CatalogueStore(catalogue), stamp="")
 
 
 def sampler_of(source):
@@ -57,7 +54,7 @@ def private_bytes():
 def memory_of_process(path, copies_shards):
     """Return what a process of the run holds once it draws images, and resumes in the middle of an epoch."""
     before = private_bytes()
-    source = catalogued(Catalogue("s3://nowhere", path), stamp="")
+    source = opened(path)
     sampler = sampler_of(source)
     if copies_shards:
         ShardUses(sampler, len(source.shards.copies.sizes)).next(0)
@@ -76,7 +73,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(path):
-    return catalogued(Catalogue("s3://nowhere", path), stamp="")
+    return opened(path)
 
 
 @pytest.mark.slow

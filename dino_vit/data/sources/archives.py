@@ -6,12 +6,12 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
@@ -19,7 +19,7 @@ from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.image_set import ImageSet, ShardLayout, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.label_files import is_label, parse_json
-from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels, folder_labels
+from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels
 from dino_vit.data.shards import ByteRangeReader, Shards
 from dino_vit.data.sources.paths import file_identity, folder_of, is_image, short_names
 from dino_vit.data.sources.remote import changed, exists, open_file, read_file
@@ -53,44 +53,36 @@ class Member(NamedTuple):
 class ArchiveStore(Store):
     """Images in archives, whose names are never used as paths."""
 
-    def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
-        self.shards: Shards = Shards(ranges, digest)
+    shards: Shards
 
-    @abstractmethod
-    def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
-        """Return the archive of an image, columns that have its place there, and its row in these."""
+    def __init__(
+        self,
+        index: Index,
+        files: Sequence[str],
+        signatures: NDArray[np.int64],
+        digest: Callable[[int], str] | None = None,
+    ) -> None:
+        self.index, self.shards = index, Shards(ByteRangeReader(files, signatures), digest)
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout(self.index.starts)
 
     def read(self, row: int) -> bytes:
-        shard, columns, at = self.locate(row)
+        shard, columns, at = self.index.locate(row)
         return read_member(self.shards, shard, {field: int(columns[field][at]) for field in FIELDS})
 
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         files = list(map(file_identity, self.shards.ranges.paths))
-        return [(files[shard], int(columns["start"][at])) for shard, columns, at in map(self.locate, rows)]
-
-
-class IndexedArchives(ArchiveStore):
-    """Images in archives by the index in the cache."""
-
-    def __init__(self, index: Index, files: Sequence[str]) -> None:
-        super().__init__(ByteRangeReader(files, index.file_signatures[: len(files)]))
-        self.index = index
-
-    @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout.from_assignments(
-            self.index.columns["file"].astype(np.int32), len(self.shards.ranges.paths)
-        )
-
-    def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
-        return int(self.index.columns["file"][row]), self.index.columns, row
+        located = map(self.index.locate, rows)
+        return [(files[shard], int(columns["start"][at])) for shard, columns, at in located]
 
 
 def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     """Open the images in archives of one kind.
 
     Labels are those in the archive, or else the first-level folders of the names in it. If several archives
-    contain the same name, all names are prefixed with the archive's own, or its path if another is called so.
+    contain the same name, all names begin with the archive's own, or its path if another is called so.
     """
     listed: list[list[Member]] = []
 
@@ -104,7 +96,7 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     with indexing(spec):
         read = [*files, *filter(exists, beside)]
     index = open_index(suffix[1:], spec, lambda _: _contents(spec, files, listed), read, prepare=list_all)
-    return index.image_set(IndexedArchives(index, files))
+    return index.image_set(ArchiveStore(index, files, index.file_signatures[: len(files)]), index.stamp)
 
 
 def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -> IndexContents:
@@ -114,15 +106,23 @@ def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -
     images = [image for members in listed for image in members]
     if not images:
         raise ValueError(f"{public(spec)} contains no images.")
-    file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
+    shards = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
     names, labels = [image.name for image in images], [image.label for image in images]
     stated = labels.count(None) < len(labels) or [] in classes.values()
-    column = encode_labels(labels) if stated else folder_labels(names)
+    titled = names
     if len(set(names)) < len(names) and len(files) > 1:
-        prefixes = [os.fsencode(f"{title}/") for title in short_names(files)]
-        names = [prefixes[number] + name for number, name in zip(file, names, strict=True)]
-    columns = {field: np.array([getattr(image, field) for image in images]) for field in FIELDS}
-    return IndexContents(names=names, sizes=columns["size"], labels=column, columns={**columns, "file": file})
+        titles = [os.fsencode(f"{title}/") for title in short_names(files)]
+        titled = [titles[shard] + name for shard, name in zip(shards.tolist(), names, strict=True)]
+    columns = {field: np.array([getattr(image, field) for image in images], np.int64) for field in FIELDS}
+    return IndexContents(
+        names=titled,
+        sizes=columns["size"],
+        labels=encode_labels(labels) if stated else None,
+        folders=names,
+        columns=columns,
+        shards=shards,
+        shard_count=len(files),
+    )
 
 
 def class_names(folder: str) -> list[str] | None:

@@ -99,7 +99,7 @@ def _open_files(
     files = [_join(root, name) for name in names]
     contents = IndexContents(names=list(map(os.fsencode, names)))
     index = open_index(kind, spec, lambda _: contents, files, signatures)
-    return index.image_set(FileStore(index, root))
+    return index.image_set(FileStore(index, root), index.stamp)
 
 
 def _images_among(root: str, files: Sequence[str]) -> list[str]:
@@ -150,7 +150,7 @@ def open_list(path: str, several: bool = False) -> ImageSet:
 
     index = open_index("list-several" if several else "list", path, build, files, signatures)
     # Each remote image may be on another server.
-    images = index.image_set(FileStore(index, root, PER_IMAGE_TIMEOUT_S))
+    images = index.image_set(FileStore(index, root, PER_IMAGE_TIMEOUT_S), index.stamp)
     return images if len(local) == len(paths) else replace(images, stamp=None)
 
 

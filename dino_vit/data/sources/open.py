@@ -112,7 +112,7 @@ def _open_catalogued(spec: str) -> ImageSet | None:
     """Open archives, given by their folder or a pattern, that a catalogue beside them is of."""
     if suffix_of(spec) in UNCATALOGUED and not os.path.isdir(spec):
         return None
-    from dino_vit.data.sources.catalogued import open_catalogued
+    from dino_vit.data.catalogue import open_catalogued
 
     return open_catalogued(spec, archive_files)
 

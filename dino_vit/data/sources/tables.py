@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.index import Index, IndexContents, WriteImages, open_index
+from dino_vit.data.index import CachedIndex, IndexContents, WriteImages, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, encode_labels
 from dino_vit.data.sources.paths import short_names
 from dino_vit.data.sources.remote import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
@@ -163,7 +163,7 @@ def holds_paths(table: pa.Table, columns: TableColumns) -> bool:
 class UnpackedStore(Store):
     """Images that were unpacked into the index."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: CachedIndex) -> None:
         self.index = index
 
     def _place(self, row: int) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class UnpackedStore(Store):
 def open_parquet(spec: str, files: Sequence[str]) -> ImageSet:
     """Open the images in Parquet files, unpacked into the index."""
     index = open_index("parquet", spec, partial(_unpack, public(spec), files), files)
-    return index.image_set(UnpackedStore(index))
+    return index.image_set(UnpackedStore(index), index.stamp)
 
 
 def _unpack(spec: str, files: Sequence[str], write_images: WriteImages) -> IndexContents:
@@ -224,13 +224,13 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
 class HubStore(Store):
     """Images in the Arrow files that `datasets` keeps."""
 
-    def __init__(self, index: Index, splits: Mapping[str, Any], column: str) -> None:
+    def __init__(self, index: CachedIndex, splits: Mapping[str, Any], column: str) -> None:
         self.index, self.tables, self.column = index, [split.data for split in splits.values()], column
         self.key = str(index.metadata["fingerprint"])
 
     def read(self, row: int) -> bytes:
-        split, at = (int(self.index.columns[name][row]) for name in ("split", "row"))
-        image = self.tables[split].column(self.column)[at].as_py()
+        table, at = (int(self.index.columns[name][row]) for name in ("table", "row"))
+        image = self.tables[table].column(self.column)[at].as_py()
         if isinstance(image, dict):
             path, image = image.get("path"), image["bytes"]
             if image is None and path:
@@ -248,7 +248,7 @@ def open_hub(name: str) -> ImageSet:
     columns = find_columns(spec, first.features.arrow_schema)
     files = [str(file["filename"]) for data in splits.values() for file in data.cache_files]
     index = open_index("hub", spec, lambda _: _hub_contents(spec, splits, columns), files)
-    images = index.image_set(HubStore(index, splits, columns.image))
+    images = index.image_set(HubStore(index, splits, columns.image), index.stamp)
     elsewhere = any(holds_paths(data.data.table, columns) for data in splits.values())
     return replace(images, stamp=None) if elsewhere else images
 
@@ -266,7 +266,7 @@ def _hub_contents(spec: str, splits: Mapping[str, Any], columns: TableColumns) -
             for folder, number, name in zip(folders, numbers, rows.names, strict=True)
         ]
     places = {
-        "split": np.repeat(np.arange(len(counts)), list(counts.values())),
+        "table": np.repeat(np.arange(len(counts)), list(counts.values())),
         "row": np.concatenate([np.arange(count) for count in counts.values()]),
     }
     return rows.index_contents(counts if len(counts) > 1 else {spec: len(rows.sizes)}, places)
