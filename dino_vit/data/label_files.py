@@ -48,7 +48,7 @@ def read_entries(
 
 def split_cell(cell: object) -> Any:
     """Return the labels in a cell of text; `;` has none."""
-    return cell.split(SEPARATOR) if isinstance(cell, str) else cell
+    return cell.split(SEPARATOR) if cell and isinstance(cell, str) else cell
 
 
 def _read_entries(path: str, data: bytes, labels_needed: bool) -> Iterator[Entry]:

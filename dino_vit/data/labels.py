@@ -152,7 +152,7 @@ def _indices(values: Sequence[object], classes: Sequence[str], title: str) -> ND
 def _named(value: object, classes: Sequence[str] | None, title: str) -> list[object] | None:
     """Return several labels by their names: of classes, or of a 0 or 1 for each of more than two classes."""
     if not isinstance(value, list | tuple):
-        value = None if value is None or _is_absent(value) else [value]
+        value = None if value in (None, "") or _is_absent(value) else [value]
     if value is None or classes is None:
         return None if value is None else list(value)
     if len(value) == len(classes) > 2 and {*value} <= {0, 1}:

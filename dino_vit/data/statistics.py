@@ -17,7 +17,7 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_image, read_item
-from dino_vit.data.images.formats import format_of
+from dino_vit.data.images.formats import format_of, has_other_colors
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.remote import raise_if_lost
 
@@ -41,6 +41,7 @@ class ImageInfo:
     kind: str  # uint8, float32, ...
     low: float
     high: float
+    other_colors: bool  # a colour profile other than sRGB, which is not applied
     layout: Tensor | None = field(
         default=None, repr=False, compare=False
     )  # of LAYOUT², of mean 0 and length 1
@@ -170,6 +171,7 @@ def _inspect(
         kind=kind,
         low=low,
         high=high,
+        other_colors=not isinstance(item, Tensor) and has_other_colors(item),
         layout=layout,
     )
 
