@@ -9,7 +9,6 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core import log
 from dino_vit.core.text import brief, public
 from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.sources.remote import file_signature, is_url
@@ -18,16 +17,16 @@ FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say 
 
 
 class ArrayStore(Store):
-    """The images of one array, read as values of one type."""
+    """The images of one array."""
 
-    def __init__(self, path: str, dtype: np.dtype[Any] | None = None) -> None:
+    def __init__(self, path: str) -> None:
         self.path, self.images = path, _load(path)
         self.channels_last = _channels_last(path, self.images.shape)
-        self.dtype = dtype or _narrowest(path, self.images)
+        self.dtype = self.images.dtype.newbyteorder("=")
         self.key = _fingerprint(self.images)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArrayStore, (self.path, self.dtype)  # NumPy would pickle the pixels
+        return ArrayStore, (self.path,)  # NumPy would pickle the pixels
 
     def read(self, row: int) -> Tensor:
         image = self.images[row]
@@ -73,21 +72,6 @@ def _load(path: str) -> NDArray[Any]:
         text = "must be images, (N, H, W), (N, H, W, C) or (N, C, H, W), of integers or floats"
         raise ValueError(f"{path} {text}, not {dtype} of shape {shape}")
     return images
-
-
-def _narrowest(path: str, images: NDArray[Any]) -> np.dtype[Any]:
-    """Return the type to read images as: integers of 32 and 64 bits, which lists become, by their values.
-
-    It is one for all images, so that a dark one stays dark.
-    """
-    native = images.dtype.newbyteorder("=")
-    if native.kind == "f" or native.itemsize <= 2 or images.min() < 0:
-        return native
-    highest = images.max()
-    dtype = next((np.dtype(name) for name in ("uint8", "uint16") if highest <= np.iinfo(name).max), native)
-    if dtype != native:
-        log.warning("%s: %s values up to %d are read as %s", path, native, highest, dtype)
-    return dtype
 
 
 def _channels_last(path: str, shape: tuple[int, ...]) -> bool:

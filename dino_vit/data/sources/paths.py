@@ -2,9 +2,7 @@
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import chain
-from typing import NoReturn
+from collections.abc import Hashable, Sequence
 
 from dino_vit.core.text import progress, public
 
@@ -46,35 +44,27 @@ def is_image(name: str | bytes) -> bool:
 def list_local(root: str) -> list[str]:
     """Return the files below a folder by their paths in it, without hidden ones.
 
-    Links to folders are followed, but each folder is read once: by its own name if it has one below the root,
-    otherwise by that of a link to it.
+    Links are followed. A folder is read once, by its shortest path, and rather by its name than by a link.
     """
-    files, seen, starts = list[str](), set[Hashable](), [root]
+    files, seen, level = list[str](), set[Hashable](), [""]
     with progress(f"Listing {root}") as advance:
-        while starts:
-            links = list[str]()
-            for folder, folders, names in chain.from_iterable(map(_walk, starts)):
-                if (identity := file_identity(folder)) in seen:  # what a link leads to may contain one
-                    folders.clear()
+        while level:
+            below = list[tuple[bool, str]]()
+            for folder in level:
+                path = os.path.join(root, folder)
+                if (identity := file_identity(path)) in seen:
                     continue
                 seen.add(identity)
-                folders[:] = [name for name in folders if name[0] != "."]
-                inner = os.path.relpath(folder, root)
-                visible = [name for name in names if name[0] != "."]
-                files += visible if inner == "." else [f"{inner}/{name}" for name in visible]
-                advance(len(visible))
-                links += filter(os.path.islink, (os.path.join(folder, name) for name in folders))
-            starts = sorted(links)
+                with os.scandir(path) as entries:
+                    for entry in (each for each in entries if each.name[0] != "."):
+                        inner, is_link = os.path.join(folder, entry.name), entry.is_symlink()
+                        if os.path.isdir(entry.path) if is_link else entry.is_dir():
+                            below.append((is_link, inner))
+                        else:
+                            files.append(inner)
+                            advance(1)
+            level = [folder for _, folder in sorted(below)]
     return files
-
-
-def _walk(start: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk below a folder, without following links; a folder that may not be read is an error."""
-
-    def fail(error: OSError) -> NoReturn:
-        raise error
-
-    return os.walk(start, onerror=fail)
 
 
 def file_identity(path: str) -> Hashable:

@@ -54,20 +54,3 @@ def test_arrays_that_do_not_say_what_they_are(tmp_path):
     fsspec.filesystem("memory").pipe("/a.npy", b"")
     with pytest.raises(ValueError, match="copy it here first"):
         open_source("memory://a.npy")
-
-
-@pytest.mark.parametrize(("top", "expected"), [(4000, np.uint16), (255, np.uint8)])
-def test_an_array_of_small_numbers_in_large_integers_is_read_as_what_they_fit_in(
-    tmp_path, top, expected, caplog
-):
-    """As `np.array` of lists is; a dark image is no brighter than it was among the others."""
-    images = np.random.default_rng(0).integers(0, top, (3, 8, 8))
-    images[0, 0, 0] = top
-    images[1] //= 100
-    np.save(tmp_path / "a.npy", images)
-    source = open_source(str(tmp_path / "a.npy"))
-    for one in (source, pickle.loads(pickle.dumps(source))):
-        for index in range(3):
-            assert np.array_equal(one.read(index).numpy()[0], images[index].astype(expected))
-            assert one.read(index).numpy().dtype == expected
-    assert caplog.text.count(f"int64 values up to {top} are read as {np.dtype(expected)}") == 1
