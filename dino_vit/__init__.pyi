@@ -24,9 +24,9 @@ from dino_vit.config.commands import (
 )
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.eval.attention import AttentionMaps
-from dino_vit.eval.classification.predict import LabelPredictions
-from dino_vit.eval.comparison.compare import ComparisonResult
+from dino_vit.eval.compare import ComparisonResult
 from dino_vit.eval.embed import ImageEmbeddings
+from dino_vit.eval.predict import LabelPredictions
 from dino_vit.eval.results import EvaluationResult
 from dino_vit.models.vit import VisionTransformer as VisionTransformer
 from dino_vit.models.vit import vit_base as vit_base
@@ -486,7 +486,7 @@ def knn(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
+    resize_mode: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -518,7 +518,7 @@ def knn(
       weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
+      resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -543,7 +543,7 @@ def linear(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
+    resize_mode: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -577,7 +577,7 @@ def linear(
       weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
+      resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -604,7 +604,7 @@ def predict(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
+    resize_mode: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -631,7 +631,7 @@ def predict(
       weights=...                         run folder, weights file, gradients, or a file that head= wrote
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
+      resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -651,7 +651,7 @@ def compare(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
+    resize_mode: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -680,7 +680,7 @@ def compare(
       weights=...                         run folders, weights files, gradients, pixels, untrained (the network of the first)
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
+      resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -735,7 +735,7 @@ def embed(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] | None = None,
+    resize_mode: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "no",
@@ -762,7 +762,7 @@ def embed(
       weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
+      resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]

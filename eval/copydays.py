@@ -36,7 +36,7 @@ from dino_vit.core import log
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.reading import in_batches, read_batches
+from dino_vit.eval.batches import in_batches, read_batches
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
@@ -70,7 +70,7 @@ def describe(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> 
     """Return the names of the readable images of a source, and their features (n, 2 D): CLS and GeM."""
     source, names = open_source(spec), list[str]()
     size = (config.size, config.size) if config.size else None
-    transform = eval_transform_of(model, size=size, fit="whole")
+    transform = eval_transform_of(model, size=size, resize_mode="whole")
     normalise, features = transform.normaliser(model.device), []
     with progress(title, len(source)) as advance:
         for batch in read_batches(source, transform, in_batches(range(len(source)), config.batch_size)):

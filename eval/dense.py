@@ -55,11 +55,11 @@ from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.classification.probes import initial_weight
+from dino_vit.eval.batches import in_batches, read_ahead
 from dino_vit.eval.features import FrozenBackbone, check_finite, frozen_backbone
-from dino_vit.eval.figures import Measured, summed
+from dino_vit.eval.figures import PerImageMetric, summed
 from dino_vit.eval.neighbours import weighted_knn
-from dino_vit.eval.reading import in_batches, read_ahead
+from dino_vit.eval.probes import initial_weight
 from dino_vit.eval.results import evaluation, output_of
 from dino_vit.eval.sets import refuse_same_images
 from dino_vit.models.backbone import FeatureSpec
@@ -143,7 +143,7 @@ class MaskedImages:
     def read(self, index: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return an image whose shorter side is that of the crop, times a scale, and its mask.
 
-        With fit=whole both sides are.
+        With resize_mode=whole both sides are.
         """
         transform, mask = self.frozen.transform, self.read_mask(index)
         image = read_image(self.images, index, transform.pixels)
@@ -151,7 +151,7 @@ class MaskedImages:
             sizes = f"{mask.shape[1]} × {mask.shape[0]} pixels, its image {image.shape[2]} × {image.shape[1]}"
             raise ValueError(f"the mask {self.masks.name(index)} has {sizes}")
         y, x = (crop / side for crop, side in zip(transform.size, mask.shape, strict=True))
-        y, x = (y, x) if transform.fit == "whole" else (max(y, x), max(y, x))
+        y, x = (y, x) if transform.resize_mode == "whole" else (max(y, x), max(y, x))
         size = max(1, round(mask.shape[0] * y * scale)), max(1, round(mask.shape[1] * x * scale))
         return resize(image, size, transform.interpolation), mask
 
@@ -306,7 +306,7 @@ def predict(scores: Tensor, image: Windows) -> Tensor:
 
 
 @torch.no_grad()
-def judge_pixels(source: MaskedImages, bank: Bank, head: nn.Module, k: int) -> list[Measured]:
+def judge_pixels(source: MaskedImages, bank: Bank, head: nn.Module, k: int) -> list[PerImageMetric]:
     """Return the mIoU of all images by each of `JUDGES`."""
     counts, images = list[Tensor](), np.arange(len(source.images))
     for image, maps in source.read_all("images to judge"):
@@ -314,7 +314,7 @@ def judge_pixels(source: MaskedImages, bank: Bank, head: nn.Module, k: int) -> l
         counted = [count_pixels(bank.classes[predict(each, image)], mask) for each in scores]
         counts.append(torch.stack(counted).cpu())
     return [
-        Measured(title=f"mIoU, {title}", images=images, parts=parts.unbind(1), metric=summed(mean_iou))
+        PerImageMetric(title=f"mIoU, {title}", images=images, parts=parts.unbind(1), metric=summed(mean_iou))
         for title, parts in zip(JUDGES.values(), torch.stack(counts).unbind(1), strict=True)
     ]
 

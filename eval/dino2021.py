@@ -32,17 +32,17 @@ from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.core.work import after_figures
-from dino_vit.eval.classification.probes import (
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.probes import (
     MOMENTUM,
     LinearHeads,
     count_correct,
     initial_weight,
     top_classes,
 )
-from dino_vit.eval.classification.supervised import EpochTraining, SupervisedLoader
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
+from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import ViewAugment

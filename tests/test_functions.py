@@ -78,7 +78,7 @@ def test_mypy_understands_calls_and_finds_mistakes(tmp_path):
         "dino_vit.pretrain(budget={'minute': 1})\n"
         "dino_vit.pretrain(model='vit_small')\n"
         "dino_vit.pretrain(budget_minutes=1)\n"
-        "dino_vit.knn('photos', run, fit='cropped')\n"
+        "dino_vit.knn('photos', run, resize_mode='cropped')\n"
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(program)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

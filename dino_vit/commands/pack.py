@@ -41,7 +41,7 @@ from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.open import archive_files, check_one_set, open_source
 from dino_vit.data.sources.paths import IMAGE_SUFFIXES
 from dino_vit.data.sources.remote import local_path
-from dino_vit.eval.reading import in_batches, read_ahead
+from dino_vit.eval.batches import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time

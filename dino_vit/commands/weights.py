@@ -12,7 +12,7 @@ from dino_vit.core import height_width
 from dino_vit.core.text import public_values
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline, read_records
-from dino_vit.reports.readings import figures_text
+from dino_vit.reports.significance import figures_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import code, describe, model_card, show

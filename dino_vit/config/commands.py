@@ -55,7 +55,7 @@ class BackboneConfig(Settings):
     weights: str = Field(description="run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: ResizeMode | None = setting(
+    resize_mode: ResizeMode | None = setting(
         None, "crop: resize, then centre-crop; whole: resize; null: by the weights"
     )
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)

@@ -41,7 +41,7 @@ from dino_vit.data.statistics import (
     channel_statistics,
     inspect_images,
 )
-from dino_vit.eval.reading import (
+from dino_vit.eval.batches import (
     Features,
     concatenate,
     in_batches,
@@ -134,7 +134,7 @@ class FrozenBackbone:
         """Return the features of normalised images (B, C, H, W)."""
         enabled = self.autocast is not None
         with eval_mode(self.model), torch.autocast(self.device.type, self.autocast, enabled=enabled):
-            return spec.of(self.model, images).float()
+            return spec.extract(self.model, images).float()
 
     def empty(self, spec: FeatureSpec) -> Tensor:
         """Return features without rows, (0, ...), as those of images would be."""
@@ -176,7 +176,7 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
         caches = {"cache": None if config.cache is None else Path(config.cache), "cache_gb": config.cache_gb}
     return FrozenBackbone(
         model=model,
-        transform=eval_transform_of(model, size=size, fit=config.fit),
+        transform=eval_transform_of(model, size=size, resize_mode=config.resize_mode),
         batch_size=config.batch_size,
         autocast=DTYPES[precision] if precision != "no" else None,
         threads=config.num_workers or min(cores_of_a_process(world_size()), 16),

@@ -18,7 +18,7 @@ from torch import Tensor
 from dino_vit.config.settings import Task
 from dino_vit.core.text import plural
 from dino_vit.reports.metrics import Title
-from dino_vit.reports.readings import wilson_interval
+from dino_vit.reports.significance import wilson_interval
 
 RESAMPLES = 1000  # of the images
 TOP_K = 5  # of fewer classes, or as many, the right one is always among the first five
@@ -118,7 +118,7 @@ def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class PerImageMetric:
     """A figure of a backbone on images, with what each image contributes.
 
     `metric` takes weights of the images (r, n), such as those of a bootstrap, and the parts. It returns
@@ -130,7 +130,7 @@ class Measured:
     parts: Sequence[Tensor]  # (n, ...) each, on the CPU
     metric: Callable[..., Tensor]
 
-    def subset(self, images: NDArray[np.int64]) -> "Measured":
+    def subset(self, images: NDArray[np.int64]) -> "PerImageMetric":
         """Return the same of some of the images, which must be among them, in the order given."""
         order = np.argsort(self.images)
         rows = torch.from_numpy(order[np.searchsorted(self.images[order], images)])
@@ -188,10 +188,10 @@ def summed(figure: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return metric
 
 
-def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> Measured:
+def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> PerImageMetric:
     """Return the mean of what each image has (n,): from 0 to 1, or whether it was judged rightly."""
     metric = summed(lambda total, count: total / count)
-    return Measured(title=title, images=images, parts=[shares, torch.ones(len(shares))], metric=metric)
+    return PerImageMetric(title=title, images=images, parts=[shares, torch.ones(len(shares))], metric=metric)
 
 
 def percent_interval(resampled: Tensor) -> tuple[float, float]:
@@ -240,10 +240,10 @@ METRICS: dict[Task, dict[str, Metric]] = {
 TITLES: dict[Task, Title] = {"multiclass": "top-1", "multilabel": "mAP"}
 
 
-def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[Measured]:
+def measure(task: Task, images: NDArray[np.int64], outputs: Tensor, targets: Tensor) -> list[PerImageMetric]:
     """Return all figures of outputs (n, c) of images; the first decides."""
     parts = [outputs.cpu().double(), targets.cpu().double()]
     return [
-        Measured(title=title, images=images, parts=parts, metric=metric)
+        PerImageMetric(title=title, images=images, parts=parts, metric=metric)
         for title, metric in METRICS[task].items()
     ]

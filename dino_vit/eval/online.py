@@ -20,10 +20,10 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet, choose_splits, count_shared
+from dino_vit.eval.batches import Features, missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
-from dino_vit.eval.reading import Features, missing_indices, warn_of_unreadable
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
@@ -81,8 +81,8 @@ class _WithColours(FeatureSpec):
     def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
         return (super().shape(model, size)[0] + 2 * self.channels,)
 
-    def of(self, model: Backbone, images: Tensor) -> Tensor:
-        return torch.cat([super().of(model, images), colours(images)], dim=1)
+    def extract(self, model: Backbone, images: Tensor) -> Tensor:
+        return torch.cat([super().extract(model, images), colours(images)], dim=1)
 
 
 def random_indices(source: ImageSet, seed: int) -> list[int]:

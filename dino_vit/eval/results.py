@@ -2,26 +2,42 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import Result, public, public_values
+from dino_vit.core.text import Result, brief, format_table, plural, public, public_values
 from dino_vit.core.work import after_figures, on_console
-from dino_vit.eval.figures import Figure, Measured, Predictions, measured_share
+from dino_vit.eval.figures import (
+    TITLES,
+    Figure,
+    PerImageMetric,
+    Predictions,
+    measure,
+    measured_share,
+    number_text,
+)
+from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.reports.record import FOLDER, RESULTS_VERSION
+
+RARE = 10  # of fewer images the figures of a class say little
+_SHOWN = 10
+METRIC = TITLES | {"multiclass": "Accuracy"}  # at the head of a table
 
 
 def output_of(config: Settings, loaded: str) -> Path:
@@ -71,14 +87,14 @@ def _beside(weights: str, loaded: str, name: str) -> Path:
 
 def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
     """Write results as JSON on rank 0, and return what the file holds."""
-    content = {"version": RESULTS_VERSION, **plain(results)}
+    content = {"version": RESULTS_VERSION, **to_jsonable(results)}
     if is_main_process():
         with after_figures():
             write_bytes(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
     return content
 
 
-def plain(results: Mapping[str, object]) -> dict[str, Any]:
+def to_jsonable(results: Mapping[str, object]) -> dict[str, Any]:
     """Return results as JSON holds them, without what is not public."""
     content: dict[str, Any] = public_values(json.loads(json.dumps(results, default=_as_json)))
     return content
@@ -94,7 +110,7 @@ def evaluation(
     """Return the results of a command, its main figure first, as JSON holds them; with a path, write them."""
     head = {"command": command, "written": datetime.now(UTC).isoformat(timespec="seconds")}
     results = {**head, "figure": {"title": title, **figure.as_json()}, **details}
-    return plain(results) if path is None else write_results(path, results)
+    return to_jsonable(results) if path is None else write_results(path, results)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -104,7 +120,7 @@ class EvaluationResult(Result):
     figure: Figure  # top-1 accuracy; mAP of several labels an image
     top5: Figure | None = None  # of more than five classes
     per_class: dict[str, Figure | None]  # accuracy, or AP of each label
-    measured: Measured  # the figure, with what each image contributes
+    measured: PerImageMetric  # the figure, with what each image contributes
     predictions: Predictions | None = None  # of classes
     outputs: NDArray[np.float32] | None = None  # of several labels, by image
     path: Path | None  # of the JSON file, if one was written
@@ -115,7 +131,7 @@ def conclude(
     command: str,
     path: Path | None,
     title: str,
-    measured: Measured,
+    measured: PerImageMetric,
     details: Mapping[str, Any],
     lines: Sequence[str],
     **parts: Any,
@@ -144,3 +160,70 @@ def conclude_classes(
     parts = {"predictions": predictions, "top5": figures["top5"], "per_class": figures["per_class"]}
     measured = measured_share(title, predictions.images, torch.from_numpy(predictions.right))
     return conclude(command, path, title, measured, details, lines, **parts)
+
+
+def score(val: LabelledFeatures, outputs: Tensor) -> list[PerImageMetric]:
+    """Return all figures of outputs; raise an error if no column has anything to judge by."""
+    figures = measure(val.task, val.indices, outputs, val.targets)
+    if math.isnan(figures[0].mean):
+        raise ValueError(f"the {len(val):,} images to judge by have no labels: give more images")
+    return figures
+
+
+def judge(
+    command: str,
+    path: Path | None,
+    title: str,
+    figures: Sequence[PerImageMetric],
+    train: LabelledFeatures,
+    val: LabelledFeatures,
+    details: Mapping[str, Any],
+    lines: Sequence[str],
+) -> EvaluationResult:
+    """Return what the figures say; with a path write JSON."""
+    measured, (outputs, targets) = figures[0], figures[0].parts
+    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
+    columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
+    means = {each.title: each.figure for each in figures}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    per_target, few = dict(zip(val.classes, rows, strict=True)), few_images(train, val)
+    text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
+    text += [*few_text(few), f"\n{_table(per_target)}\n"]
+    results = {**details, "task": val.task, "mean": means, "per_target": per_target, "few_images": few}
+    per_class = dict(zip(val.classes, measured.column_figures, strict=True))
+    parts = {"per_class": per_class, "outputs": outputs.float().numpy()}
+    return conclude(command, path, title, measured, results, text, **parts)
+
+
+def _table(per_target: Mapping[str, Mapping[str, object]]) -> str:
+    """Return the figures of the labels that are predicted worst."""
+    columns = list(next(iter(per_target.values())))
+    lowest = sorted(per_target, key=lambda name: getattr(per_target[name][columns[0]], "value", math.inf))
+    rows = [[brief(name), *map(_cell, per_target[name].values())] for name in lowest[:_SHOWN]]
+    return format_table([f"of {len(per_target):,}, the lowest first", *columns], rows)
+
+
+def _cell(figure: object) -> str:
+    return "-" if figure is None else number_text(figure) if isinstance(figure, float) else str(figure)
+
+
+def few_images(train: LabelledFeatures, val: LabelledFeatures) -> dict[str, list[str]]:
+    """Return the classes that no training image or no or few images to judge by have."""
+    learned, judged = (
+        each.targets.sum(0) if each.targets.ndim == 2 else each.targets.bincount(minlength=len(val.classes))
+        for each in (train, val)
+    )
+    few = {
+        # An image is no neighbour of its own.
+        "without an image to learn from, so only guessed": learned <= (train is val),
+        "without an image to judge by, so in no figure": judged == 0,
+        f"with fewer than {RARE} images to judge by, too few to be reliable": (judged > 0) & (judged < RARE),
+    }
+    return {kind: [*compress(val.classes, rows.tolist())] for kind, rows in few.items() if rows.any()}
+
+
+def few_text(few: Mapping[str, Sequence[str]]) -> list[str]:
+    return [
+        f"{plural(len(names), 'class', 'classes')} {kind}: {brief(', '.join(names), 300)}"
+        for kind, names in few.items()
+    ]

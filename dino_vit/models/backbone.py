@@ -139,7 +139,7 @@ class FeatureSpec:
         end = other.blocks + self.with_mean
         return slice((other.blocks - self.blocks) * width, end * width)
 
-    def of(self, model: Backbone, images: Tensor) -> Tensor:
+    def extract(self, model: Backbone, images: Tensor) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""
         if self.tokens == "cls" and self.blocks == 1:
             return model.forward_cls(images)  # the last block computes no other token

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dino_vit.config.loading import write_yaml
 from dino_vit.config.pretrain import PretrainConfig, in_steps
 from dino_vit.reports.metrics import Baseline, MetricsRecord
-from dino_vit.reports.readings import (
+from dino_vit.reports.significance import (
     FEW_ROWS,
     NONFINITE,
     PATIENCE,

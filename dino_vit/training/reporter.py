@@ -35,7 +35,7 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.reports.readings import FIGURES, better_baseline, levels_text
+from dino_vit.reports.significance import FIGURES, better_baseline, levels_text
 from dino_vit.reports.verdict import FAR, WAITING_HELP, judge, published_advice, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside

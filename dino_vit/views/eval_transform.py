@@ -26,7 +26,7 @@ class EvalTransform:
     size: Size
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    fit: ResizeMode = "crop"  # resize and centre-crop, or resize the whole image and ignore its aspect ratio
+    resize_mode: ResizeMode = "crop"  # whole: resize to the size, ignoring the aspect ratio
     shorter_side: int | None = None  # of an image before the crop; None: 256/224 of the crop, as published
     interpolation: Interpolation = "bicubic"
     pixels: Pixels = RGB
@@ -68,11 +68,11 @@ class EvalTransform:
         """Return lines of Python that prepare a photo by Pillow and NumPy alone, if these can do it."""
         mode, (h, w) = {1: "L", 3: "RGB"}.get(self.pixels.channels), self.size
         is_plain = self.pixels.bits == 8 and self.pixels.range is None
-        if mode is None or not is_plain or (self.fit == "crop" and h != w):
+        if mode is None or not is_plain or (self.resize_mode == "crop" and h != w):
             return None
         kind = f"Image.Resampling.{self.interpolation.upper()}"
         lines = [f'photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert({mode!r})']
-        if self.fit == "whole":
+        if self.resize_mode == "whole":
             lines.append(f"photo = photo.resize(({w}, {h}), {kind})")
         else:
             sides = f"[{self.resized_side(h)} * side // min(photo.size) for side in photo.size]"
@@ -91,7 +91,7 @@ class EvalTransform:
     def _placement(self, height: int, width: int) -> tuple[Size, int, int]:
         """Return the size that an image is resized to, and the top left corner of the crop."""
         h, w = self.size
-        if self.fit == "whole":
+        if self.resize_mode == "whole":
             return self.size, 0, 0
         if height * w <= width * h:
             side = self.resized_side(h)
@@ -110,11 +110,11 @@ class EvalTransform:
 
 
 def eval_transform_of(
-    model: Backbone, *, size: Size | None = None, fit: ResizeMode | None = None, verbose: bool = True
+    model: Backbone, *, size: Size | None = None, resize_mode: ResizeMode | None = None, verbose: bool = True
 ) -> EvalTransform:
     """Return the transform stored with the weights of a backbone, by default that of ImageNet.
 
-    `size` and `fit` replace what is stored; `verbose` logs what is assumed and what is unusual.
+    `size` and `resize_mode` replace what is stored; `verbose` logs what is assumed and what is unusual.
     """
     origin = model.provenance
     mean, std = origin.mean, origin.std
@@ -130,14 +130,14 @@ def eval_transform_of(
     if verbose:
         say_if_far(size, trained)
     stated = origin.preparation
-    if size != trained or fit == "whole":  # a side before the crop is that of the stated crop
+    if size != trained or resize_mode == "whole":  # a side before the crop is that of the stated crop
         stated = {key: value for key, value in stated.items() if key != "shorter_side"}
     return EvalTransform(
         size=size,
         mean=tuple(mean),
         std=tuple(std),
         pixels=Pixels(channels=model.channels, bits=origin.bits or 8, range=origin.range),
-        **{**stated, **({"fit": fit} if fit else {})},
+        **{**stated, **({"resize_mode": resize_mode} if resize_mode else {})},
     )
 
 

@@ -63,7 +63,7 @@ class LoadedBackbone(Backbone):
         with eval_mode(self):
             while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
                 inputs = torch.stack(batch).to(weight.device, weight.dtype)
-                parts.append(spec.of(self, inputs).float().cpu())
+                parts.append(spec.extract(self, inputs).float().cpu())
         features, (rows, _) = torch.cat(parts), self.grid_of(*self.transform.size)
         return rearrange(features, "n (y x) d -> n d y x", y=rows) if reshape else features
 

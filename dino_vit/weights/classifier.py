@@ -21,7 +21,7 @@ from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import Stated, WeightsError, check, parse
-from dino_vit.weights.reading import CLASSIFIER, about_backbone, check_finite
+from dino_vit.weights.read_file import CLASSIFIER, about_backbone, check_finite
 
 _QUERIES = 1024  # compared with the bank at a time
 
@@ -102,7 +102,7 @@ class Classifier(nn.Module):
         return self.backbone.transform
 
     def forward(self, images: Tensor) -> Tensor:
-        scores = self.scores(self.spec.of(self.backbone, images).float())
+        scores = self.scores(self.spec.extract(self.backbone, images).float())
         return activate(scores, self.facts.task, self.facts.temperature)
 
     def of_features(self, features: Tensor) -> Tensor:
@@ -144,7 +144,10 @@ def score_in_blocks(scores: Scores, features: Tensor) -> Tensor:
 
 def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform) -> None:
     """Write a backbone and its classifier as one safetensors file; images are prepared as they were here."""
-    preparation: dict[str, object] = {"fit": transform.fit, "interpolation": transform.interpolation}
+    preparation: dict[str, object] = {
+        "resize_mode": transform.resize_mode,
+        "interpolation": transform.interpolation,
+    }
     if transform.shorter_side is not None:
         preparation["shorter_side"] = transform.shorter_side
     pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}

@@ -32,10 +32,10 @@ from dino_vit.weights.formats.builders import (
     timm_name,
 )
 from dino_vit.weights.formats.stems import build_timm_stem
-from dino_vit.weights.formats.tensors import check_architecture, layout_of, plain, to_layout
+from dino_vit.weights.formats.tensors import check_architecture, contiguous_state_dict, layout_of, to_layout
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError
-from dino_vit.weights.reading import CLASSIFIER, EXPORT_KEY, PROVENANCE_FACTS
+from dino_vit.weights.read_file import CLASSIFIER, EXPORT_KEY, PROVENANCE_FACTS
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
 _SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -143,7 +143,7 @@ def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -
     """Write the tensors under the names of another library."""
     about = {EXPORT_KEY: _describe(model, format)}
     if isinstance(model, TimmBackbone):
-        tensors = plain(model.model)
+        tensors = contiguous_state_dict(model.model)
     else:
         tensors = to_layout(model, layout_of(model, format))
     if is_folder(path, format):

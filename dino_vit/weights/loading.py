@@ -44,7 +44,7 @@ from dino_vit.weights.backbones import (
 )
 from dino_vit.weights.formats.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
-from dino_vit.weights.reading import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
+from dino_vit.weights.read_file import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise
 
 LOOKS_LIKE_TIMM = "taken for DINO's, with a guess at mean and std: files of timm look the same (format=timm)"

@@ -51,7 +51,7 @@ class Stated(Settings):
 class Preparation(Settings):
     """How images are prepared, where it is not as published."""
 
-    fit: ResizeMode | None = None
+    resize_mode: ResizeMode | None = None
     shorter_side: Dimension | None = None
     interpolation: Interpolation | None = None
 

@@ -21,7 +21,7 @@ from dino_vit.weights.formats import layouts
 from dino_vit.weights.formats.layouts import Layout
 from dino_vit.weights.formats.stems import infer_stem
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
-from dino_vit.weights.reading import RawWeights
+from dino_vit.weights.read_file import RawWeights
 
 FORMATS = get_args(WeightsFormat)
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}

@@ -18,8 +18,8 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.eval.batches import warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, cached_features
-from dino_vit.eval.reading import warn_of_unreadable
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import extracted
@@ -98,7 +98,7 @@ def test_cached_features_are_used_until_anything_differs(tmp_path, computed):
     for changes in (
         {"model": other},
         {"source": make_textures(length=50, seed=1)},
-        {"transform": replace(TRANSFORM, fit="whole", size=(16, 12))},
+        {"transform": replace(TRANSFORM, resize_mode="whole", size=(16, 12))},
         {"transform": replace(TRANSFORM, mean=(0.4,) * 3)},
         {"spec": FeatureSpec(blocks=2)},
         {"autocast": torch.bfloat16},

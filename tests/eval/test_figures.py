@@ -9,7 +9,7 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from dino_vit.eval.figures import (
     RESAMPLES,
-    Measured,
+    PerImageMetric,
     Predictions,
     accuracy,
     auroc,
@@ -110,7 +110,7 @@ def test_figures_count_what_a_loop_counts():
 
 def test_resampled_figures_are_those_of_images_drawn_with_replacement():
     values = torch.from_numpy(RANDOM.random((7, 2)))
-    measured = Measured(
+    measured = PerImageMetric(
         title="", images=np.arange(7), parts=[values], metric=summed(lambda total: total[:, 0] / total[:, 1])
     )
     resampled = measured.resampled()

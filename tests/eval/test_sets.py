@@ -12,9 +12,9 @@ from PIL import Image
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.classification.supervised import SupervisedLoader
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets, open_subset
+from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
 from tests.support.backbones import backbone

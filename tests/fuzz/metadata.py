@@ -24,7 +24,7 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import load_backbone, save_backbone
 from dino_vit.weights.export import export_backbone
 from dino_vit.weights.hub import CONFIG, PROCESSOR
-from dino_vit.weights.reading import EXPORT_KEY
+from dino_vit.weights.read_file import EXPORT_KEY
 from tests.fuzz import damage
 from tests.fuzz.commands import command
 
@@ -137,7 +137,7 @@ def spoil(rng: Random, tree: Tree) -> None:
         for _ in range(DEEP):
             value = [value]
     if key == "preparation" or rng.random() < 0.05:
-        names = ["shorter_side", "fit", "interpolation", "size", "pixels", "x"]
+        names = ["shorter_side", "resize_mode", "interpolation", "size", "pixels", "x"]
         value = {name: rng.choice([*ODD, *KNOWN]) for name in rng.sample(names, 2)}
     place[key] = value
 

@@ -63,7 +63,7 @@ def test_baselines_are_backbones(name, width):
     given = images(4, model.image_size)
     assert CLS.shape(model, model.image_size) == (width,)
     assert model(given).shape == (2, width)
-    torch.testing.assert_close(FeatureSpec().of(model, given), model.forward_features(given)[:, 0])
+    torch.testing.assert_close(FeatureSpec().extract(model, given), model.forward_features(given)[:, 0])
     assert Baseline(**model.architecture).width == width
     assert not model.state_dict()
     with pytest.raises(ValueError, match=f"blocks=2: {name} are of one block"):

@@ -13,7 +13,7 @@ from torch import nn
 from dino_vit import VisionTransformer, load_backbone
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.figures import Measured, summed
+from dino_vit.eval.figures import PerImageMetric, summed
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 from eval.dense import (
@@ -123,12 +123,12 @@ def test_windows_begin_where_those_of_the_published_code_do(length, window):
     assert window_starts(length, window) == [max(end - window, 0) for end in ends]
 
 
-@pytest.mark.parametrize("fit", ["crop", "whole"])
-def test_a_crop_of_an_image_has_its_classes(frozen, tmp_path, fit):
+@pytest.mark.parametrize("resize_mode", ["crop", "whole"])
+def test_a_crop_of_an_image_has_its_classes(frozen, tmp_path, resize_mode):
     """On an image whose pixels are its classes: from a half to twice its size, flipped or not."""
     mask = np.tile(np.arange(48, dtype=np.uint8) // 12, (24, 1))
     write(tmp_path, "0.png", 60 * np.stack([mask] * 3, -1), mask)
-    transform = EvalTransform(size=(32, 32), mean=(0.0,) * 3, std=(1.0,) * 3, fit=fit)
+    transform = EvalTransform(size=(32, 32), mean=(0.0,) * 3, std=(1.0,) * 3, resize_mode=resize_mode)
     source = opened(tmp_path, FrozenBackbone(model=frozen.model, transform=transform))
     flipped, padded, sizes = set(), set(), set()
     for step in range(20):
@@ -199,14 +199,14 @@ def test_rare_classes_are_inside_their_interval():
     predicted[:, 0] = 0
     counts = [count_pixels(*image) for image in zip(predicted, masks, strict=True)]
     parts = torch.stack(counts).unbind(1)
-    interval = Measured(title="", images=np.arange(20), parts=parts, metric=summed(mean_iou)).figure
+    interval = PerImageMetric(title="", images=np.arange(20), parts=parts, metric=summed(mean_iou)).figure
     assert interval.low - 0.5 <= interval.value <= interval.high + 0.5
 
 
 def patches_of(weights, path):
     """Normalised features of the patches of the only image, and the class of most pixels of each."""
     model = load_backbone(weights)
-    whole, spec = eval_transform_of(model, fit="whole"), FeatureSpec(tokens="patches")
+    whole, spec = eval_transform_of(model, resize_mode="whole"), FeatureSpec(tokens="patches")
     (patches,) = extracted(model, open_source(str(path)), [0], spec, whole)
     mask = np.array(Image.open(str(path).replace("images", "masks")))
     cells = (mask[4 * y : 4 * y + 4, 4 * x : 4 * x + 4] for y in range(4) for x in range(4))

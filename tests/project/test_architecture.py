@@ -73,8 +73,8 @@ def test_modules_import_each_other_in_no_circle():
 @pytest.mark.parametrize(
     "folder", sorted({path.parent for path in FILES} - {ROOT}), ids=lambda path: path.name
 )
-def test_no_folder_has_more_than_sixteen_entries(folder):
-    assert len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= 16
+def test_no_folder_has_more_than_eighteen_entries(folder):
+    assert len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= 18
 
 
 WRITES = re.compile(r"\b(replacing|write_bytes|write_text|write_tensors|unlink|rename|rmtree|touch)\(")

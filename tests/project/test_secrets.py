@@ -16,7 +16,7 @@ from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.results import plain
+from dino_vit.eval.results import to_jsonable
 from tests.support.image_sets import with_read, write_tar
 from tests.support.images import write_classes
 from tests.support.remote import as_png, serving
@@ -205,7 +205,7 @@ def test_sources_of_code_have_public_names():
 def test_results_hold_what_text_that_is_cut_would_lose():
     odd = ['say "https://host/a?b=c" twice', "new\nline\\", '"', "https://host/a b.jpg?sig='\"\n"]
     content = {"names": odd, "by_name": dict.fromkeys(odd, 1.0)}
-    found = plain(content)
+    found = to_jsonable(content)
     assert found["names"] == ['say "https://host/a" twice', *odd[1:3], "https://host/a b.jpg"]
     assert list(found["by_name"]) == found["names"]
 

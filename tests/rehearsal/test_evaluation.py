@@ -8,11 +8,11 @@ from dino_vit.config.loading import load
 from dino_vit.core.distributed import to_device
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.classification import probes
+from dino_vit.eval import probes
+from dino_vit.eval.batches import in_batches
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.eval.reading import in_batches
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform

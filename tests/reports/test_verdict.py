@@ -19,7 +19,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.eval.figures import accuracy
 from dino_vit.reports import readings
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline
-from dino_vit.reports.readings import PATIENCE, collapse
+from dino_vit.reports.significance import PATIENCE, collapse
 from dino_vit.reports.verdict import WAITING, judge, waits_for_images
 from dino_vit.training.loop import take_step
 from dino_vit.training.reporter import Reporter

@@ -50,7 +50,7 @@ def test_the_weights_say_how_images_are_prepared(caplog):
     known = {"format": "dino-vit", "source": "x", "sha256": ""}
     model.provenance = Provenance(**known, mean=MEAN, std=STD)
     assert eval_transform_of(model) == PREPARATION
-    assert eval_transform_of(model, size=(16, 24), fit="whole").size == (16, 24)
+    assert eval_transform_of(model, size=(16, 24), resize_mode="whole").size == (16, 24)
     with pytest.raises(ValueError, match="cannot be divided into patches"):
         eval_transform_of(model, size=(30, 32))
     model.provenance = Provenance(**known)
@@ -88,12 +88,12 @@ def test_an_image_may_become_one_pixel(shape):
     assert torch.equal(resize(image, (1, 1)), image[:, :1, :1])
 
 
-@pytest.mark.parametrize("fit", ["crop", "whole"])
-def test_a_mask_is_placed_as_its_image_is(fit):
+@pytest.mark.parametrize("resize_mode", ["crop", "whole"])
+def test_a_mask_is_placed_as_its_image_is(resize_mode):
     """On an image whose pixels are its classes, far from the borders between them."""
     mask = torch.zeros(90, 60, dtype=torch.uint8)
     mask[30:70, 25:45] = 200
-    transform = eval_transform_of(backbone(), size=(32, 32), fit=fit)
+    transform = eval_transform_of(backbone(), size=(32, 32), resize_mode=resize_mode)
     image = transform.resize(mask.expand(3, -1, -1).contiguous())[0].int()
     placed = transform.place_mask(mask)
     assert placed.shape == (32, 32)

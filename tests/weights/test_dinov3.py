@@ -15,7 +15,7 @@ from dino_vit import VisionTransformer, export_backbone, load_backbone
 from dino_vit.models.positions import rotary_positions, rotate
 from dino_vit.weights import WeightsError
 from dino_vit.weights.loading import _translate
-from dino_vit.weights.reading import RawWeights
+from dino_vit.weights.read_file import RawWeights
 from dino_vit.weights.recognition import infer_architecture, recognise
 from tests.support.close import assert_close_to_scale
 

@@ -159,7 +159,7 @@ def test_images_of_another_size_are_prepared_as_the_weights_say(tmp_path):
     ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": 32, "width": 32}, resample=2).save_pretrained(tmp_path)
     as_stated = eval_transform_of(load_backbone(tmp_path), size=(48, 48))
-    assert (as_stated.fit, as_stated.interpolation) == ("whole", "bilinear")
+    assert (as_stated.resize_mode, as_stated.interpolation) == ("whole", "bilinear")
     assert load_backbone(tmp_path, image_size=48).transform == as_stated
 
 

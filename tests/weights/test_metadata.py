@@ -13,7 +13,7 @@ from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.core.storage import write_tensors
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.weights.metadata import DEEPEST
-from dino_vit.weights.reading import EXPORT_KEY
+from dino_vit.weights.read_file import EXPORT_KEY
 from tests.support.backbones import backbone
 
 CODE = "x')\nopen('executed', 'w')\n#"
@@ -47,7 +47,7 @@ def test_an_export_runs_no_text(format, tmp_path):
     ("stated", "said"),
     [
         ({"preparation": {"interpolation": CODE}}, "preparation.interpolation = .*: must be 'bicubic' or"),
-        ({"preparation": {"fit": "whole", "x": 1}}, "preparation.x = 1: Extra inputs"),
+        ({"preparation": {"resize_mode": "whole", "x": 1}}, "preparation.x = 1: Extra inputs"),
         ({"preparation": {"shorter_side": 8}}, "shorter_side of 8 pixels, less than its crop of 32 × 32"),
         ({"mean": [CODE] * 3}, "mean = .*: item 1 must be a valid number"),
         ({"mean": [float("nan")] * 3}, "mean = .*: item 1 must be a finite number"),

@@ -97,7 +97,7 @@ def test_timm_resizes_to_the_side_that_we_resize_to():
 @torch.no_grad()
 def test_a_preparation_that_weights_state_is_that_of_timm():
     model, _ = written()
-    stated = {"size": (24, 24), "preparation": {"fit": "whole", "interpolation": "bilinear"}}
+    stated = {"size": (24, 24), "preparation": {"resize_mode": "whole", "interpolation": "bilinear"}}
     model.provenance = type(model.provenance)(**{**vars(model.provenance), **stated})
     export_backbone(model, "whole", "timm")
     theirs = timm.create_model("local-dir:whole", pretrained=True).eval()

@@ -11,7 +11,7 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 from dino_vit.weights.formats.stems import timm_patch
 from dino_vit.weights.metadata import WeightsError
-from dino_vit.weights.reading import INTERPOLATIONS
+from dino_vit.weights.read_file import INTERPOLATIONS
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 RESNET_50 = (3, 4, 9), 64  # blocks and width of the hybrid stem that timm has a name for
@@ -97,7 +97,7 @@ def timm_config(model: Backbone) -> dict[str, Any]:
         arguments |= {"dynamic_img_size": True} if size != model.image_size else {}
     prepared: dict[str, Any] = {}
     if transform is not None:
-        crops, side = transform.fit == "crop", transform.resized_side(size[0])
+        crops, side = transform.resize_mode == "crop", transform.resized_side(size[0])
         prepared = {"mean": transform.mean, "std": transform.std, "interpolation": transform.interpolation}
         prepared |= {"crop_mode": "center" if crops else "squash"}
         prepared |= {"crop_pct": _crop_share(size[0], side) if crops else 1.0}
@@ -171,7 +171,7 @@ def processor_config(model: Backbone) -> dict[str, Any] | None:
         return None
     if transform.pixels.bits == 16 or transform.pixels.range is not None:
         return None
-    side, crops = transform.size[0], transform.fit == "crop"
+    side, crops = transform.size[0], transform.resize_mode == "crop"
     crop = {"height": side, "width": side}
     return {
         "image_processor_type": "BitImageProcessor",

@@ -56,13 +56,13 @@ def layout_of(model: Backbone, format: str) -> Layout:
     return layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
 
 
-def plain(model: nn.Module) -> dict[str, Tensor]:
+def contiguous_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
 
 
 def to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
     """Return the tensors of a vision transformer as another library stores them."""
-    tensors = plain(model)
+    tensors = contiguous_state_dict(model)
     huggingface, gated = layout.format == "huggingface", model.architecture["mlp"] == "swiglu"
     if layout is layouts.TIMM and model.registers:  # its models with registers have no position for CLS
         tensors["cls_token"] = tensors["cls_token"] + tensors["pos_embed"][:, :1]

@@ -26,10 +26,10 @@ from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.classification.choice import TrainedClassifier, learn
+from dino_vit.eval.choice import TrainedClassifier, learn
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.results import plain, write_results
+from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import LabelledSubset, open_subset
 from dino_vit.weights.classifier import (
     label_texts,
@@ -74,7 +74,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     columns = tabulate(names, outputs, queries, fitted)
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), _summary(columns, facts.task)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
-    details = plain({**origin, **fitted.details, "images": len(names)})
+    details = to_jsonable({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():
         with after_figures():
             write_bytes(output, _written(columns, output.suffix))

@@ -170,7 +170,7 @@ def _read_hub_facts(weights: Path) -> dict[str, Any]:
     if timm.crop_pct and len({*size}) == 1:
         preparation: dict[str, Any] = {"shorter_side": int(size[0] / timm.crop_pct)}
         if timm.crop_mode == "squash":
-            preparation = {"fit": "whole"}
+            preparation = {"resize_mode": "whole"}
         if timm.interpolation in INTERPOLATIONS.values():
             preparation["interpolation"] = timm.interpolation
         facts["preparation"] = preparation
@@ -187,13 +187,13 @@ def _processor_facts(config: HubFacts) -> dict[str, Any]:
     if crop and crop[0] == crop[1] and resized:
         preparation["shorter_side"] = max(min(resized), *crop)
     elif resized and not crop and not edge:
-        preparation["fit"] = "whole"
+        preparation["resize_mode"] = "whole"
     if config.resample in INTERPOLATIONS:
         preparation["interpolation"] = INTERPOLATIONS[config.resample]
     elif config.resample is not None:
         text = "images are resized by bicubic interpolation, not by resample=%s of the processor"
         log.warning(text, config.resample)
-    size = crop or (resized if "fit" in preparation else None)
+    size = crop or (resized if "resize_mode" in preparation else None)
     return ({"size": size} if size else {}) | ({"preparation": preparation} if preparation else {})
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-import dino_vit.eval.classification.knn
+import dino_vit.eval.knn
 from dino_vit.data.image_set import evenly_spaced
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.classification.knn import few_shots, rank_all
 from dino_vit.eval.figures import accuracy
+from dino_vit.eval.knn import few_shots, rank_all
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights import load_backbone
@@ -153,7 +153,7 @@ def test_the_others_are_classified_by_few_images_of_each_class(tmp_path, weights
 
 
 def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(dino_vit.eval.classification.knn, "_PAIRS_RANKED", 5 * 24 + 23)
+    monkeypatch.setattr(dino_vit.eval.knn, "_PAIRS_RANKED", 5 * 24 + 23)
     images = write_classes(tmp_path / "images", "abc", 8)
     settings = {"weights": weights, "k": 5, "output": tmp_path / "few.json", "precision": "no"}
     result = dino_vit.knn(images, **settings, verbose=False)
@@ -205,7 +205,7 @@ def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):
 @pytest.mark.parametrize("self_offset", [None, 0, 30])
 def test_ranking_all_images_equals_the_loop(monkeypatch, self_offset):
     """One class of the queries has no image in the bank, one no other image; coordinates of ±1 tie often."""
-    monkeypatch.setattr(dino_vit.eval.classification.knn, "_COSINES", 150)
+    monkeypatch.setattr(dino_vit.eval.knn, "_COSINES", 150)
     generator = torch.Generator().manual_seed(0)
     bank, queries = (torch.randn(count, 4, generator=generator).sign() for count in (60, 25))
     labels, query_labels = (torch.randint(7, (count,), generator=generator) for count in (60, 25))

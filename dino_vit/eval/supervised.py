@@ -17,7 +17,7 @@ from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import is_main_process, rank, to_device, world_size
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.results import plain
+from dino_vit.eval.results import to_jsonable
 from dino_vit.eval.sets import LabelledSubset
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import View
@@ -97,7 +97,7 @@ class EpochTraining(ABC):
         facts: Mapping[str, Any],
     ) -> None:
         self.loader, self.module, self.optimizer = loader, module, optimizer
-        self.facts = plain(facts)
+        self.facts = to_jsonable(facts)
         self.checkpoints = Checkpoints(folder)
         self.history: list[dict[str, Any]] = []  # the figures of every finished epoch
         if checkpoint := self.checkpoints.newest_of_rank_0():
@@ -134,7 +134,7 @@ class EpochTraining(ABC):
                 if not math.isfinite(loss):
                     advice = "lower the learning rate or use precision=no"
                     raise ValueError(f"the loss of epoch {epoch + 1} is not finite: {advice}")
-                self.history.append(plain({"epoch": epoch + 1, "loss": loss, **self.evaluate()}))
+                self.history.append(to_jsonable({"epoch": epoch + 1, "loss": loss, **self.evaluate()}))
                 if is_main_process():
                     tensors = collect({"model": self.module}, self.optimizer)
                     self.checkpoints.save(epoch + 1, tensors, {"facts": self.facts, "history": self.history})

@@ -12,7 +12,7 @@ import dino_vit
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.config.commands import BackboneConfig, CompareConfig
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.comparison.compare import (
+from dino_vit.eval.compare import (
     choose_evaluators,
     names_of,
     untrained_like,

@@ -16,10 +16,10 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Task
 from dino_vit.core.text import brief, plural, progress
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.eval.classification.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.features import FrozenBackbone, baseline_like
 from dino_vit.eval.figures import Figure, accuracy, average_precision, measure, trivial_baselines
 from dino_vit.eval.neighbours import class_scores, nearest
+from dino_vit.eval.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights.classifier import (
@@ -134,7 +134,7 @@ def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> lis
     return [Candidate("logistic regression", c) for c in STANDARD_CS] + found
 
 
-def fit(tried: Sequence[Candidate], train: LabelledFeatures) -> Iterator[Scores]:
+def train_all(tried: Sequence[Candidate], train: LabelledFeatures) -> Iterator[Scores]:
     """Yield the scores of each candidate, learned from some images."""
     regressions = [each.value for each in tried if each.kind != "k-NN"]
     if regressions:
@@ -181,7 +181,7 @@ def cross_validate(train: LabelledFeatures, folds: Tensor, tried: Sequence[Candi
             part = train[learned.cpu().numpy()]
             if train.task == "multiclass":
                 tested[held] = torch.isin(train.targets[held], part.targets)
-            for output, classifier in zip(scores, fit(tried, part), strict=True):
+            for output, classifier in zip(scores, train_all(tried, part), strict=True):
                 output[held] = score_in_blocks(classifier, train.features[held])
             advance(1)
     return Trials(tried, scores, train.targets, train.task, folds, tested)
@@ -311,7 +311,7 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
     best = trials.best(trials.tested)
     candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
     temperature = calibrate(trials.scores[best][trials.tested], learned.targets[trials.tested], task)
-    (scores,) = fit([candidate], learned)
+    (scores,) = train_all([candidate], learned)
     chance = chance_of(learned, trials.folds) if task == "multiclass" else None
     lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, trials)
     facts = ClassifierFacts(

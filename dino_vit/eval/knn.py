@@ -17,11 +17,19 @@ from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, predict, score
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import TITLES, Figure, Predictions, accuracy, measure, measured_share
-from dino_vit.eval.neighbours import unit, weighted_knn
-from dino_vit.eval.results import EvaluationResult, asked_output, conclude_classes
+from dino_vit.eval.neighbours import neighbour_means, unit, weighted_knn
+from dino_vit.eval.results import (
+    METRIC,
+    EvaluationResult,
+    asked_output,
+    conclude_classes,
+    few_images,
+    few_text,
+    judge,
+    score,
+)
 from dino_vit.eval.sets import LabelledFeatures, given_sets, labelled_features
 from dino_vit.models.backbone import FeatureSpec
 
@@ -103,6 +111,17 @@ def _predict(
     lines = [heading, format_table(["k", metric], [[*map(str, row.values())] for row in results])]
     title, details = f"k-NN {metric}, k={first}", details | {"results": results}
     return judge("knn", path, title, figures[first], bank, queries, details, lines)
+
+
+def predict(
+    bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
+) -> dict[int, Tensor]:
+    """Return the neighbours' mean labels, of two classes the share of the second: (queries, c)."""
+    mine = rank_slice(range(len(queries)))
+    asked, targets = queries.features[mine.start : mine.stop].to(device), bank.targets.view(len(bank), -1)
+    offset = mine.start if queries is bank else None
+    means = neighbour_means(bank.features, targets, asked, k=k, self_offset=offset)
+    return {count: all_gather(outputs) for count, outputs in means.items()}
 
 
 def classify(

@@ -11,7 +11,7 @@ from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 
 from dino_vit.config.commands import STANDARD_CS
-from dino_vit.eval.classification.choice import (
+from dino_vit.eval.choice import (
     NEIGHBOURS,
     SIGNIFICANT,
     Candidate,
@@ -106,7 +106,7 @@ def noise(images, classes, seed):
 
 
 def test_noise_is_taken_for_more_than_chance_as_seldom_as_is_said(monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.classification.choice.PERMUTATIONS", 39)
+    monkeypatch.setattr("dino_vit.eval.choice.PERMUTATIONS", 39)
     folds = torch.arange(60) % 5
     found = np.array([chance_of(noise(60, 3, seed), folds) for seed in range(100)])
     assert (found <= SIGNIFICANT).sum() <= 8, "2.5 are expected; more than 8 have a probability of 0.1 %"

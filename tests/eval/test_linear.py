@@ -12,9 +12,9 @@ import dino_vit
 from dino_vit import load_backbone
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.classification.linear import _best_head
-from dino_vit.eval.classification.probes import LinearHeads, count_correct, train_logistic
 from dino_vit.eval.figures import accuracy
+from dino_vit.eval.linear import _best_head
+from dino_vit.eval.probes import LinearHeads, count_correct, train_logistic
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
 from tests.support.backbones import extracted
 from tests.support.images import write_classes

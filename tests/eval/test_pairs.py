@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval.comparison.pairs import compare_pairs, difference, standings, verdict
-from dino_vit.eval.figures import RESAMPLES, Measured, measured_share, summed
-from dino_vit.reports.readings import mcnemar
+from dino_vit.eval.figures import RESAMPLES, PerImageMetric, measured_share, summed
+from dino_vit.eval.pairs import compare_pairs, difference, standings, verdict
+from dino_vit.reports.significance import mcnemar
 
 RANDOM = np.random.default_rng(0)
 
@@ -57,7 +57,7 @@ def test_other_figures_are_compared_by_the_bootstrap():
     noise = torch.from_numpy(RANDOM.random(50))
 
     def measured(right):
-        return Measured(title="", images=np.arange(50), parts=[right, true], metric=summed(torch.div))
+        return PerImageMetric(title="", images=np.arange(50), parts=[right, true], metric=summed(torch.div))
 
     worse, better = measured(5 + noise), measured(6 + noise)
     found = difference(better, worse)

@@ -16,8 +16,9 @@ from torch import Tensor
 from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearConfig
 from dino_vit.config.settings import given_keys
 from dino_vit.core.text import format_table, plural
-from dino_vit.eval.classification.predicted import METRIC, few_images, few_text, judge, score
-from dino_vit.eval.classification.probes import (
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.eval.figures import TITLES, Figure, accuracy, measure
+from dino_vit.eval.probes import (
     LinearHeads,
     count_correct,
     head_losses,
@@ -27,9 +28,16 @@ from dino_vit.eval.classification.probes import (
     train_heads,
     train_logistic,
 )
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import TITLES, Figure, accuracy, measure
-from dino_vit.eval.results import EvaluationResult, asked_output, conclude_classes
+from dino_vit.eval.results import (
+    METRIC,
+    EvaluationResult,
+    asked_output,
+    conclude_classes,
+    few_images,
+    few_text,
+    judge,
+    score,
+)
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 

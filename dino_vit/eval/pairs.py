@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from dino_vit.eval.figures import RESAMPLES, Measured, percent_interval
-from dino_vit.reports.readings import mcnemar
+from dino_vit.eval.figures import RESAMPLES, PerImageMetric, percent_interval
+from dino_vit.reports.significance import mcnemar
 
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
 
@@ -24,7 +24,7 @@ class Difference:
     p: float
 
 
-def difference(first: Measured, second: Measured) -> Difference:
+def difference(first: PerImageMetric, second: PerImageMetric) -> Difference:
     """Compare two backbones on the images that both have judged.
 
     Where an image is right or wrong, p is of the exact test of McNemar, otherwise of the bootstrap: twice
@@ -57,7 +57,7 @@ class Pair:
     corrected_p: float  # its p, times the pairs by this figure (Bonferroni)
 
 
-Figures = Mapping[str, Mapping[str, Measured]]  # by title, then by the name of the backbone
+Figures = Mapping[str, Mapping[str, PerImageMetric]]  # by title, then by the name of the backbone
 
 
 def compare_pairs(figures: Figures) -> list[Pair]:

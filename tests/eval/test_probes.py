@@ -6,8 +6,8 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.nn import functional as F
 
-from dino_vit.eval.classification import probes
-from dino_vit.eval.classification.probes import (
+from dino_vit.eval import probes
+from dino_vit.eval.probes import (
     count_correct,
     grid_steps,
     head_losses,

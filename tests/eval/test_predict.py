@@ -128,7 +128,7 @@ def test_several_labels_are_written_as_labels_are(photos, weights):
 
 @pytest.mark.parametrize(
     ("labels", "more"),
-    [("labels.csv", {}), ("tags.csv", {}), ("labels.csv", {"size": 24, "fit": "whole"})],
+    [("labels.csv", {}), ("tags.csv", {}), ("labels.csv", {"size": 24, "resize_mode": "whole"})],
 )
 def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, labels, more):
     head, table = photos / "head.safetensors", photos / "rest.csv"
@@ -138,7 +138,7 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
     rows = rows_of(table)
     classifier = dino_vit.load_classifier(head, verbose=False)
     if more:
-        assert (classifier.transform.size, classifier.transform.fit) == ((24, 24), "whole")
+        assert (classifier.transform.size, classifier.transform.resize_mode) == ((24, 24), "whole")
     found = dino_vit.predict(
         photos / "photos",
         weights,
@@ -181,7 +181,7 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
 
 
 def test_neighbours_are_kept_too(photos, weights, monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.classification.choice.LOGISTIC_IMAGES", 1)
+    monkeypatch.setattr("dino_vit.eval.choice.LOGISTIC_IMAGES", 1)
     head = photos / "head.safetensors"
     found = dino_vit.predict(
         photos / "photos", weights, labels=photos / "labels.csv", head=head, verbose=False

@@ -30,11 +30,11 @@ from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.classification import knn, linear
-from dino_vit.eval.comparison.pairs import Pair, compare_pairs, standings, verdict
+from dino_vit.eval import knn, linear
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
-from dino_vit.eval.figures import Figure, Measured
+from dino_vit.eval.figures import Figure, PerImageMetric
 from dino_vit.eval.online import random_indices, rankme
+from dino_vit.eval.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.results import write_results
 from dino_vit.reports.pictures import shorten
 from dino_vit.weights import load_backbone
@@ -51,7 +51,7 @@ class Comparison:
 
     source: ImageSet
     ranks: dict[str, float] = field(default_factory=dict)  # effective, by name of the backbone
-    measured: dict[str, dict[str, Measured]] = field(default_factory=dict)  # by title, then by name
+    measured: dict[str, dict[str, PerImageMetric]] = field(default_factory=dict)  # by title, then by name
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -210,7 +210,7 @@ def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: Image
 
 def _evaluate(
     evaluator: Evaluator, config: CompareConfig, values: dict[str, Any], frozen: FrozenBackbone
-) -> Measured:
+) -> PerImageMetric:
     """Run one evaluator on one backbone."""
     values |= _shared(config, CONFIGS[evaluator])
     try:

@@ -1,1 +1,0 @@
-"""Classify images by frozen features: neighbours, linear classifiers, labels from a few."""

@@ -1,1 +1,0 @@
-"""Compare backbones on the same images."""
