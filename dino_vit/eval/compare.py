@@ -29,7 +29,7 @@ from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.open import has_cells, open_source
 from dino_vit.eval import knn, linear
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.figures import Figure, PerImageMetric
@@ -71,8 +71,9 @@ def run(config: CompareConfig) -> ComparisonResult:
     start_processes()
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
+    several = config.several and has_cells(config.source, config.labels)
     source = agree(
-        "images", lambda: open_source(config.source, config.labels, several=config.several), ImageSet.describe
+        "images", lambda: open_source(config.source, config.labels, several=several), ImageSet.describe
     )
     evaluators = choose_evaluators(config, source)
     for weights in config.trained:  # what cannot be loaded is said before anything is measured

@@ -18,7 +18,7 @@ from dino_vit.core.blocks import choose_blocks, choose_folds, numbers_of, series
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet, choose_splits, count_shared, describe_use
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.open import has_cells, open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.figures import Predictions
 from dino_vit.models.backbone import CLS, FeatureSpec
@@ -123,11 +123,13 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
 
 
 def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
-    source, train = open_source(config.source, config.labels, several=config.several), None
+    several = config.several and (config.train is None or has_cells(config.source, config.labels))
+    source, train = open_source(config.source, config.labels, several=several), None
     if config.train is None:
         val = open_subset(config.source, source)
     else:
-        train_source = open_source(config.train, config.train_labels, several=config.several)
+        several = config.several and has_cells(config.train, config.train_labels)
+        train_source = open_source(config.train, config.train_labels, several=several)
         if {source.labels.task, train_source.labels.task} == {"multiclass", "multilabel"}:
             source, train_source = (each.with_sets() for each in (source, train_source))
         train, val = open_subset(config.train, train_source), open_subset(config.source, source)

@@ -145,8 +145,12 @@ def test_one_set_by_another_reads_labels_alike(photos, weights):
         "path,tags\n" + "".join(f"{row}.png,red{';big' * (row % 2)}\n" for row in range(60))
     )
     sets = {"labels": photos / "one.csv", "train": photos / "train", "train_labels": photos / "two.csv"}
-    sets["several"] = True
-    assert dino_vit.knn(photos / "val", weights, k=3, **sets, **SETTINGS).details["task"] == "multilabel"
+    settings = {"several": True, "k": 3, **SETTINGS}
+    assert dino_vit.knn(photos / "val", weights, **sets, **settings).details["task"] == "multilabel"
+    write_classes(photos / "sorted", "ab", 9)  # folders are classes, which are read as one label each
+    (photos / "both.csv").write_text("".join(f"{row}.png,a{';b' * (row % 2)}\n" for row in range(60, 90)))
+    sets = {"labels": photos / "both.csv", "train": photos / "sorted"}
+    assert dino_vit.knn(photos / "val", weights, **sets, **settings).details["task"] == "multilabel"
 
 
 @pytest.mark.usefixtures("few_penalties")

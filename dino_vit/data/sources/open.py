@@ -54,10 +54,10 @@ def open_source(
     With `several`, a cell of that file, or of a list of images, has several labels, as in `sea;sky`.
     Several sets become one, of which each gives its share of `mix`.
     """
+    if several and not has_cells(spec, labels):
+        raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if several and labels is None:
-        if not isinstance(spec, str) or suffix_of(spec) not in LISTS:
-            raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
-        return open_list(local_path(spec), several=True)
+        return open_list(local_path(str(spec)), several=True)
     if not isinstance(spec, str):
         if labels is not None:
             raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
@@ -66,6 +66,11 @@ def open_source(
         raise ValueError("mix is about several sources, and there is one; leave it out")
     images = _open(spec)
     return images if labels is None else join_labels(images, labels, several)
+
+
+def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
+    """Tell whether labels are cells of text, which may have several."""
+    return labels is not None or (isinstance(spec, str) and suffix_of(spec) in LISTS)
 
 
 def _open(spec: str) -> ImageSet:
