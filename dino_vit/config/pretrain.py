@@ -239,6 +239,9 @@ def _check_loss(config: PretrainConfig) -> Iterator[str]:
     if loss.warmup_teacher_temp_epochs and loss.teacher_temp <= start:
         text = f"loss.teacher_temp={loss.teacher_temp} must exceed {start} when its warm-up is on"
         yield f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
+    if loss.gradient_weight and config.model.timm:
+        text = f"loss.gradient_weight is learned by patches halfway, which {config.model.arch} does not give"
+        yield f"{text}; set loss.gradient_weight=0"
     if not loss.patch_weight and not config.head.shared:
         yield "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
     elif loss.patch_weight and config.model.timm:

@@ -1,4 +1,4 @@
-"""Losses on features: KoLeo, and how they differ from those of another backbone (distillation, Gram).
+"""Losses on features: KoLeo, gradients of the view, and those of another backbone (distillation, Gram).
 
 v views (global ones first), g global views, b images, n patches, d channels of the backbone
 """
@@ -9,9 +9,14 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.core import Size
-from dino_vit.core.distributed import all_gather_equal, rank, world_size
+from dino_vit.core.distributed import all_gather_equal, all_reduce_mean, rank, world_size
+from dino_vit.models.baselines import ORIENTATIONS, normalise_block, orientation_histograms
 
 EPSILON = 1e-8  # as in DINOv2
+AROUND = (
+    3 * 3 * ORIENTATIONS
+)  # numbers that a patch predicts: histograms of itself and of its eight neighbours
+CLIP = 0.3
 
 
 def koleo_loss(features: Tensor) -> Tensor:
@@ -34,6 +39,27 @@ def koleo_loss(features: Tensor) -> Tensor:
             nearest = cosines.fill_diagonal_(-1).argmax(dim=1)
         distances = F.pairwise_distance(rows, rows[nearest], eps=EPSILON)
         return -(distances + EPSILON).log().mean()
+
+
+def gradient_loss(predicted: Tensor, views: Tensor, grid: Size, kept: Tensor | None = None) -> Tensor:
+    """Return 1 minus the mean cosine of predictions (b, n, 81) with the gradients around patches.
+
+    `kept` (b, n) are the indices of the patches in the grid, by default all. The mean over all patches of all
+    processes is taken off first: what is the same everywhere teaches nothing.
+    """
+    with torch.autocast(predicted.device.type, enabled=False):
+        around = gradients_around(views, grid)
+        around = around - all_reduce_mean(around.mean((0, 1)))
+        if kept is not None:
+            around = around.gather(1, kept[..., None].expand(-1, -1, AROUND))
+        return 1 - F.cosine_similarity(predicted.float(), around, dim=2).mean()
+
+
+def gradients_around(views: Tensor, grid: Size) -> Tensor:
+    """Return histograms of the gradients of each patch and its neighbours, (b, n, 81); 0 beyond the view."""
+    (height, width), (rows, columns) = views.shape[-2:], grid
+    cells = orientation_histograms(views, (height // rows, width // columns))
+    return normalise_block(F.unfold(cells, 3, padding=1).mT, 2, CLIP)
 
 
 def imitation_loss(student: Tensor, teacher: Tensor, *, global_views: int) -> Tensor:

@@ -14,7 +14,14 @@ from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.cross_entropy import LazyLogits
-from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
+from dino_vit.method.features import (
+    cosine_loss,
+    gradient_loss,
+    gram_loss,
+    imitation_loss,
+    koleo_loss,
+    resize_patches,
+)
 from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss, target_sums
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Masks, Network, NetworkOutput
@@ -39,6 +46,7 @@ class LossTerms(NamedTuple):
     patch: Tensor | None = None  # the same of patches
     koleo: Tensor | None = None  # summed over the global views
     gram: Tensor | None = None
+    gradients: Tensor | None = None  # 1 minus the cosine of those around patches and what is predicted
 
 
 class Objective:
@@ -62,6 +70,7 @@ class Objective:
         patch_weight: float = 0.0,
         koleo_weight: float = 0.0,
         gram_weight: float = 0.0,
+        gradient_weight: float = 0.0,
         gram_teacher: Backbone | None = None,
         fixed_teacher: Network | Backbone | None = None,
     ) -> None:
@@ -70,6 +79,7 @@ class Objective:
         self.global_size, self.grid = global_size, grid
         self.student_temperature = student_temperature
         self.patch_weight, self.koleo_weight, self.gram_weight = patch_weight, koleo_weight, gram_weight
+        self.gradient_weight = gradient_weight
         self.gram_teacher = gram_teacher and gram_teacher.to(device).requires_grad_(False)
         self.fixed_teacher = fixed_teacher and fixed_teacher.to(device)
         self.prototypes = None if isinstance(fixed_teacher, Backbone) else prototypes
@@ -109,7 +119,7 @@ class Objective:
             cls, patch = self._cross_entropies(out, teacher_out, masks, rows, teacher_temperature)
         else:
             cls, patch = self._distill_features(out, teacher_out, rows)
-        loss, koleo, gram = cls, None, None
+        loss, koleo, gram, gradients = cls, None, None, None
         if patch is not None:
             loss = loss + self.patch_weight * patch
         if self.koleo_weight:
@@ -119,7 +129,11 @@ class Objective:
         if self.gram_teacher is not None and out.tokens is not None:
             gram = gram_loss(out.tokens[:rows], self._tokens_of(self.gram_teacher, gram_views)[1])
             loss = loss + self.gram_weight * gram
-        return LossTerms(loss, cls, patch, koleo, gram), teacher_out
+        if out.gradients is not None:
+            kept = None if out.kept_patches is None else out.kept_patches[:rows]
+            gradients = gradient_loss(out.gradients[:rows], views[0][:rows], self.grid, kept)
+            loss = loss + self.gradient_weight * gradients
+        return LossTerms(loss, cls, patch, koleo, gram, gradients), teacher_out
 
     def _resize_global(self, views: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
         """Return the views, the global ones as the student sees them; a Gram teacher may see more."""
@@ -214,7 +228,8 @@ def output_sums(
 ) -> dict[str, Tensor]:
     """Return what `output_statistics` takes of a micro-batch; those of several add up."""
     sums = {"embedding_std": embedding_std(teacher_out.cls)}
-    for name, term in {"koleo": terms.koleo, "gram": terms.gram, "patch_loss": terms.patch}.items():
+    optional = {"koleo": terms.koleo, "gram": terms.gram, "gradients": terms.gradients}
+    for name, term in {**optional, "patch_loss": terms.patch}.items():
         sums |= {} if term is None else {name: term.detach()}
     for name, logits in teacher_out.logits.items():
         loss, center = terms.cls if name == "loss" else terms.patch, teacher_out.centers[name]

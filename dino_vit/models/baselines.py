@@ -26,8 +26,8 @@ ORIENTATIONS, CELL, CLIP = 9, 8, 0.2
 EPS = 1e-4  # of the norm of a block, so that an even block stays near 0
 
 
-def gradient_histograms(images: Tensor) -> Tensor:
-    """Return histograms of the gradients (b, n · 4 · (y - 1) · (x - 1)) of images (b, c, H, W), in float32.
+def orientation_histograms(images: Tensor, cell: Size) -> Tensor:
+    """Return the mean gradients by orientation of cells, (b, n, y, x), of images (b, c, H, W), in float32.
 
     A pixel counts by the channel in which its gradient is largest; what is outside of whole cells does not.
     """
@@ -42,10 +42,19 @@ def gradient_histograms(images: Tensor) -> Tensor:
     votes = length.new_zeros(len(images), ORIENTATIONS, *images.shape[-2:])
     votes.scatter_(1, lower, length * (1 - above))
     votes.scatter_(1, (lower + 1) % ORIENTATIONS, length * above)
-    cells = F.avg_pool2d(votes, CELL)  # (b, n, y, x)
+    return F.avg_pool2d(votes, cell)
+
+
+def gradient_histograms(images: Tensor) -> Tensor:
+    """Return histograms of the gradients (b, n · 4 · (y - 1) · (x - 1)) of images (b, c, H, W)."""
+    cells = orientation_histograms(images, (CELL, CELL))
     blocks = rearrange(cells.unfold(2, 2, 1).unfold(3, 2, 1), "b n y x v u -> b (v u n) y x")
-    clipped = F.normalize(blocks, dim=1, eps=EPS).clamp(max=CLIP)
-    return F.normalize(clipped, dim=1, eps=EPS).flatten(1)
+    return normalise_block(blocks, 1, CLIP).flatten(1)
+
+
+def normalise_block(histograms: Tensor, dim: int, clip: float) -> Tensor:
+    """Normalise histograms, clip what stands out, and normalise again."""
+    return F.normalize(F.normalize(histograms, dim=dim, eps=EPS).clamp(max=clip), dim=dim, eps=EPS)
 
 
 FEATURES: dict[BaselineName, Callable[[Tensor], Tensor]] = {

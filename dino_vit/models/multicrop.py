@@ -68,11 +68,13 @@ def forward_multicrop(
     mask: Tensor | None = None,
     *,
     tokens: bool = False,
+    middle: bool = False,
     drops: Drops = NOTHING,
 ) -> list[Tensor]:
     """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
 
-    The mask token replaces the patches of the first size that are masked (B, N).
+    The mask token replaces the patches of the first size that are masked (B, N). With `middle` the last entry
+    is the tokens of the first size after half of the blocks, without those that `drops` leaves out.
     """
     if not isinstance(backbone, VisionTransformer):
         first = backbone.forward_features(views[0], mask) if tokens else backbone.forward_cls(views[0])
@@ -87,9 +89,13 @@ def forward_multicrop(
     by_block = sequences_by_block(shapes, [backbone.rotations(view) for view in views], only_cls)
     x = by_block[0].join(parts)
     layers = zip(backbone.blocks, by_block, spread_drops(by_block, drops.drop_path), strict=True)
-    for block, sequences, drop in layers:
+    halfway = []
+    for index, (block, sequences, drop) in enumerate(layers):
+        if middle and index == backbone.depth // 2:
+            halfway = sequences.split(x, -1)[:1]
         # A compiled block casts its weights itself: 35 ms of the host in place of 40 (`benchmarks/TRIED.md`).
         call = block if block.compiled else partial(call_with_cast_weights, block)
         x = backbone.checkpointed(call, x, sequences, drop)
     parts = by_block[-1].output().split(backbone.norm(x), -1)
-    return [part[:, 0] if only else part for part, only in zip(parts, only_cls, strict=True)]
+    outputs = [part[:, 0] if only else part for part, only in zip(parts, only_cls, strict=True)]
+    return outputs + halfway

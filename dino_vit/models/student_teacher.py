@@ -54,6 +54,8 @@ class NetworkOutput(NamedTuple):
     patch_features: Tensor | None = None  # (patches, bottleneck): of the masked patches, or of all
     patch_prototypes: Tensor | None = None
     tokens: Tensor | None = None  # (v·b, N, width): all patches of the views of the first size, if asked for
+    gradients: Tensor | None = None  # (v·b, kept, n): predicted around patches of the views of the first size
+    kept_patches: Tensor | None = None  # (v·b, kept): indices of these patches; None for all
 
 
 class Network(nn.Module):
@@ -62,6 +64,8 @@ class Network(nn.Module):
     Masked patches pass a head of their own, or the same one; with a `FeatureHead` all patches pass it.
     In training `patch_drop` is the share of the patches of global views that are left out. They and
     stochastic depth are drawn from `generator`, if the training loop sets one, or PyTorch's own.
+    The student may have a `gradient_head`, with which the patches of global views predict, after half of the
+    blocks, the gradients of the image around them; training alone uses it.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Network(nn.Module):
         self.backbone = backbone
         self.head = head
         self.patch_head = patch_head
+        self.gradient_head: nn.Module | None = None
         self.patch_drop = patch_drop
         self.generator: torch.Generator | None = None
 
@@ -91,9 +96,13 @@ class Network(nn.Module):
         if masks is not None and use_mask_token:
             mask = F.pad(masks.mask, (0, 0, 0, len(views[0]) - len(masks.mask)))
         drops = sample_drops(self.backbone, views, self.patch_drop, self.generator)
-        cls, tokens = self.run_backbone(views, mask, masks is not None or all_patches, drops)
+        cls, tokens, middle = self.run_backbone(views, mask, masks is not None or all_patches, drops)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
         out = NetworkOutput(cls, self.head.project(cls), self.head.prototypes)
+        if self.gradient_head is not None and middle is not None:
+            kept, first = drops.kept_tokens, self.backbone.first_patch
+            kept_patches = None if kept is None else kept[:, first:] - first
+            out = out._replace(gradients=self.gradient_head(middle), kept_patches=kept_patches)
         if tokens is None:
             return out
         patches = tokens if masks is None else tokens.flatten(0, 1)[masks.mask_indices]
@@ -106,15 +115,19 @@ class Network(nn.Module):
 
     def run_backbone(
         self, views: Sequence[Tensor], mask: Tensor | None, all_patches: bool, drops: Drops
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the CLS tokens of all views, and all patches of the first size if asked for.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the CLS tokens of all views, and patches of the first size, if asked for.
 
-        This is what `compute.compile` compiles: the shapes are the same in each step.
+        These are all after the last block, and those that are kept after half of the blocks. This is what
+        `compute.compile` compiles: the shapes are the same in each step.
         """
-        first, *others = forward_multicrop(self.backbone, views, mask, tokens=all_patches, drops=drops)
+        halfway = self.gradient_head is not None
+        parts = forward_multicrop(self.backbone, views, mask, tokens=all_patches, middle=halfway, drops=drops)
+        patches = slice(self.backbone.first_patch, None)
+        middle = parts.pop()[:, patches] if halfway else None
         if not all_patches:
-            return torch.cat([first, *others]), None
-        return torch.cat([first[:, 0], *others]), first[:, self.backbone.first_patch :]
+            return torch.cat(parts), None, middle
+        return torch.cat([parts[0][:, 0], *parts[1:]]), parts[0][:, patches], middle
 
     def run_unsharded(self, work: Callable[[Backbone], T]) -> T:
         """Return work(backbone); FSDP, where it shards the network, gathers the weights for the call."""
@@ -134,11 +147,12 @@ def build_networks(
     head: Mapping[str, Any],
     patch_head: bool = False,
     feature_dim: int | None = None,
+    gradients: int = 0,
 ) -> tuple[Network, Network]:
     """Return a student and a teacher with the same weights; the teacher needs no gradient.
 
     With `name` their backbone is a model of timm; with `feature_dim` their heads project to features of that
-    width, without prototypes.
+    width, without prototypes. The student has a head that predicts so many numbers of `gradients`.
     """
 
     def build(dropping: Mapping[str, float], patches: float = 0.0) -> Network:
@@ -163,6 +177,9 @@ def build_networks(
     student = build({"drop_path": drop_path}, patch_drop)
     teacher = build({"drop_path": 0.0, "dropout": 0.0, "attention_dropout": 0.0})
     teacher.load_state_dict(student.state_dict())
+    if gradients:
+        width = student.backbone.width
+        student.gradient_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, gradients))
     teacher.requires_grad_(False).eval()  # its targets are a function of the images
     for module in teacher.modules():  # a BatchNorm takes the statistics of the batch, as in 2021
         module.training = isinstance(module, _BatchNorm)

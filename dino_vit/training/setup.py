@@ -21,6 +21,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.method.features import AROUND
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
@@ -154,6 +155,7 @@ def build_untrained(
         head=config.head.model_dump(exclude={"shared"}),
         patch_head=patch_head,
         feature_dim=None if feature_teacher is None else feature_teacher.width,
+        gradients=AROUND if config.loss.gradient_weight else 0,
     )
 
 
@@ -188,6 +190,7 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     groups = parameter_groups(
         student.backbone,
         *student.heads,
+        *([student.gradient_head] if student.gradient_head else []),
         layer_decay=config.optim.layer_decay,
         patch_embed_lr=config.optim.patch_embed_lr,
     )
@@ -290,6 +293,7 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
+        gradient_weight=loss.gradient_weight,
         gram_teacher=context.gram_teacher,
         fixed_teacher=context.fixed_teacher
         and (context.fixed_teacher.network or context.fixed_teacher.backbone),

@@ -107,8 +107,9 @@ class TrainingState:
     def ema_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The teacher's tensors that follow the student's; also statistics, if the teacher sees no image."""
         networks, is_fixed = (self.teacher, self.student), self.objective.fixed_teacher is not None
-        ours, theirs = ([*n.parameters(), *(n.buffers() if is_fixed else ())] for n in networks)
-        return ours, theirs
+        named = ([*n.named_parameters(), *(n.named_buffers() if is_fixed else ())] for n in networks)
+        ours, theirs = map(dict, named)
+        return [*ours.values()], [theirs[name] for name in ours]  # the student may have a head of its own
 
     def autocast(self) -> torch.autocast:
         dtype = DTYPES[self.precision]

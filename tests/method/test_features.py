@@ -1,13 +1,49 @@
 """KoLeo, cosines and Gram matrices of features, as plain loops."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
+from dino_vit.method.features import (
+    cosine_loss,
+    gradient_loss,
+    gradients_around,
+    gram_loss,
+    imitation_loss,
+    koleo_loss,
+    resize_patches,
+)
+from dino_vit.models.baselines import orientation_histograms
+
+
+@pytest.mark.parametrize("kept", [None, [[0, 5], [3, 1]]])
+def test_patches_predict_the_gradients_around_them(kept):
+    """Of a grid of 2 × 3 patches of 4 × 8 pixels, as loops over patches and neighbours."""
+    views = torch.rand(2, 3, 8, 24)
+    cells = orientation_histograms(views, (4, 8))
+    around = torch.zeros(2, 6, 81)
+    for image, y, x in product(range(2), range(2), range(3)):
+        values = []
+        for orientation, dy, dx in product(range(9), (-1, 0, 1), (-1, 0, 1)):
+            within = 0 <= y + dy < 2 and 0 <= x + dx < 3
+            values.append(cells[image, orientation, y + dy, x + dx].item() if within else 0.0)
+        clipped = [min(value / math.hypot(*values), 0.3) for value in values]
+        around[image, 3 * y + x] = torch.tensor([value / math.hypot(*clipped) for value in clipped])
+    assert_close(gradients_around(views, (2, 3)), around)
+
+    patches = kept or [list(range(6))] * 2
+    predicted = torch.randn(2, len(patches[0]), 81)
+    cosines = []
+    for image, row in enumerate(patches):
+        for predicting, patch in zip(predicted[image], row, strict=True):
+            expected = around[image, patch] - around.mean((0, 1))
+            cosines.append(F.cosine_similarity(predicting, expected, dim=0))
+    loss = gradient_loss(predicted, views, (2, 3), kept and torch.tensor(kept))
+    assert_close(loss, 1 - torch.stack(cosines).mean())
 
 
 @pytest.mark.parametrize(("views", "global_views"), [(2, 2), (5, 2), (3, 1)])

@@ -24,7 +24,7 @@ SMALL = {
     "compute.log_every": 1000,
     "budget.steps": 100,
 }
-PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1}
+PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1, "loss.gradient_weight": 2}
 ROTARY = {"model.positions": "rotary", "model.rotary_rescale": 2, "model.drop_path": 0.2}
 AGAIN = {"model.grad_checkpointing": "true", "model.patch_drop": 0.5}
 ALONE = {"loss.patch_weight": 1, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"}

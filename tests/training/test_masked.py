@@ -21,6 +21,7 @@ from tests.support.training import moved, opened, tensors_of, trained
 
 PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "model.drop_path": 0}
 ALL_TERMS = {**PATCHES, "loss.koleo_weight": 0.1, "loss.centering": "sinkhorn", "head.shared": "false"}
+ALL_TERMS["loss.gradient_weight"] = 2
 
 
 def softmaxes(tokens, head, temperature, center=0):
