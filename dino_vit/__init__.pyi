@@ -411,7 +411,7 @@ def pretrain(
       loss.centering=ema                  a mean over steps, or Sinkhorn-Knopp over the micro-batch [ema|sinkhorn]
       loss.koleo_weight=0                 weight of KoLeo, which keeps images apart; 0.1 in DINOv2
       loss.patch_weight=0                 weight of the loss of masked patches (iBOT); 1 in DINOv2
-      loss.gradient_weight=0              weight of histograms of gradients as a target; 4 for shapes
+      loss.gradient_weight=0              weight of predicting the gradients around each patch
       optim.name=adamw                    optimiser [adamw|sgd]
       optim.lr=0.0005                     peak learning rate at a global batch of 256
       optim.lr_scaling=linear             how lr grows with global batch / 256 [linear|sqrt|none]

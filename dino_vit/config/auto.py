@@ -243,6 +243,9 @@ def _choose_gentle(choices: _Choices, likeness: float) -> None:
     """Keep a short run from the uniform state, and regularise it little; see docs/small-sets.md."""
     choices.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
     choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
+    if not (choices.config.model.timm or choices.config.init):
+        reason = "patches learn shapes from the gradients around them, before CLS tokens do"
+        choices.choose("loss.gradient_weight", 1.0, reason)
     scales, reason = ((0.25, 1.0), (0.1, 0.4)), "a short run learns faster from views with more of the image"
     alike = likeness >= ALIKE
     if alike:

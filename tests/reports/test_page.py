@@ -100,7 +100,7 @@ def test_images_of_several_sources_are_shown(folder, made, monkeypatch):
 
 
 def test_without_the_server_of_the_images_the_rest_is_shown(folder, made, monkeypatch):
-    def gone(*_):
+    def gone(*_, **__):
         raise SourceLost("the server does not answer")
 
     monkeypatch.setattr("dino_vit.commands.report.open_source", gone)
