@@ -14,8 +14,9 @@ from torch.utils.data import Subset as TorchSubset
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
 from dino_vit.core.text import plural, printable, progress
-from dino_vit.data.image_set import ImageSet, Store, evenly_spaced, join_sets
+from dino_vit.data.image_set import ImageSet, Store, evenly_spaced
 from dino_vit.data.images.decode import from_given
+from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels, encode_labels
 from dino_vit.data.sources.paths import is_image
 

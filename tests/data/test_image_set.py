@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dino_vit.cli import main
-from dino_vit.data.image_set import ImageSet, join_sets
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import write_folder, write_tar, write_zip

@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dino_vit.data.catalogue import VERSION, Catalogue, CatalogueStore, signature_column
+from dino_vit.data.catalogue import VERSION, Catalogue, CatalogueStore
+from dino_vit.data.catalogue_writer import signature_column
 from dino_vit.data.sources.remote import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 

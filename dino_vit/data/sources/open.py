@@ -10,7 +10,8 @@ from typing import Any
 
 from dino_vit.config.objects import is_object
 from dino_vit.core.text import BRACES, brief, did_you_mean, expand_braces, plural, public
-from dino_vit.data.image_set import ImageSet, mix_sets
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.joined import mix_sets
 from dino_vit.data.label_files import join_labels
 from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.sources.folders import NoImages, open_files, open_folder, open_list

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.custom import wrap
-from dino_vit.data.image_set import join_sets
+from dino_vit.data.joined import join_sets
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.remote import remote_signature
 from dino_vit.data.sources.tables import open_hub
