@@ -1,14 +1,11 @@
-"""Folders of files that can be made again: together they stay within a bound, and what is in use stays.
+"""Folders of files that can be made again: together they stay within a bound.
 
-Several processes and hosts may share them. A file that is in use has a shared lock, which the system releases
-when its process ends; where a file system has no locks, nothing is deleted.
+Several processes and hosts may share them. What is deleted stays in the memory of the processes that map it.
 """
 
-import fcntl
 import os
 import re
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,30 +41,28 @@ def bound_caches(gigabytes: float, folder: Path, spared: Path | None = None) -> 
     bound([cache_folder(), folder], gigabytes, spared)
 
 
-def keep(path: Path, owner: object) -> None:
-    """Note that a file is used now, and keep it from being deleted as long as `owner` lives."""
+def note_use(path: Path) -> None:
+    """Note that a file is used now: those used longest ago are deleted first."""
     with suppress(OSError):  # a cache that may only be read
         os.utime(path)
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(owner, os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def bound(folders: Sequence[Path], gigabytes: float, spared: Path | None = None) -> None:
     """Delete the files that were used longest ago until all fit, and what killed processes left behind."""
     files = list[tuple[float, int, Path]]()
     for entry in _entries(folders):
-        with suppress(FileNotFoundError):  # another process deletes too
+        with suppress(OSError):  # another process deletes too, and some files are of another user
             status, path = entry.stat(), Path(entry.path)
             if _OURS.fullmatch(entry.name):
                 files.append((status.st_mtime, status.st_size, path))
             elif _PARTIAL.fullmatch(entry.name) and status.st_mtime < time.time() - STALE_S:
-                _delete(path)
+                path.unlink()
     excess, deleted = sum(size for _, size, _ in files) - gigabytes * 1e9, list[int]()
     for _, size, path in sorted(files):
-        if excess > sum(deleted) and path != spared and _delete(path):
-            deleted.append(size)
+        if excess > sum(deleted) and path != spared:
+            with suppress(OSError):
+                path.unlink()
+                deleted.append(size)
     if deleted:
         text = "%s that had not been used for longest (%.3g GB) are deleted from %s: cache_gb=%g"
         log.info(text, plural(len(deleted), "file"), sum(deleted) / 1e9, folders[0], gigabytes)
@@ -77,16 +72,3 @@ def _entries(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
     for folder in folders:
         with suppress(FileNotFoundError), os.scandir(folder) as entries:
             yield from entries
-
-
-def _delete(path: Path) -> bool:
-    """Delete a file unless it is in use, or cannot be locked."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            return True
-        finally:
-            os.close(descriptor)
-    return False

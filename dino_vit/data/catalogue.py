@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dino_vit.core.cache import cache_folder, keep
+from dino_vit.core.cache import cache_folder, note_use
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import expand_braces, plural, public_text
@@ -88,7 +88,7 @@ class Catalogue(Index):
             flat: Any = np.from_dlpack(batch["signature"].values)
             self.signatures: NDArray[np.int64] = flat.reshape(-1, 3)
             if is_url(folder):
-                keep(path, self)  # a copy in the cache folder
+                note_use(path)  # a copy in the cache folder
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
             raise stale(f"{path} is damaged or not a catalogue: {error}") from error
         if self.metadata["version"] != VERSION:

@@ -27,7 +27,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
-from dino_vit.core.cache import cache_folder, keep
+from dino_vit.core.cache import cache_folder, note_use
 from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable, public
@@ -171,7 +171,7 @@ class CachedIndex(Index):
         counts = np.bincount(self.columns["shard"], minlength=self.metadata["shards"])
         self.starts = np.concatenate([[0], np.cumsum(counts)])
         self.images = data[:start]
-        keep(path, self)
+        note_use(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.metadata["began"])

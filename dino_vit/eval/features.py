@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size, height_width, log
-from dino_vit.core.cache import FEATURES, bound_caches, cache_folder, keep
+from dino_vit.core.cache import FEATURES, bound_caches, cache_folder, note_use
 from dino_vit.core.distributed import (
     agree,
     all_equal,
@@ -265,7 +265,7 @@ def cached_features(
         warn_of_unreadable(source, frozen.transform, new, len(chosen))
     check_finite(tensors["values"], frozen.model)
     values = tensors["values"].numpy()
-    keep(path, values)  # which may be mapped from the file
+    note_use(path)
     return values, tensors["indices"].numpy()
 
 

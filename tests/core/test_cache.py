@@ -1,21 +1,15 @@
 """What is deleted of a cache that is too large, and what stays."""
 
-import gc
 import os
 import time
 from contextlib import suppress
 
 import pytest
-import torch
 
-from dino_vit.core.cache import STALE_S, _delete, bound, keep
-from dino_vit.core.storage import StorageError, read_tensors, replacing, write_tensors
+from dino_vit.core.cache import STALE_S, bound, note_use
+from dino_vit.core.storage import StorageError, replacing
 
 NAMES = [f"{number:015x}.safetensors" for number in range(5)]
-
-
-class Owner:
-    """What has a file in use."""
 
 
 @pytest.fixture
@@ -54,30 +48,11 @@ def test_files_of_several_folders_fit_together_and_others_are_not_touched(folder
     assert len(names(other)) == 4
 
 
-def test_a_file_in_use_stays_and_one_that_was_used_lately_goes_last(folder):
-    owner, earlier = Owner(), Owner()
-    keep(folder / NAMES[0], owner)
-    keep(folder / NAMES[1], earlier)
-    del earlier
-    gc.collect()
+def test_one_that_was_used_lately_goes_last_and_the_new_one_stays(folder):
+    note_use(folder / NAMES[0])
+    note_use(folder / "none.safetensors")
     bound([folder], 200e-9, spared=folder / NAMES[2])
-    assert names(folder) == [NAMES[0], NAMES[2]], "the second was used later, but is more than fits"
-    del owner
-    gc.collect()
-    bound([folder], 0)
-    assert names(folder) == []
-
-
-def test_a_file_that_cannot_be_locked_or_is_not_there_ends_nothing(folder, monkeypatch):
-    keep(folder / "none.safetensors", Owner())
-
-    def refused(*_):
-        raise OSError("no locks here")
-
-    monkeypatch.setattr("fcntl.flock", refused)
-    keep(folder / NAMES[0], Owner())
-    bound([folder], 0)
-    assert names(folder) == NAMES
+    assert names(folder) == [NAMES[0], NAMES[2]]
 
 
 def test_what_a_killed_process_left_goes_when_nobody_can_be_writing_it(folder):
@@ -97,16 +72,3 @@ def test_what_a_killed_process_left_goes_when_nobody_can_be_writing_it(folder):
         os.utime(partial, (old, old))
         bound([folder], 1)
         assert not partial.exists(), "such is the name of one"
-
-
-def test_features_in_memory_survive_their_file(tmp_path):
-    """They are mapped from it, and a user may delete a cache at any time."""
-    path = tmp_path / NAMES[0]
-    write_tensors(path, {"values": torch.arange(1e6)}, "")
-    values = read_tensors(path)[0]["values"].numpy()
-    keep(path, values)
-    values = torch.from_numpy(values[10:])
-    gc.collect()
-    assert not _delete(path), "as long as its values are used"
-    path.unlink()
-    assert torch.equal(values, torch.arange(1e6)[10:])

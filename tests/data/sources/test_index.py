@@ -1,5 +1,4 @@
 import errno
-import gc
 import multiprocessing
 import os
 import pickle
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dino_vit.data.index
-from dino_vit.core.cache import bound_caches, cache_folder
+from dino_vit.core.cache import cache_folder
 from dino_vit.data.index import IndexContents, open_index
 from dino_vit.data.labels import encode_labels
 from dino_vit.data.sources.folders import open_folder
@@ -190,23 +189,6 @@ def test_pickles_are_small_and_refuse_another_index(tmp_path):
     open_folder(tmp_path)
     with pytest.raises(ValueError, match=r"was rebuilt while .* start again"):
         pickle.loads(pickled)
-
-
-def test_an_index_in_use_stays_however_full_the_cache_is(tmp_path, cache):
-    write_folder(tmp_path / "used")
-    write_folder(tmp_path / "other")
-    source, stays = open_source(str(tmp_path / "used")), {*cache.glob("*.arrow")}
-    open_source(str(tmp_path / "other"))
-    gc.collect()
-    assert len({*cache.glob("*.arrow")}) == 2
-    bound_caches(0, tmp_path)
-    assert {*cache.glob("*.arrow")} == stays
-    assert pickle.loads(pickle.dumps(source)).name(0) == source.name(0), "as a worker opens it"
-    del source
-    gc.collect()
-    bound_caches(0, tmp_path)
-    assert not {*cache.glob("*.arrow")}
-    assert len(open_source(str(tmp_path / "used"))) == 5
 
 
 def until(condition, seconds=30):
