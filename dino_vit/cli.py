@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(parser, argv)
     with reported(f"dino-vit {args.command}", show_traceback=args.traceback) as ending:
         if args.command == "config":
-            _print(to_yaml(config_from(args, COMMANDS[args.shown].config_class), given=True).rstrip("\n"))
+            config = config_from(args, COMMANDS[args.shown].config_class)
+            print(to_yaml(config, given=True).rstrip("\n"), flush=True)
         else:
             command = COMMANDS[args.command]
             config = config_from(args, command.config_class)
@@ -117,28 +118,13 @@ def run_command(run: Callable[[Any], Any], config: Settings) -> None:
     with Interruption() if config.resumes else nullcontext(), at_work(on_console=True):
         result = run(_with_output(config))
         if result is not None and is_rank_0():
-            _print(printable_lines(str(result)))
+            print(printable_lines(str(result)), flush=True)
 
 
 def _with_output(config: Settings) -> Settings:
     """Return the settings with an output; one in eval/ is named later, after the weights that are loaded."""
     has_none = config.writes and "/" not in config.writes and values(config)["output"] is None
     return replace(config, {"output": config.writes}) if has_none else config
-
-
-class Unprinted(Exception):
-    """A result could not be printed, as on a full disk."""
-
-    exit_code = 1
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # such as when `head` has read enough
-        raise
-    except OSError as error:
-        raise Unprinted(f"the result could not be printed: {error.strerror}") from error
 
 
 class Ending:
@@ -179,7 +165,7 @@ def reported(program: str, *, show_traceback: bool = False) -> Iterator[Ending]:
 def _explain(error: BaseException) -> tuple[str | None, int]:
     """Return what is to be said of an error, None if nobody foresaw it, and the exit code."""
     text = str(error)
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError):  # such as when `head` has read enough
         return "", 128 + 13
     if isinstance(error, SystemExit):  # by a signal
         return "stopped; run the same command again" if is_rank_0() else "", int(error.code or 0)

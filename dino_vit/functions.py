@@ -15,7 +15,6 @@ is taken for weights.
 """
 
 import hashlib
-import multiprocessing
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +55,6 @@ def function_of(name: str) -> Callable[..., Any]:
     def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
         from dino_vit.core.work import at_work  # imports torch
 
-        _check_not_imported_by_a_child()
         if hooks and "callbacks" in keywords:
             raise ConfigError([CALLBACKS])
         called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}
@@ -75,13 +73,6 @@ def function_of(name: str) -> Callable[..., Any]:
     function.__doc__ = "\n\n".join([*texts, f"{list_settings(cls)}\n"])
     function.__signature__ = taken  # type: ignore[attr-defined]
     return function
-
-
-def _check_not_imported_by_a_child() -> None:
-    """Refuse to run a script again in a process that imports it, as DataLoader workers do on macOS."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # by which Python itself tells
-        text = "a process that this script started imports it: put what it does under"
-        raise ValueError(f'{text} `if __name__ == "__main__":`')
 
 
 def _example(name: str, cls: type[Settings]) -> Iterator[str]:

@@ -280,20 +280,6 @@ def test_a_list_of_folders_is_several_sources_and_one_of_images_is_one(photos, c
     assert f"{len(images)} images" in str(dino_vit.inspect_data(images, verbose=False))
 
 
-def test_a_worker_that_imports_a_script_does_not_run_it_again(tmp_path):
-    script = tmp_path / "script.py"  # processes begin in this way on macOS
-    script.write_text(
-        "import multiprocessing\nimport dino_vit\n"
-        "print(dino_vit.inspect_data('synthetic:8:16', verbose=False).facts['images'])\n"
-        "multiprocessing.get_context('spawn').Process(target=print).start()\n"
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert done.stdout == "8\n"
-    assert (
-        "ValueError: a process that this script started imports it: put what it does under `if" in done.stderr
-    )
-
-
 def test_pretraining_works_in_a_thread(tmp_path):
     settings = {**SETTINGS, "output": tmp_path, "budget.steps": 10, "verbose": False}
     with ThreadPoolExecutor() as pool:

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_vit.core import log
 from dino_vit.core.process import portable
 from dino_vit.core.text import brief
 
 Items = TypeVar("Items", bound=Sequence[Any])
 T = TypeVar("T")
 _shares_work = ContextVar("_shares_work", default=False)
-CONNECT = timedelta(minutes=2)  # for gloo, if NCCL has connected
+CONNECT = timedelta(minutes=2)  # for gloo, beside NCCL
 _RAISED = "in_all_processes"  # marks an error that all processes raise
 # For collectives until `limit_waits`: each host sets up at its own pace.
 SETUP_TIMEOUT = timedelta(minutes=30)
@@ -52,8 +51,7 @@ def limit_waits(limit: timedelta) -> None:
     """Have collectives fail from now on when another process has not answered for so long."""
     if world_size() == 1:
         return
-    group, _ = _hosts()
-    if group is not None:
+    if (group := _hosts()) is not None:
         # NCCL kills its process. The group of hosts, for which all steps wait, raises an error: it is first.
         _set_timeout(limit, group)
         limit += timedelta(minutes=1)
@@ -126,7 +124,7 @@ def _gathered(what: str, work: Callable[[], T]) -> list[T]:
             raise
         outcome = what, None, portable(error)
     outcomes: list[Any] = [None] * world_size()
-    dist.all_gather_object(outcomes, outcome, group=_hosts()[0])
+    dist.all_gather_object(outcomes, outcome, group=_hosts())
     first = next((failure for *_, failure in outcomes if failure is not None), None)
     # One sees a folder where another sees an archive.
     if first is None and any(other != what for other, *_ in outcomes):
@@ -174,11 +172,10 @@ def all_gather_equal(tensor: Tensor) -> Tensor:
     """Concatenate the rows of all processes by rank, without gradient; each has as many. Nothing waits."""
     if world_size() == 1:
         return tensor
-    group, device = _hosts() if tensor.is_cpu else (None, tensor.device)  # NCCL takes no tensors of the CPU
-    mine = tensor.detach().contiguous().to(device)
+    mine = tensor.detach().contiguous()
     rows = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(rows, mine, group=group)
-    return torch.cat(rows).to(tensor.device)
+    dist.all_gather(rows, mine, group=_hosts() if tensor.is_cpu else None)  # NCCL takes no tensors of the CPU
+    return torch.cat(rows)
 
 
 def all_gather(tensor: Tensor) -> Tensor:
@@ -213,9 +210,8 @@ class DelayedVote:
         if world_size() == 1:
             return flag
         decided = self.result()
-        group, device = _hosts()
-        self._votes = torch.tensor([int(flag)], device=device)
-        self._counting = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._votes = torch.tensor([int(flag)])
+        self._counting = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=_hosts(), async_op=True)
         return decided
 
     def result(self) -> bool:
@@ -231,9 +227,8 @@ def broadcast_int(number: int) -> int:
     """Return what rank 0 passes, in all processes, without waiting for an accelerator."""
     if world_size() == 1:
         return number
-    group, device = _hosts()
-    shared = torch.tensor([number], device=device)
-    dist.broadcast(shared, src=0, group=group)
+    shared = torch.tensor([number])
+    dist.broadcast(shared, src=0, group=_hosts())
     return int(shared.item())
 
 
@@ -245,12 +240,9 @@ def all_equal(number: int) -> bool:
 
 def _largest(numbers: Tensor) -> Tensor:
     """Return the element-wise maximum over all processes of a tensor on the CPU."""
-    if world_size() == 1:
-        return numbers
-    group, device = _hosts()
-    numbers = numbers.to(device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-    return numbers.cpu()
+    if world_size() > 1:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=_hosts())
+    return numbers
 
 
 def wait_for_all() -> None:
@@ -316,7 +308,7 @@ def copy_from_rank_0(target: Tensor, source: Tensor) -> None:
     if world_size() > 1:
         is_sharded = hasattr(target, "full_tensor")
         on_hosts = target.is_cpu and not is_sharded  # NCCL takes no tensors of the CPU
-        group, device = _hosts() if on_hosts else (None, target.device)
+        device = target.device
         full = source.contiguous().to(device) if rank() == 0 else torch.empty_like(source, device=device)
         if is_sharded:
             from torch.distributed.tensor import DTensor, distribute_tensor
@@ -324,7 +316,7 @@ def copy_from_rank_0(target: Tensor, source: Tensor) -> None:
             assert isinstance(target, DTensor)
             source = distribute_tensor(full, target.device_mesh, target.placements)
         else:
-            dist.broadcast(full, src=0, group=group)
+            dist.broadcast(full, src=0, group=_hosts() if on_hosts else None)
             source = full
     target.copy_(source)
 
@@ -342,28 +334,20 @@ def unanswered(error: BaseException) -> bool:
 
 
 @cache
-def _hosts() -> tuple[dist.ProcessGroup | None, torch.device]:
-    """Return the group by which hosts agree, and where its tensors lie; all processes make the first call.
+def _hosts() -> dist.ProcessGroup | None:
+    """Return the group by which hosts agree without the GPUs; all processes make the first call.
 
-    It is one of gloo beside NCCL's, which would wait for the GPUs, or NCCL's if gloo does not connect them.
+    It is one of gloo beside NCCL's, whose collectives would wait for the GPUs.
     """
     if dist.get_backend() == "gloo":
-        return None, torch.device("cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
-    group: dist.ProcessGroup | int | None = None
+        return None
     # Wait for all hosts, which then have the same time to connect.
-    dist.all_reduce(torch.zeros(1, device=device))
+    dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
     try:
         group = dist.new_group(backend="gloo", timeout=CONNECT)
     except RuntimeError as error:
-        log.debug("gloo: %s", error)
-    connected = torch.tensor([int(group is not None)], device=device)
-    dist.all_reduce(connected, op=dist.ReduceOp.MIN)
-    if isinstance(group, dist.ProcessGroup) and connected.item():
-        _set_timeout(SETUP_TIMEOUT, group)
-        return group, torch.device("cpu")
-    log.warning(
-        "the hosts cannot connect by gloo, so each step waits until the GPUs end the one before; set "
-        "GLOO_SOCKET_IFNAME to the network interface between them"
-    )
-    return None, device
+        advice = "set GLOO_SOCKET_IFNAME to the network interface between them"
+        raise ValueError(f"the hosts cannot connect by gloo: {advice}") from error
+    assert isinstance(group, dist.ProcessGroup)
+    _set_timeout(SETUP_TIMEOUT, group)
+    return group

@@ -121,18 +121,11 @@ def is_foreseen(error: BaseException) -> bool:
 def portable(error: Exception) -> Exception:
     """Return an error that reaches another process: itself, or its text if it cannot be pickled."""
     try:
-        copy = pickle.loads(pickle.dumps(error))
-        if type(copy) is type(error) and str(copy) == str(error):
-            return error
+        pickle.loads(pickle.dumps(error))
+        return error
     except Exception:  # of the code of any library
-        pass
-    foreseen = is_foreseen(error)
-    plain = ValueError(str(error)) if foreseen else RuntimeError(f"{type(error).__name__}: {error}")
-    for note in getattr(error, "__notes__", ()):
-        plain.add_note(note)
-    if hasattr(error, "exit_code"):
-        vars(plain)["exit_code"] = error.exit_code
-    return plain
+        text = str(error)
+        return ValueError(text) if is_foreseen(error) else RuntimeError(f"{type(error).__name__}: {text}")
 
 
 def keep_freed_memory() -> None:

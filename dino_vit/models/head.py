@@ -5,6 +5,7 @@ in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncB
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -152,22 +153,11 @@ class AcrossProcesses(_BatchNorm):
                 normalised = following(normalised)
         return normalised
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _blank, (type(self).__bases__[1],), self.__dict__
 
-
-_classes: dict[Any, type[_BatchNorm]] = {}
-
-
+@cache
 def _across_processes(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     """Return the class that takes the statistics of a kind of BatchNorm over all processes."""
-    return _classes.setdefault(kind, type(kind.__name__, (AcrossProcesses, kind), {}))
-
-
-def _blank(kind: type[_BatchNorm]) -> nn.Module:
-    """Return a layer without its state, to unpickle one whose class has no name of its own."""
-    converted = _across_processes(kind)
-    return converted.__new__(converted)
+    return type(kind.__name__, (AcrossProcesses, kind), {})
 
 
 def convert_sync_batchnorm(network: nn.Module) -> None:

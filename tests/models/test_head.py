@@ -1,5 +1,4 @@
 import copy
-import pickle
 
 import pytest
 import timm
@@ -78,13 +77,13 @@ def test_features_are_normalised_in_float32_under_autocast(dtype):
 
 
 @pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, timm.layers.BatchNormAct2d])
-def test_a_batch_norm_of_all_processes_can_be_copied_and_pickled(kind):
+def test_a_batch_norm_of_all_processes_can_be_copied(kind):
     network = torch.nn.Sequential(kind(4), torch.nn.Identity())
     convert_sync_batchnorm(network)
     x = torch.randn(8, 4, *[3, 3][: 2 * (kind is not torch.nn.BatchNorm1d)])
     network(x)
     network.eval()
-    for copied in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        assert type(copied[0]) is type(network[0])
-        assert isinstance(copied[0], kind)
-        assert torch.equal(copied(x), network(x))
+    copied = copy.deepcopy(network)
+    assert type(copied[0]) is type(network[0])
+    assert isinstance(copied[0], kind)
+    assert torch.equal(copied(x), network(x))
