@@ -818,7 +818,6 @@ def export(
     format: Literal["reference", "timm", "huggingface", "onnx"] = ...,
     head: bool = False,
     overwrite: bool = False,
-    license: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | ExportConfig | None = None,
     verbose: bool = True,
 ) -> Written:
@@ -839,5 +838,4 @@ def export(
       format=...                          format to write [reference|timm|huggingface|onnx]
       head=false                          onnx: probabilities, by the classifier in a file that predict wrote
       overwrite=false                     replace files that exist
-      license=null                        of a folder: licence for its model card, such as apache-2.0
     """

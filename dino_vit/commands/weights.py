@@ -1,7 +1,6 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,11 @@ from dino_vit.config.commands import ExportConfig, InspectWeightsConfig, Weights
 from dino_vit.config.settings import Task
 from dino_vit.core import height_width
 from dino_vit.core.text import public_values
-from dino_vit.models.backbone import Backbone
-from dino_vit.reports.metrics import BASELINE, METRICS, Baseline, read_records
-from dino_vit.reports.significance import figures_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
-from dino_vit.weights.card import code, describe, model_card, show
+from dino_vit.weights.card import describe, show
 from dino_vit.weights.classifier import Classifier, load_classifier
 from dino_vit.weights.export import export_backbone
-from dino_vit.weights.formats.builders import is_folder
 from dino_vit.weights.usage import usage
 
 # The last line that uses the graph of a classifier.
@@ -44,7 +39,7 @@ def inspect(config: InspectWeightsConfig) -> Facts:
 
 def export(config: ExportConfig) -> Written:
     """Write a backbone for another library; as text, the lines that use it."""
-    path, card = Path(config.out), None
+    path = Path(config.out)
     if config.head:
         classifier = load_classifier(config.source)
         _refuse_source(classifier.backbone, path)
@@ -52,19 +47,8 @@ def export(config: ExportConfig) -> Written:
         return Written(path=path, text=_classifier_usage(classifier, path))
     model = _load(config)
     _refuse_source(model, path)
-    for_hub = is_folder(path, config.format)
-    if config.license and not for_hub:
-        raise ValueError(f"license is for the card of a folder, but {path} is a file")
-    if for_hub:
-        evaluation = _evaluation(model, config)
-        card = model_card(model, config.format, license=config.license, evaluation=evaluation)
-    export_backbone(model, path, config.format, overwrite=config.overwrite, card=card)
-    text = usage(model, path, config.format)
-    if for_hub:  # a comment, so that the lines stay Python
-        text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
-        if config.format == "timm":
-            text += '; then timm.create_model("hf-hub:OWNER/NAME", pretrained=True)'
-    return Written(path=path, text=text)
+    export_backbone(model, path, config.format, overwrite=config.overwrite)
+    return Written(path=path, text=usage(model, path, config.format))
 
 
 def _classifier_usage(classifier: Classifier, path: Path) -> str:
@@ -88,20 +72,3 @@ def _refuse_source(model: LoadedBackbone, path: Path) -> None:
     read = Path(model.provenance.source)
     if path.exists() and read.exists() and (path.samefile(read) or path.samefile(read.parent)):
         raise ValueError(f"{path} would be overwritten, but the weights are read from it; give another name")
-
-
-def _evaluation(model: Backbone, config: ExportConfig) -> str:
-    """Return what the run of a checkpoint measured at its step, if that is of this network."""
-    source, step = model.provenance.source, model.provenance.step
-    if step is None or Path(source).parent.name != "checkpoints":
-        return ""
-    if config.network != "teacher" or config.image_size is not None:
-        return ""
-    folder = Path(source).parent.parent
-    history = [r for r in read_records(folder / "metrics.jsonl", METRICS) if r.step <= step and r.rankme]
-    before = next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline())
-    figures = figures_text(history, before)
-    if not figures:
-        return ""
-    where = f"Measured at step {history[-1].step:,}, on images of the source"
-    return f"{where}: {code(figures, 1000)}."

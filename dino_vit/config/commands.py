@@ -299,11 +299,8 @@ class ExportConfig(WeightsConfig):
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     head: bool = setting(False, "onnx: probabilities, by the classifier in a file that predict wrote")
     overwrite: bool = OVERWRITE
-    license: str | None = setting(None, "of a folder: licence for its model card, such as apache-2.0")
 
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
-        if self.license and self.format not in ("huggingface", "timm"):
-            yield f"license is for the card of a folder (huggingface, timm), not for {self.format}"
         if self.head and self.format != "onnx":
             yield f"head is for format=onnx, not {self.format}"

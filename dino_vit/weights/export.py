@@ -21,7 +21,7 @@ from dino_vit.core.storage import pickled, reason, save_plain, sync
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights.card import CARD_MARK, describe, model_card
+from dino_vit.weights.card import describe, model_card
 from dino_vit.weights.classifier import Classifier
 from dino_vit.weights.formats.builders import (
     huggingface_config,
@@ -55,15 +55,13 @@ def export_backbone(
     format: str,
     *,
     overwrite: bool = False,
-    card: str | None = None,
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
     The formats are `reference` (DINO's own), a .pth or .safetensors file, `timm`, such a file or, without
     a suffix, a folder for `timm.create_model`, `huggingface`, a folder for `AutoModel.from_pretrained`, and
     `onnx`. The export only appears at `path` if its features equal those of the model. A classifier, which
-    `load_classifier` returns, is written as onnx only; its graph gives probabilities. `card` is
-    the text of README.md in a folder; by default it states what is known of the model.
+    `load_classifier` returns, is written as onnx only; its graph gives probabilities.
     """
     path = Path(path)
     if format not in FORMATS:
@@ -85,10 +83,10 @@ def export_backbone(
             if format == "onnx":
                 _write_graph(model, written, _describe(model, format))
             else:
-                _write_tensors(_backbone_of(model), written, format, card)
+                _write_tensors(_backbone_of(model), written, format)
             summary = _compare_features(model, written, format)
             if path.is_dir():
-                shutil.rmtree(path)  # _check_target found nothing but an older export in it
+                shutil.rmtree(path)  # _check_target found nothing but such an export in it
             written.replace(path)
             sync(path.parent)
     except (OSError, SafetensorError) as error:
@@ -104,10 +102,7 @@ def _check_target(path: Path, format: str, overwrite: bool) -> None:
         more = ", or have no suffix, as the name of a folder" if format in FOLDERS else ""
         raise WeightsError(f"{path} must end in {', '.join(suffixes)}{more}")
     if path.is_dir():
-        others, card = {entry.name for entry in path.iterdir()}, path / "README.md"
-        if card.is_file():  # without it, files of these names are of another library
-            others -= FOLDER_FILES
-            others |= {card.name} if CARD_MARK.encode() not in card.read_bytes() else set()
+        others = {entry.name for entry in path.iterdir()} - FOLDER_FILES
         if others or not is_folder(path, format):
             held = f" with {', '.join(sorted(others)[:5])}" if others else ""
             raise WeightsError(f"{path} is an existing folder{held}; choose another name")
@@ -139,7 +134,7 @@ def _describe(exported: Backbone | Classifier, format: str) -> str:
     return json.dumps({**facts, "format": format})
 
 
-def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -> None:
+def _write_tensors(model: Backbone, path: Path, format: str) -> None:
     """Write the tensors under the names of another library."""
     about = {EXPORT_KEY: _describe(model, format)}
     if isinstance(model, TimmBackbone):
@@ -147,7 +142,7 @@ def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -
     else:
         tensors = to_layout(model, layout_of(model, format))
     if is_folder(path, format):
-        _write_folder(model, tensors, path, format, about, card or model_card(model, format))
+        _write_folder(model, tensors, path, format, about)
     elif path.suffix == ".safetensors":
         save_plain(tensors, path, {"format": "pt", **about})
     else:
@@ -158,7 +153,7 @@ def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -
 
 
 def _write_folder(
-    model: Backbone, tensors: dict[str, Tensor], folder: Path, format: str, about: dict[str, str], card: str
+    model: Backbone, tensors: dict[str, Tensor], folder: Path, format: str, about: dict[str, str]
 ) -> None:
     """Write config.json, model.safetensors and the model card, and what else the format has."""
     folder.mkdir()
@@ -167,7 +162,7 @@ def _write_folder(
     if format == "huggingface" and (processor := processor_config(model)):
         configs["preprocessor_config.json"] = processor
     texts = {name: json.dumps(config, indent=2, sort_keys=True) + "\n" for name, config in configs.items()}
-    for name, text in {"README.md": card, **texts}.items():
+    for name, text in {"README.md": model_card(model, format), **texts}.items():
         (folder / name).write_bytes(text.encode())
         sync(folder / name)
 

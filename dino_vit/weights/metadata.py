@@ -65,7 +65,7 @@ class Facts(Stated):
     range: tuple[Number, Number] | None = None
     size: Pair | None = None
     preparation: Preparation | None = None
-    network: Text | None = None
+    network: Literal["teacher", "student", "classifier"] | None = None
     step: Annotated[int, Field(ge=0, le=10**12)] | None = None
     config: Json | None = None
     # Of our own files.
@@ -151,34 +151,6 @@ class HubFacts(Stated):
     size: Side | Edges | None = None
     crop_size: Side | Edges | None = None
     resample: Annotated[int, Field(ge=0, le=5)] | None = None
-
-
-class TrainedOn(Stated):
-    """Where the images of a pretraining were."""
-
-    source: Annotated[str, Field(max_length=4096)] | NonEmpty[str] | None = None
-
-
-class StartedFrom(Stated):
-    """The weights that a pretraining started from."""
-
-    weights: Annotated[str, Field(max_length=4096)]
-
-
-class Pretraining(Stated):
-    """What a model card says of the settings of a run."""
-
-    method: Text
-    data: TrainedOn
-    init: StartedFrom | None = None
-
-
-def pretraining_of(config: Mapping[str, Any]) -> Pretraining | None:
-    """Return the settings of a pretraining, unless they are of something else, such as of a fine-tuning."""
-    try:
-        return Pretraining.model_validate(config)
-    except ValidationError:
-        return None
 
 
 def parse(where: str, text: Any) -> dict[str, Any]:

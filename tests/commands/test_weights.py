@@ -7,7 +7,6 @@ import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from tests.support.peers import timm_vit
-from tests.support.runs import arguments, command_here
 
 
 @pytest.fixture
@@ -31,13 +30,6 @@ def test_inspect_weights_in_words_and_as_json(weights, capsys):
     )
 
 
-def test_export_replaces_a_file_only_if_it_is_told_to(weights, tmp_path):
-    (tmp_path / "out.pth").write_bytes(b"an older file")
-    export = ["export", str(weights), str(tmp_path / "out.pth"), "--format", "timm"]
-    assert [main(export), main([*export, "--overwrite"])] == [2, 0]
-    assert (tmp_path / "out.pth").stat().st_size > 1000
-
-
 def test_ambiguous_sources_are_read_as_told(tmp_path):
     torch.save(timm_vit(num_classes=0).model.state_dict(), tmp_path / "a.pth")
     for format, mode in (("reference", "dino"), ("timm", "timm")):
@@ -50,32 +42,3 @@ def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):
     assert "33" in capsys.readouterr().err
     assert main(["export", str(weights), str(tmp_path / "a.npz"), "--format", "timm"]) == 2
     assert "a.npz must end in .pth" in capsys.readouterr().err
-    export = ["export", str(weights), str(tmp_path / "out"), "--format"]
-    assert main([*export, "onnx", "--license", "mit"]) == 2
-    assert "license is for the card of a folder (huggingface, timm), not for onnx" in capsys.readouterr().err
-    assert (
-        main(["export", str(weights), str(tmp_path / "a.pth"), "--format", "timm", "--license", "mit"]) == 2
-    )
-    assert "license is for the card of a folder, but " in capsys.readouterr().err
-
-
-def test_the_card_has_the_figures_of_the_run(tmp_path):
-    output = tmp_path / "run"
-    command_here(
-        *arguments(output, {"compute.eval_every_steps": 4, "budget.steps": 8, "optim.warmup_epochs": 0})
-    )
-    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-    before = json.loads((output / "baseline.json").read_text())
-    card = exported_card(output, tmp_path / "a")
-    assert f"Measured at step 8, on images of the source: `k-NN {last['knn']:.1f} ± " in card
-    assert f"(before training {before['knn']:.1f}, pixels {before['baselines']:.1f}, " in card
-    for other in ({"network": "student"}, {"image_size": 48}):
-        assert "Measured at" not in exported_card(output, tmp_path / next(iter(other)), **other)
-    (output / "metrics.jsonl").unlink()
-    assert "Measured at" not in exported_card(output, tmp_path / "d")
-
-
-def exported_card(source, out, **settings):
-    written = dino_vit.export(source, out, format="huggingface", verbose=False, **settings)
-    assert written.text.endswith(f"# to share the folder: hf upload OWNER/NAME {out}")
-    return (written.path / "README.md").read_text()

@@ -13,7 +13,7 @@ def embeddings(grid: tuple[int, int], width: int = 8) -> torch.Tensor:
     return torch.randn(1, 1 + grid[0] * grid[1], width)
 
 
-@pytest.mark.parametrize("trained", [(14, 14), (37, 37), (5, 9)])
+@pytest.mark.parametrize("trained", [(14, 14), (5, 9)])
 def test_scale_factors_give_every_grid_up_to_40_exactly(trained):
     pos = embeddings(trained, width=2)
     for h in range(1, 41):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import timm
@@ -109,9 +108,11 @@ def test_rotations_are_those_of_the_formula():
 @pytest.mark.parametrize(
     ("layout", "huggingface"),
     [
-        *product(("folder", "file", "original"), ("mlp", "gated")),
-        *product(("folder", "original"), ("key bias",)),
+        ("folder", "mlp"),
         ("folder", "no registers"),
+        ("file", "gated"),
+        ("original", "gated"),
+        ("original", "key bias"),
     ],
     indirect=["huggingface"],
 )
@@ -141,9 +142,7 @@ def test_weights_of_transformers_and_of_dinov3_give_the_same_features(tmp_path, 
         assert_close_to_scale(one, other)
 
 
-@pytest.mark.parametrize(
-    "name", ["small_patch16_dinov3_qkvb", "small_patch16_dinov3", "small_plus_patch16_dinov3"]
-)
+@pytest.mark.parametrize("name", ["small_patch16_dinov3_qkvb", "small_plus_patch16_dinov3"])
 def test_weights_of_timm_give_the_same_features(tmp_path, name):
     torch.manual_seed(0)
     peer = with_values(timm.create_model(f"vit_{name}", depth=2, num_classes=0).eval())
@@ -159,8 +158,7 @@ def test_weights_of_timm_give_the_same_features(tmp_path, name):
 OTHERS = {"norm_eps": 1e-6, "registers": 0, "rotary_rescale": 1.5}
 
 
-@pytest.mark.parametrize("changes", [{}, OTHERS], ids=["registers", "no registers"])
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("mlp", "changes"), [("gelu", {}), ("swiglu", OTHERS)], ids=["mlp", "gated"])
 @pytest.mark.parametrize("format", ["timm", "huggingface"])
 def test_exports_open_in_their_library(tmp_path, mlp, format, changes):
     torch.manual_seed(0)
@@ -216,7 +214,6 @@ def test_other_periods_are_refused(huggingface):
 @pytest.mark.parametrize(
     ("name", "heads", "mlp"),
     [
-        ("large_patch16_dinov3", 16, "gelu"),
         ("huge_plus_patch16_dinov3", 20, "swiglu"),
         ("7b_patch16_dinov3", 32, "swiglu"),
     ],

@@ -45,18 +45,6 @@ def test_another_image_size_resamples_the_positions(caplog):
     assert_close_to_scale(loaded(IMAGES), model(IMAGES))
 
 
-@pytest.mark.parametrize("channels", [1, 2, 13])
-def test_inflated_channels_answer_equal_ones_as_before(channels, caplog):
-    model = backbone()
-    with caplog.at_level(logging.INFO, "dino_vit"):
-        loaded = load_backbone(model.state_dict(), heads=2, channels=channels)
-    assert f"inflated patch embedding from 3 to {channels} channels" in caplog.text
-    assert loaded.provenance.mean is None, "RGB statistics do not apply to other channels"
-    grey = torch.randn(2, 1, 32, 32)
-    inflated, rgb = (m(grey.expand(-1, n, -1, -1)) for m, n in ((loaded, channels), (model, 3)))
-    assert_close_to_scale(inflated, rgb)
-
-
 def test_a_program_that_sets_up_no_logging_sees_what_was_converted(capsys, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
     tensors = backbone().state_dict()
@@ -123,19 +111,6 @@ def test_a_mask_token_is_kept_where_it_is_asked_for_and_zeros_without_one(tmp_pa
     assert torch.equal(load_backbone(named, heads=2, mask_token=True).mask_token, model.mask_token)
     loaded = load_backbone(backbone().state_dict(), heads=2, mask_token=True)
     assert torch.equal(loaded.mask_token, torch.zeros(1, 32))
-
-
-def test_separate_queries_keys_and_values_are_merged():
-    model = backbone(qkv_bias=False, position_mode="dino")
-    named = dict(model.state_dict())
-    for index in range(3):
-        qkv = named.pop(f"blocks.{index}.attn.qkv.weight")
-        for third, rows in zip("qkv", qkv.chunk(3), strict=True):
-            named[f"blocks.{index}.attn.{third}.weight"] = rows
-    assert torch.equal(load_backbone(named, heads=2)(IMAGES), model(IMAGES))
-    del named["blocks.1.attn.k.weight"]
-    with pytest.raises(WeightsError, match=r"(?s)Missing.*1\.attn\.qkv.*Unexpected.*1\.attn\.q.*v"):
-        load_backbone(named, heads=2)
 
 
 def test_the_number_of_heads_is_asked_for_unless_the_width_implies_it():

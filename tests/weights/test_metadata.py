@@ -34,12 +34,12 @@ def own(**stated):
     return "own.safetensors"
 
 
-@pytest.mark.parametrize("format", ["timm", "onnx", "huggingface"])
+@pytest.mark.parametrize("format", ["timm", "huggingface"])
 def test_an_export_runs_no_text(format, tmp_path):
     """Neither that of a file, which is refused, nor what a program sets past the file."""
     model = backbone()
     model.provenance = replace(model.provenance, network=CODE, source=CODE, config={"method": CODE})
-    export_backbone(model, {"timm": "a.pth", "onnx": "a.onnx"}.get(format, "a"), format)
+    export_backbone(model, {"timm": "a.pth"}.get(format, "a"), format)
     assert not (tmp_path / "executed").exists()
 
 
@@ -49,24 +49,16 @@ def test_an_export_runs_no_text(format, tmp_path):
         ({"preparation": {"interpolation": CODE}}, "preparation.interpolation = .*: must be 'bicubic' or"),
         ({"preparation": {"resize_mode": "whole", "x": 1}}, "preparation.x = 1: Extra inputs"),
         ({"preparation": {"shorter_side": 8}}, "shorter_side of 8 pixels, less than its crop of 32 × 32"),
-        ({"mean": [CODE] * 3}, "mean = .*: item 1 must be a valid number"),
         ({"mean": [float("nan")] * 3}, "mean = .*: item 1 must be a finite number"),
         ({"mean": [0.1] * 4}, "mean and std have different numbers of channels"),
         ({"mean": [0.1] * 4, "std": [0.1] * 4}, "mean and std have 4 values, but images 3 channels"),
-        ({"std": [0.0] * 3}, "std = .*: item 1 must be above 0"),
         ({"range": [9, 0]}, "range does not go from low to high"),
-        ({"bits": 12}, "bits = 12: must be 8 or 16"),
         ({"size": [32, 10**9]}, "size = .*: item 2 must be less than or equal to 65536"),
-        ({"step": -1}, "step = -1: must be greater than or equal to 0"),
-        ({"network": "x" * 10**6}, "network = 'xxx.* must have at most 200 characters"),
+        ({"network": "x" * 10**6}, "network = 'xxx.*: must be 'teacher', 'student' or"),
         ({"config": [1]}, "config = .*: must be a valid dictionary"),
-        ({"config": {"a": float("nan")}}, "config.a = nan: must be a finite number"),
         ({"architecture": {"depth": 10**9}}, "depth = 1000000000: must be less than or equal to 1000"),
-        ({"architecture": {"width": 10**9}}, "width = 1000000000: must be less than or equal to 65536"),
-        ({"architecture": {"registers": 10**9}}, "registers = 1000000000: must be less than or"),
         ({"architecture": {"image_size": 10**9}}, "image_size = 1000000000: must be less than or"),
         ({"architecture": {"heads": 0}}, "heads = 0: must be greater than or equal to 1"),
-        ({"architecture": {"norm_eps": "1"}}, "norm_eps = '1': must be a valid number"),
         ({"architecture": {"name": ["resnet18"]}}, "name = .*: must be a valid string"),
         ({"architecture": {"later": 1}}, "later = 1: Extra inputs"),
     ],
@@ -96,10 +88,7 @@ def test_json_of_any_shape_ends_in_a_sentence():
     [
         ({"image_size": [0]}, "image_size"),
         ({"layer_norm_eps": CODE}, "layer_norm_eps = .*: must be a valid number"),
-        ({"num_attention_heads": -1}, "num_attention_heads = -1: must be greater"),
-        ({"image_mean": ["a"] * 3}, "image_mean = .*: item 1 must be a valid number"),
         ({"size": {"height": "a"}}, "size = "),
-        ({"resample": [2]}, "resample = .*: must be a valid integer"),
         ({"pretrained_cfg": "a"}, "pretrained_cfg = 'a'"),
     ],
 )
@@ -111,10 +100,9 @@ def test_odd_facts_of_the_hub_are_a_sentence(stated, said, tmp_path):
         load_backbone("hub")
 
 
-@pytest.mark.parametrize("stated", [{"image_size": 65_536}, {"channels": 60_000}])
-def test_a_model_of_timm_is_not_built_larger_than_its_tensors(stated):
+def test_a_model_of_timm_is_not_built_larger_than_its_tensors():
     model = TimmBackbone(name="test_vit", image_size=160)
-    model.config = replace(model.config, **stated)
+    model.config = replace(model.config, image_size=65_536)
     save_backbone(model, "own.safetensors", mean=None, std=None)
     with pytest.raises(
         WeightsError, match=r"describes a network of [\d,]+ numbers, but has [\d,]+: its image_size"

@@ -61,8 +61,9 @@ def test_a_reference_checkpoint_with_a_pickled_namespace(tmp_path, network):
     assert (loaded.position_mode, loaded.provenance.network) == ("dino", network)
 
 
-@pytest.mark.parametrize("old_style", [True, False])
-@pytest.mark.parametrize("prefix", ["", "module.", "module.backbone.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    ("prefix", "old_style"), [("", True), ("module.backbone.", False), ("_orig_mod.module.", False)]
+)
 def test_prefixes_and_wrappers_are_removed(tmp_path, prefix, old_style):
     model = backbone(position_mode="dino")
     named = {prefix + name: tensor for name, tensor in model.state_dict().items()}
@@ -141,8 +142,9 @@ def bad_files():
     }
 
 
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-@pytest.mark.parametrize("name", bad_files())
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("empty", "pth"), ("a page", "safetensors"), ("half a checkpoint", "pth")]
+)
 def test_files_that_hold_no_weights(tmp_path, name, suffix):
     path = tmp_path / f"file.{suffix}"
     path.write_bytes(bad_files()[name])
@@ -187,10 +189,8 @@ def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"kind": "backbone", "version": 1}, "architecture is missing"),
         ({**OWN, "architecture": None}, "architecture is missing"),
         ({**OWN, "version": 2}, "has format version 2, but this dino-vit reads 1"),
-        ({**OWN, "version": None}, "has format version None"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
@@ -238,10 +238,8 @@ def test_a_processor_that_the_hub_does_not_give_is_said(tmp_path, monkeypatch, c
     ("processor", "size"),
     [
         ({"crop_size": {"height": 16, "width": 24}, "size": {"shortest_edge": 18}}, (16, 24)),
-        ({"crop_size": 16, "size": 18}, (16, 16)),
         ({"crop_size": 16, "do_center_crop": False, "size": {"height": 24, "width": 24}}, (24, 24)),
         ({"size": {"shortest_edge": 18}}, (32, 32)),
-        ({"size": 24}, (24, 24)),
     ],
 )
 def test_images_have_the_size_of_the_processor_and_positions_their_own(tmp_path, processor, size):
@@ -292,11 +290,10 @@ def test_a_processor_of_hugging_face_prepares_photos_as_evaluations_then_do(tmp_
         torch.testing.assert_close(again(photo, return_tensors="pt").pixel_values[0], expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"layer_scale": 1.0}, {"layer_scale": 1.0, "mask_token": True}])
-def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch, changes):
+def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):
     """Of a width that several networks have, no tensor shows the number of heads."""
     monkeypatch.chdir(tmp_path)
-    torch.save(backbone(width=40, heads=2, **changes).state_dict(), "FILE")
+    torch.save(backbone(width=40, heads=2).state_dict(), "FILE")
     evaluate = ["knn", "synthetic:20:32", "k=[1]"]
     assert main([*evaluate, "weights=FILE"]) == 2
     said = capsys.readouterr().err
