@@ -28,7 +28,7 @@ from torch import Tensor
 from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
-from dino_vit.core.process import in_threads, locked
+from dino_vit.core.process import in_threads
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import Result, plural, printable, progress, public
@@ -48,7 +48,6 @@ from dino_vit.views.eval_transform import resize
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
 SUMS = "SHA256SUMS"
-_LOCK = ".lock"  # of `locked`
 # Of other formats it is their name in lower case.
 _SUFFIXES = {"JPEG": ".jpg", "JPEG 2000": ".jp2", "TIFF": ".tiff", "unknown": ".img"}
 
@@ -78,7 +77,7 @@ def run(config: PackConfig) -> PackResult:
     if config.output is None:
         raise ValueError("output is missing: give the folder to write, or index_only=true")
     output = Path(config.output)
-    _make_way(output)
+    _check_absent(output)
     source = open_source(config.source, config.labels, several=config.several)
     with _incomplete(output) as folder:
         packed = pack(source, folder, shard_bytes=config.shard_size * 2**20, size=config.size)
@@ -96,36 +95,25 @@ def run(config: PackConfig) -> PackResult:
     return replace(packed, shards=shards, text="\n".join(lines))
 
 
-def _make_way(output: Path) -> None:
-    """Remove an empty folder of the name of the output; raise for anything else."""
-    if not os.path.lexists(output):
-        return
-    if not output.is_dir() or any(output.iterdir()):
+def _check_absent(output: Path) -> None:
+    """Raise for anything but an empty folder of the name of the output."""
+    is_empty = output.is_dir() and not output.is_symlink() and not any(output.iterdir())
+    if os.path.lexists(output) and not is_empty:
         raise ValueError(f"{output} already exists; give another folder, or remove it")
-    try:
-        output.rmdir()
-    except OSError as error:
-        text = f"{output} cannot be replaced ({error.strerror})"
-        raise ValueError(f"{text}; give a folder in it that does not exist") from error
 
 
 @contextmanager
 def _incomplete(output: Path) -> Iterator[Path]:
-    """Yield a hidden folder, which only one command writes to, and which becomes the output at the end."""
+    """Yield a hidden folder, which becomes the output at the end."""
     folder = output.with_name(f".{output.name}.partial")
-    with locked(folder):
-        for path in folder.iterdir():  # of an earlier attempt
-            if path.name != _LOCK:
-                path.unlink()
-        try:
-            yield folder
-            _make_way(output)  # another command may have written it since
-            folder.rename(output)
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
-        (output / _LOCK).unlink(missing_ok=True)
-        sync(output.parent)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt
+    try:
+        yield folder
+        folder.rename(output)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync(output.parent)
 
 
 def pack(source: ImageSet, folder: Path, *, shard_bytes: int, size: int | None = None) -> PackResult:

@@ -10,7 +10,6 @@ from dino_vit.cli import main
 from dino_vit.commands.inspect_data import training_config
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core import text
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
@@ -53,15 +52,6 @@ def test_facts_as_json(mixed, capsys):
     assert facts["values"][1] > 255
     assert [one["name"] for one in facts["unreadable"]] == ["dog/empty.jpg", "torn.png"]
     assert facts["unreadable"][0]["reason"] == "the file is empty"
-
-
-def test_each_part_of_the_work_is_shown(mixed, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(text, "PATIENCE", -1)
-    caplog.set_level("INFO", "dino_vit")
-    assert main(["inspect-data", str(mixed), f"sheet={tmp_path / 'views.png'}"]) == 0
-    said = [line.partition(":")[0] for line in caplog.messages]
-    parts = ["Inspecting images", "Measuring mean and std", "drawing the views of 8 images"]
-    assert [line for line in said if line in parts] == parts
 
 
 def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys, recwarn):
@@ -131,14 +121,6 @@ def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path,
     np.save(tmp_path / "all.npy", np.linspace(-9, 40, 1024, dtype=np.float32).reshape(4, 16, 16))
     assert main(["inspect-data", str(tmp_path / "all.npy"), f"sheet={tmp_path / 'none.png'}"]) == 2
     assert "none.png cannot be drawn: training could use none" in capsys.readouterr().err
-
-
-def test_a_source_without_readable_images_is_an_error(tmp_path, capsys):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos/a.png").write_bytes(b"")
-    assert main(["inspect-data", str(tmp_path / "photos"), f"sheet={tmp_path / 'sheet.png'}"]) == 2
-    assert "none of 1 inspected image can be read" in capsys.readouterr().err
-    assert not (tmp_path / "sheet.png").exists()
 
 
 def test_the_views_are_those_of_images_that_lie_alike(tmp_path):

@@ -16,16 +16,13 @@ from tests.support.runs import arguments
 READ = [  # a command, and a file that it reads
     "knn photos w.safetensors labels=l.json k=1 output=l.json",
     "predict photos w.safetensors labels=few.csv output=few.csv",
-    "attention photos w.safetensors output=photos photos/sheet-1.png",
     "attention photos/*.png w.safetensors output=photos photos/sheet-1.png",
     "embed photos.parquet w.safetensors output=photos.parquet",
     "inspect-data list.txt labels=l.json sheet=photos/cat/1.png",
-    "inspect-data photos sheet=photos/cat/1.png",
     "export w.safetensors format=timm out=w.safetensors",
 ]
 WRITTEN = [  # a command, and a file that it writes
     "knn synthetic:20:16 w.safetensors k=1 output=knn.json",
-    "predict photos w.safetensors labels=few.csv output=new.csv",
     "predict photos w.safetensors labels=few.csv output=new.csv new.json",
     "predict photos w.safetensors labels=few.csv head=h.safetensors",
     "compare photos w.safetensors untrained measures=[knn] output=. 2-knn.json",
@@ -106,7 +103,7 @@ def test_what_exists_is_replaced_if_asked(line, folder, capsys):
     assert file.read_bytes() != b"of a user"
 
 
-@pytest.mark.parametrize("spelt", ["./photos/cat/1.png", "photos/dog/../cat/1.png", "hard.png", "link.png"])
+@pytest.mark.parametrize("spelt", ["photos/dog/../cat/1.png", "hard.png", "link.png"])
 def test_no_spelling_deceives(spelt, folder, capsys):
     os.link("photos/cat/1.png", "hard.png")
     Path("link.png").symlink_to("photos/cat/1.png")
@@ -116,27 +113,6 @@ def test_no_spelling_deceives(spelt, folder, capsys):
         assert f"would be replaced, but source={source} is read" in capsys.readouterr().err
     assert contents(folder) == before
     assert Path("link.png").is_symlink()
-
-
-def test_a_sheet_among_images_is_not_replaced_where_these_are_read(folder, capsys):
-    assert main(["inspect-data", "synthetic:2:16", "sheet=photos/sheet.png", *SMALL]) == 0
-    Path("sheets.txt").write_text("photos/sheet.png\n")
-    for source in ("photos", "photos/*.png", "photos/sheet.png", "sheets.txt"):
-        assert main(["inspect-data", source, "sheet=photos/sheet.png", "overwrite=true"]) == 2
-        assert f"source={source} is read" in capsys.readouterr().err
-    again = ["inspect-data", "synthetic:2:16", "sheet=photos/sheet.png", *SMALL]
-    assert main(again) == 2
-    said = "sheet.png already exists; give overwrite=true to replace it, or another output"
-    assert said in capsys.readouterr().err
-    assert main([*again, "overwrite=true"]) == 0
-
-
-def test_a_link_is_replaced_and_not_what_it_leads_to(folder):
-    Path("other.png").write_text("of a user")
-    Path("link.png").symlink_to("other.png")
-    assert main(["inspect-data", "photos", "sheet=link.png", "overwrite=true", *SMALL]) == 0
-    assert Path("other.png").read_text() == "of a user"
-    assert not Path("link.png").is_symlink()
 
 
 def test_what_is_no_file_is_not_replaced(folder, capsys):
@@ -187,11 +163,10 @@ def test_figures_that_cannot_be_written_are_printed(command, figure, folder, cap
     assert "could not be written" in said.err
 
 
-@pytest.mark.parametrize(("command", "figure"), UNWRITABLE)
-@pytest.mark.parametrize("place", ["file/a", "file/b/a"])
-def test_a_file_in_the_place_of_a_folder_is_told_before_the_work(command, figure, place, folder, capsys):
+def test_a_file_in_the_place_of_a_folder_is_told_before_the_work(folder, capsys):
     Path("file").write_text("of a user")
-    assert main(command.format(place).split()) == 2
+    command, figure = UNWRITABLE[0]
+    assert main(command.format("file/b/a").split()) == 2
     said = capsys.readouterr()
     assert figure not in said.out
     assert "cannot be written: file is not a folder; give another output" in said.err

@@ -1,5 +1,4 @@
 import subprocess
-import sys
 import tarfile
 
 import numpy as np
@@ -15,8 +14,6 @@ from dino_vit.data.images.formats import format_of
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import items
 from tests.support.images import png16, smooth
-
-PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture
@@ -97,6 +94,7 @@ def test_names_stay_below_the_folder_of_who_unpacks(photos, tmp_path):
 def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
+    (tmp_path / ".out.partial").mkdir()  # of one that was killed
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
     for arguments, said in (
@@ -109,46 +107,6 @@ def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys)
         assert not (tmp_path / "out").exists()
         assert not list(tmp_path.glob(".*.partial"))
     assert (tmp_path / "full" / "file").read_text() == "mine"
-
-
-def test_a_folder_that_cannot_be_replaced_is_said_before_the_work(photos, tmp_path, capsys):
-    """A link, or where a disk is mounted."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "packed").symlink_to(tmp_path / "disk")
-    assert main(["pack", str(photos), str(tmp_path / "packed")]) == 2
-    assert "cannot be replaced (Not a directory); give a folder in it" in capsys.readouterr().err
-
-
-def test_two_commands_do_not_write_to_one_output(photos, tmp_path, capsys):
-    command = ["pack", str(photos), str(tmp_path / "out")]
-    folder = tmp_path / ".out.partial"
-    program = (
-        f"from dino_vit.core.process import *\nwith locked(Path({str(folder)!r})): print(flush=True); input()"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], **PIPES) as process:
-        process.stdout.readline()  # it has the lock
-        assert main(command) == 2
-        assert "another run is using" in capsys.readouterr().err
-        process.communicate("\n")
-    (tmp_path / ".out.partial").mkdir()
-    for name in (".lock", "000000.tar", ".000001.tar.77.partial"):
-        (tmp_path / ".out.partial" / name).write_text("left")
-    assert main(command) == 0, "after one that was killed"
-    assert len(open_source(str(tmp_path / "out"))) == 5
-    assert not list(tmp_path.glob(".*")) + list((tmp_path / "out").glob(".*"))
-
-
-def test_an_output_that_came_meanwhile_stays(photos, tmp_path, monkeypatch, capsys):
-    def come_late(*arguments, **options):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "file").write_text("of a user")
-        return pack(*arguments, **options)
-
-    monkeypatch.setattr("dino_vit.commands.pack.pack", come_late)
-    assert main(["pack", str(photos), str(tmp_path / "out")]) == 2
-    assert "already exists" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
-    assert not list(tmp_path.glob(".*"))
 
 
 def pack_reduced(folder, output):
@@ -191,12 +149,6 @@ def test_deep_images_and_other_channels_are_not_reduced(tmp_path, capsys):
     packed = pack_reduced(tmp_path / "in", tmp_path / "out")
     assert images(packed) == images(source)
     assert "0 reduced to a shorter side of 16 pixels" in capsys.readouterr().out
-
-
-def test_arrays_are_reduced(tmp_path):
-    arrays = pack(open_source("synthetic:3:32"), tmp_path / "arrays", shard_bytes=10**6, size=16)
-    assert arrays.reduced == 3
-    assert decode(open_source(str(tmp_path / "arrays")).read(0), "").shape == (3, 16, 16)
 
 
 def write_alike(tmp_path):
@@ -246,12 +198,6 @@ def test_webdataset_reads_labels_as_numbers_of_a_table(tmp_path):
     assert all(len(sample) == 2 for sample in samples.values())
     found = sorted(classes[int(sample["cls"])] for sample in samples.values())
     assert found == sorted(source.labels.names[source.label(index)] for index in range(5))
-
-
-def test_images_may_be_reduced_to_one_pixel(photos, tmp_path):
-    Image.new("RGB", (9, 9), (40, 80, 120)).save(photos / "cat" / "square.png")
-    packed = pack(open_source(str(photos)), tmp_path / "out", shard_bytes=10**6, size=1)
-    assert packed.reduced == packed.images == 6
 
 
 def test_what_has_no_labels_has_none_when_packed(tmp_path):

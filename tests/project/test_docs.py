@@ -24,7 +24,7 @@ from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.reports.metrics import MetricsRecord
-from dino_vit.reports.significance import State
+from dino_vit.reports.significance import DiagnosisName
 from eval.dense import DenseConfig
 from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
@@ -242,6 +242,6 @@ def test_the_pages_name_targets_states_and_functions_that_exist():
     assert blocks(README, "bash")[0].count("\n") == 2
     assert commands(README)[:2] == [["make", "demo"], ["make", "test"]]
     table = DOCS[Path("docs/start/watch.md")].split("## States")[1].split("\n\n")[2]
-    assert {state for state, _ in rows(table)} == set(get_args(State))
+    assert {state for state, _ in rows(table)} == set(get_args(DiagnosisName))
     named = re.findall(r"\bdino_vit\.(\w+)\(", README + DOCS[Path("docs/start/python.md")])
     assert [name for name in named if not hasattr(dino_vit, name)] == []

@@ -99,7 +99,7 @@ def test_the_views_are_of_an_epoch_that_was_trained(made):
     record = read_run(made)
     record.history[-1:] = [replace(record.history[-1], epoch=2.0)]  # of a run of two epochs
     source = open_source(record.config.data.source)
-    views = draw(record, ReportConfig(run=str(made))).views
+    views = draw(record, ReportConfig(run=str(made), images=4)).views
     assert views == report.view_rows(record.config, source, 1)
 
 
