@@ -1,4 +1,3 @@
-import logging
 import os
 import shlex
 import signal
@@ -10,12 +9,11 @@ import pytest
 import torch
 
 import dino_vit
-from dino_vit.cli import build_parser, main, run_program
+from dino_vit.cli import build_parser, main
 from dino_vit.commands import COMMANDS, Command
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import given_keys, settings_of
-from eval.finetune import FinetuneConfig
 
 SMALL = [
     "data.source=synthetic:64:32",
@@ -135,11 +133,10 @@ def test_what_is_given_may_be_nearly_something_that_exists(tmp_path, monkeypatch
         assert meant in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("pretrian", "pretrain"), ("kn", "knn"), ("lineer", "linear")])
-def test_a_mistyped_command_leads_to_its_name(typed, meant, capsys):
+def test_a_mistyped_command_leads_to_its_name(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([typed, "photos"])
-    assert f"there is no command {typed}; did you mean {meant}?" in capsys.readouterr().err
+        main(["pretrian", "photos"])
+    assert "there is no command pretrian; did you mean pretrain?" in capsys.readouterr().err
 
 
 FULL = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
@@ -163,16 +160,6 @@ def test_memory_that_runs_out_is_a_sentence(error, code, message, monkeypatch, c
     shown = capsys.readouterr().err
     assert shown.startswith(f"dino-vit report: {message}")
     assert shown.count("\n") == 1
-
-
-def test_lines_of_other_libraries_are_not_shown(monkeypatch, capsys):
-    def run(*_):
-        logging.getLogger("matplotlib.font_manager").info("generated new fontManager")
-
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
-    monkeypatch.setattr(Command, "run", run)
-    assert main(["report", "run"]) == 0
-    assert "fontManager" not in capsys.readouterr().err
 
 
 def test_a_signal_while_libraries_are_imported_asks_for_another_start(monkeypatch, capsys):
@@ -222,13 +209,3 @@ def test_what_pretrain_cannot_do_is_a_message_and_exit_code_2(tmp_path, capsys, 
     assert message in shown
     assert "Traceback" not in shown
     assert not (tmp_path / "run").exists()
-
-
-def test_a_program_that_resumes_ends_by_a_signal_as_commands_do(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["program", "synthetic", "w.pth", f"output={tmp_path}"])
-
-    def run(_):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    assert run_program(FinetuneConfig, run) == 75
-    assert capsys.readouterr().err == "program: stopped; run the same command again\n"

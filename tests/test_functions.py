@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from pathlib import Path
 
@@ -84,26 +83,6 @@ def test_mypy_understands_calls_and_finds_mistakes(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = sorted({int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line})
     assert lines == [5, 6, 7, 8], done.stdout
-
-
-@pytest.mark.slow
-def test_type_checkers_know_what_every_function_returns(tmp_path):
-    program = tmp_path / "program.py"
-    calls = [f"dino_vit.{name.replace('-', '_')}()" for name in COMMANDS]
-    calls += ["dino_vit.knn().figure", "dino_vit.load_backbone('a').transform", "dino_vit.embed().values"]
-    program.write_text("import dino_vit\n" + "\n".join(f"reveal_type({call})" for call in calls))
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(program)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = re.findall(r'Revealed type is "([^"]+)"', done.stdout)
-    revealed = dict(zip(calls, said, strict=True))
-    classes = {call: kind.split("[")[0].rpartition(".")[2] for call, kind in revealed.items()}
-    assert not [call for call in calls if "Any" in classes[call] or classes[call] in ("dict", "object")]
-    assert classes["dino_vit.knn()"] == classes["dino_vit.linear()"] == "EvaluationResult"
-    assert classes["dino_vit.compare()"] == "ComparisonResult"
-    assert classes["dino_vit.embed()"] == "ImageEmbeddings"
-    assert classes["dino_vit.pretrain()"] == "RunFolder"
-    assert classes["dino_vit.knn().figure"] == "Figure"
-    assert classes["dino_vit.load_backbone('a').transform"] == "EvalTransform"
 
 
 def test_pretrain_returns_its_run(run, tmp_path):
@@ -271,19 +250,6 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
 def test_mistakes_are_a_sentence(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_a_list_of_folders_is_several_sources_and_one_of_images_is_one(photos, capsys):
-    result = dino_vit.inspect_data([photos, str(photos)], verbose=False)
-    assert "an epoch is" in str(result)
-    images = sorted(photos.rglob("*.png"))
-    assert f"{len(images)} images" in str(dino_vit.inspect_data(images, verbose=False))
-
-
-def test_pretraining_works_in_a_thread(tmp_path):
-    settings = {**SETTINGS, "output": tmp_path, "budget.steps": 10, "verbose": False}
-    with ThreadPoolExecutor() as pool:
-        assert len(pool.submit(dino_vit.pretrain, **settings).result().metrics()) == 10
 
 
 @pytest.mark.slow

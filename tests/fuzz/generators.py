@@ -19,7 +19,6 @@ from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
 from tests.fuzz.commands import resumes, runs, settings, weights
 from tests.fuzz.metadata import metadata
-from tests.fuzz.outputs import outputs
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
 
 Action = Callable[[], object]
@@ -149,5 +148,4 @@ GENERATORS: dict[str, Generator] = {
     "settings": settings,
     "runs": runs,
     "resumes": resumes,
-    "outputs": outputs,
 }

@@ -13,7 +13,6 @@ from torch import nn
 from dino_vit import VisionTransformer, load_backbone
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.figures import PerImageMetric, summed
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 from eval.dense import (
@@ -191,18 +190,6 @@ def test_figures_are_those_of_scikit_learn():
     assert pixel_accuracy(*totals).item() == pytest.approx((predicted == masks)[counted].double().mean())
 
 
-def test_rare_classes_are_inside_their_interval():
-    """Each of 20 images has a class of its own, which most images drawn again do not have."""
-    masks = torch.zeros(20, 8, 8, dtype=torch.uint8)
-    masks[:, :4] = torch.arange(1, 21, dtype=torch.uint8)[:, None, None]
-    predicted = masks.long()
-    predicted[:, 0] = 0
-    counts = [count_pixels(*image) for image in zip(predicted, masks, strict=True)]
-    parts = torch.stack(counts).unbind(1)
-    interval = PerImageMetric(title="", images=np.arange(20), parts=parts, metric=summed(mean_iou)).figure
-    assert interval.low - 0.5 <= interval.value <= interval.high + 0.5
-
-
 def patches_of(weights, path):
     """Normalised features of the patches of the only image, and the class of most pixels of each."""
     model = load_backbone(weights)
@@ -274,9 +261,6 @@ def test_masks_that_cannot_be_used_are_named(frozen, tmp_path):
         opened(tmp_path, frozen).read_windows(0)
     Image.new("RGB", (16, 16)).save(tmp_path / "masks/0.png")
     with pytest.raises(ValueError, match="with a palette, or grey with 8 bits, not PNG RGB"):
-        opened(tmp_path, frozen).read_mask(0)
-    (tmp_path / "masks/0.png").write_bytes(b"nothing of the kind")
-    with pytest.raises(ValueError, match=r"the mask 0\.png cannot be read as an image"):
         opened(tmp_path, frozen).read_mask(0)
     (tmp_path / "masks/0.png").rename(tmp_path / "masks/1.png")
     with pytest.raises(ValueError, match=r"no image of .*images has a mask in .*masks, such as 0\.png"):

@@ -1,8 +1,6 @@
 """Imports point one way between packages, in no circle between modules; calls are those in the docs."""
 
 import ast
-import re
-import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -68,47 +66,6 @@ def test_modules_import_each_other_in_no_circle():
     graph = {name: imported(path) - {"dino_vit", name} for name, path in MODULES.items()}
     del graph["dino_vit"]  # it names what users import, and imports that when it is asked for
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the circle
-
-
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in FILES} - {ROOT}), ids=lambda path: path.name
-)
-def test_no_folder_has_more_than_eighteen_entries(folder):
-    assert len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= 18
-
-
-WRITES = re.compile(r"\b(replacing|write_bytes|write_text|write_tensors|unlink|rename|rmtree|touch)\(")
-# A cache, a folder that was not there, the records of a run in its own folder, and what a caller has checked.
-WRITE_UNCHECKED = {"eval/features.py", "commands/pack.py", "reports/metrics.py", "reports/pictures.py"}
-
-
-def test_what_writes_results_checks_what_a_user_has():
-    writing = set()
-    for package in ("commands", "eval", "reports"):
-        for path in (ROOT / package).rglob("*.py"):
-            if WRITES.search(path.read_text()) and "check_outputs(" not in path.read_text():
-                writing.add(str(path.relative_to(ROOT)))
-    assert writing == WRITE_UNCHECKED
-    for path in (ROOT.parent / "eval").glob("*.py"):
-        assert "check_outputs(" in path.read_text() or not WRITES.search(path.read_text())
-
-
-IMPORTS_ACCELERATE = re.compile(r"^\s*(?:from|import) accelerate\b", re.MULTILINE)
-
-
-def test_only_these_modules_know_accelerate():
-    knowing = {name for name, path in MODULES.items() if IMPORTS_ACCELERATE.search(path.read_text())}
-    assert knowing == {"dino_vit.core.runtime", "dino_vit.training.setup", "dino_vit.training.state"}
-
-
-def test_pretraining_imports_only_what_every_run_needs():
-    program = (
-        "import sys, dino_vit.training.pretrain; print(*(m for m in sys.modules if m.startswith('dino_vit')))"
-    )
-    modules = subprocess.check_output([sys.executable, "-c", program], text=True).split()
-    assert len(modules) <= 87
-    rare = {"weights", "page", "pictures", "comparison", "tables", "timm_backbone", "archives", "arrays"}
-    assert not [name for name in modules if rare & set(name.split("."))]
 
 
 def paths(heading):

@@ -1,6 +1,5 @@
 """The examples, run from the first to the last line, on few images."""
 
-import json
 import runpy
 import shutil
 import sys
@@ -9,7 +8,6 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
-from pyarrow import parquet
 
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
@@ -71,27 +69,6 @@ def test_photos_are_found_by_photos(run, folder, embedded):
     assert said[5] == "  1.000  grass-11.png"
     with Image.open(folder / "similar.png") as sheet:
         assert sheet.size == (4 * 200, 2 * 200)
-
-
-def test_photos_are_searched_by_the_tokens_of_the_file(run, folder, embedded):
-    dino_vit.embed(
-        "photos", "vit.safetensors", tokens="cls+mean", blocks=2, output="tokens.parquet", verbose=False
-    )
-    photo = folder / "again.png"
-    shutil.copy(folder / "photos/sky/2.png", photo)
-    said = run("search_photos.py", "tokens.parquet", str(photo), "-k", "1").splitlines()
-    assert said[1] == "  1.000  sky/2.png"
-
-
-def test_a_search_without_the_folder_of_the_photos_says_so(run, folder, embedded, capsys):
-    table = parquet.read_table("copies.parquet")
-    facts = json.loads(table.schema.metadata[b"dino_vit"])
-    facts["source"]["root"] = None
-    table = table.replace_schema_metadata({"dino_vit": json.dumps(facts)})
-    parquet.write_table(table, "without.parquet")
-    with pytest.raises(SystemExit):
-        run("search_photos.py", "without.parquet", "photos/sky/0.png")
-    assert "without.parquet does not say in which folder the photos are" in capsys.readouterr().err
 
 
 def test_near_duplicates_are_grouped(run, folder, embedded):
@@ -156,9 +133,3 @@ def test_a_loop_of_ones_own_its_backbone_in_timm_and_a_search_by_faiss(run, fold
     dino_vit.embed("photos", weights="own.safetensors", output="photos.parquet", verbose=False)
     said = run("million_photos.py", "photos.parquet", "photos/sky/0.png")
     assert said.splitlines()[1] == "  1.000  sky/0.png"
-
-
-def test_examples_are_short_and_named_in_the_readme():
-    for path in (ROOT / "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= (200 if path.name == "minimal.py" else 75)
-        assert f"`{path.name}`" in (ROOT / "docs/start/python.md").read_text()

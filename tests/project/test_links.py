@@ -50,8 +50,3 @@ def test_relative_links_lead_somewhere(page):
         linked = (page.parent / path).resolve() if path else page
         assert linked in TRACKED, f"{target}: there is no such file in the repository"
         assert not anchor or anchor in anchors(linked.read_text()), f"{target}: there is no such heading"
-
-
-def test_anchors_are_those_of_both():
-    text = "# A & B\n\n## k-NN, `k=20`\n\n### [Pixels](data.md)\n\n```bash\n# no heading\n```\n\n## Pixels\n"
-    assert anchors(text) == {"k-nn-k20", "pixels"}, "`a--b` and `pixels-1` are GitHub's alone"

@@ -77,14 +77,6 @@ def chart(page, title):
     return page.find_elements(By.CSS_SELECTOR, ".chart")[titles.index(title)], titles.index(title)
 
 
-def test_a_curve_with_other_steps_shows_its_last_value(page):
-    texts = {"title": "Loss", "caption": "", "unit": ""}
-    data = {**texts, "levels": {}, "series": {"a": [[1, 2], [3, 4]], "b": [[1, 5], [2, 6]]}}
-    page.execute_script("new Chart(document.getElementById('charts'), arguments[0])", data)
-    legend = page.find_elements(By.CSS_SELECTOR, "#charts .legend")[-1]
-    WebDriverWait(page, 10).until(lambda _: legend.text == "step 3\na 4\nb 6 at 2")
-
-
 def open_others(page):
     """Show the charts behind the line, by the keyboard."""
     page.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
@@ -124,19 +116,6 @@ def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page
         shown = loss.find_element(By.CSS_SELECTOR, ".legend").text.split()
         assert shown[:3] == ["step", str(step), "loss"]
         assert float(shown[3]) == pytest.approx(values[step], rel=1e-3)
-
-
-def test_values_below_zero_are_in_the_chart(page):
-    """KoLeo may be."""
-    _, place = chart(page, "k-NN accuracy")
-    heights = page.execute_script(
-        f"const chart = report.charts[{place}], points = chart.series[0][1];"
-        "for (const step of points.keys()) points.set(step, -20 - step);"
-        "chart.data.levels = {}; chart.draw();"
-        "return [...points.values(), 0].map((value) => chart.y(value))"
-    )
-    assert all(0 <= height <= 190 for height in heights)
-    assert heights[-1] == min(heights), "0 is above"
 
 
 def where(page, number):
@@ -209,20 +188,6 @@ def test_the_map_follows_the_mouse_and_zooms_to_thumbnails(page):
     assert page.execute_script("return report.map.scale") == 1
 
 
-def test_the_map_fills_its_box_whatever_its_shape(page):
-    for width in (390, 1400):
-        set_screen(page, width)
-        page.execute_script("report.map.resize()")
-        places = page.execute_script("return report.map.data.names.map((_, n) => report.map.onScreen(n))")
-        sides = page.execute_script("return [report.map.width, report.map.height]")
-        margin = page.execute_script("return report.map.size() / 2") + 8  # half a thumbnail, and a gap
-        assert margin < 50
-        for axis, side in enumerate(sides):
-            along = [place[axis] for place in places]
-            assert min(along) == pytest.approx(margin, abs=0.5)
-            assert max(along) == pytest.approx(side - margin, abs=0.5)
-
-
 def legend(page):
     return [it.text for it in page.find_elements(By.CSS_SELECTOR, ".classes button")]
 
@@ -266,15 +231,6 @@ def test_the_legend_counts_as_people_do_and_emphasises_a_class(page):
     assert buttons[-2].get_attribute("aria-pressed") == "true"
     buttons[-2].send_keys(Keys.SPACE)
     assert bright() == [-1, *range(11)]
-
-
-def test_images_without_labels_need_no_legend(page):
-    page.execute_script(
-        "const { data } = report.map; document.querySelector('.classes').remove();"
-        "[data.classes, data.labels] = [[], data.labels.map(() => -1)];"
-        "report.map.drawLegend(document.querySelector('.tools')); report.map.draw()"
-    )
-    assert legend(page) == []
 
 
 def test_a_run_that_just_began_has_a_page(browser, folder):

@@ -42,14 +42,6 @@ def append(path, steps):
         append_record(path, replace(HEALTHY, step=step).to_record())
 
 
-def test_a_file_that_needs_no_cut_is_left_alone(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    append(path, [50, 100])
-    before = path.stat()
-    assert len(drop_later_records(path, 100)) == 2
-    assert path.stat().st_ino == before.st_ino
-
-
 def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path):
     """A disk that was full for a while leaves half a line in the middle."""
     path = tmp_path / "metrics.jsonl"
@@ -73,12 +65,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, length):
     assert [metrics.step for metrics in read_records(path, METRICS)] == [50, 100, 150]
 
 
-WHOLE = HEALTHY.to_record()
-DAMAGED = [
-    *(b"\0\0\0\n", b"[]\n", b"\xff\n", b"\n"),
-    *(to_json({**WHOLE, **change}) + b"\n" for change in [{"step": -1}, {"loss": "low"}, {"epoch": None}]),
-    to_json({"step": 75}) + b"\n",
-]
+DAMAGED = [b"\xff\n", to_json({**HEALTHY.to_record(), "loss": "low"}) + b"\n", b'{"step": 75}\n']
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

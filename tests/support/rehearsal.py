@@ -153,7 +153,7 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             out = None if func is _aten._fused_sgd_.default else func(*args, **kwargs)  # fake tensors lack it
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._answer(func, args)
-        self.record(func, args, out, kwargs)
+        self.record(func, args, out)
         return out
 
     def _of_host(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

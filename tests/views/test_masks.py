@@ -26,12 +26,12 @@ def test_exactly_the_share_of_views_is_masked(views, probability):
 
 
 def test_which_views_and_patches_are_masked_is_random_and_balanced():
-    steps = [drawn(masking(), step) for step in range(300)]
-    view_shares = np.mean([hidden.any((2, 3)) for hidden in steps], axis=0)  # 64 views of 300 steps
-    assert abs(view_shares - 0.5).max() < 5 * 0.5 / np.sqrt(300)
+    steps = [drawn(masking(), step) for step in range(100)]
+    view_shares = np.mean([hidden.any((2, 3)) for hidden in steps], axis=0)  # 64 views of 100 steps
+    assert abs(view_shares - 0.5).max() < 5 * 0.5 / np.sqrt(100)
     patch_shares = np.mean([hidden.mean((0, 1)) for hidden in steps], axis=0)
     middle = patch_shares[4:-4, 4:-4]
-    assert abs(middle / middle.mean() - 1).max() < 0.1  # a border patch is in fewer rectangles
+    assert abs(middle / middle.mean() - 1).max() < 0.15  # a border patch is in fewer rectangles
     assert not np.array_equal(steps[0], steps[1])
     assert not np.array_equal(steps[0], drawn(masking(seed=1)))
     assert not np.array_equal(steps[0], masking().draw_grids(1, 0, np.arange(32)))

@@ -116,15 +116,6 @@ def test_a_last_batch_that_is_kept_is_shared_evenly(world_size):
         assert set(np.concatenate([part for step in steps for part in step])) == set(range(20))
 
 
-@pytest.mark.parametrize(("length", "steps"), [(1, 1), (11, 1), (12, 1), (13, 2), (24, 2), (25, 3)])
-def test_one_image_more_than_full_batches_is_a_step_if_the_last_is_kept(length, steps):
-    sampler = Sampler(length=length, batch_size=12, seed=0, keep_last=True)
-    assert sampler.steps_per_epoch == steps
-    samples = [spec.samples for spec in islice(sampler.batch_specs(), steps)]
-    assert sorted(np.concatenate(samples)) == list(range(length))
-    assert Sampler(length=length, batch_size=12, seed=0).steps_per_epoch == length // 12
-
-
 def test_fewer_images_than_processes_are_shared_by_all():
     keywords = {"length": 3, "batch_size": 8, "seed": 0, "world_size": 8, "keep_last": True}
     batches = [next(Sampler(**keywords, rank=rank).batch_specs()).samples.tolist() for rank in range(8)]

@@ -72,28 +72,6 @@ def path(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def source(path):
-    return opened(path)
-
-
-@pytest.mark.slow
-def test_each_image_of_a_shard_comes_once_in_the_window_that_it_is_in(source):
-    sampler = sampler_of(source)
-    order = sampler.build_order()
-    shards, begins = order._shuffled(0)
-    first = np.empty_like(begins)
-    first[shards] = begins
-    last = int(np.argmax(first))  # continues at the start of the epoch
-    for shard in (0, 123_456, last):
-        start, stop = max(0, first[shard] - 10 * SHARD), min(IMAGES, first[shard] + 40 * SHARD)
-        images = order.take(0, start, stop)
-        if shard == last:
-            images = np.concatenate([images, order.take(0, 0, 40 * SHARD)])
-        own = images[(images // SHARD) == shard]
-        assert sorted(own.tolist()) == list(range(shard * SHARD, (shard + 1) * SHARD))
-
-
 @pytest.mark.slow
 def test_a_host_holds_less_than_a_gigabyte(path):
     main, other = (memory_of_process(path, copies_shards) for copies_shards in (True, False))
