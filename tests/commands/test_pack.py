@@ -32,6 +32,8 @@ def images(source):
 
 
 def test_shards_hold_the_same_images_in_the_same_order(photos, tmp_path, capsys):
+    (tmp_path / ".out.partial").mkdir()  # of one that was killed
+    (tmp_path / ".out.partial" / "000007.tar").touch()
     assert main(["pack", str(photos), str(tmp_path / "out")]) == 0
     assert "5 images in 1 shard," in capsys.readouterr().out
     packed = open_source(str(tmp_path / "out"))
@@ -94,7 +96,6 @@ def test_names_stay_below_the_folder_of_who_unpacks(photos, tmp_path):
 def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    (tmp_path / ".out.partial").mkdir()  # of one that was killed
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
     for arguments, said in (

@@ -1,8 +1,6 @@
-import io
 import logging
 import os
 import re
-import sys
 
 import pytest
 
@@ -35,22 +33,6 @@ def test_a_text_in_a_message_is_short_and_printable():
     assert brief("photo\u202egpj.exe") == r"photo\u202egpj.exe"
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(text, "PATIENCE", -1)
-    monkeypatch.setenv("TERM", "xterm")
-    with caplog.at_level(logging.INFO, "dino_vit"), text.progress("Listing a[/x]\x1b[31m[red]", 1) as advance:
-        advance.shown = 0
-        advance(1)
-    assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()
-
-
 def test_work_within_work_is_told_with_it(monkeypatch, caplog):
     monkeypatch.setattr(text, "PATIENCE", -1)
     monkeypatch.setattr(text, "LINE_EVERY", -1)
@@ -75,15 +57,6 @@ def test_in_a_file_no_twenty_seconds_are_silent_unless_an_item_takes_longer(
             advance(1)
         shown = [int(line.split()[1]) for line in caplog.messages]
     assert shown == counts
-
-
-@pytest.mark.parametrize(("seconds", "rate"), [(50, "0.4/s"), (4, "5/s"), (1, "20/s"), (0.01, "2,000/s")])
-def test_slow_work_has_a_rate_above_zero(monkeypatch, seconds, rate):
-    monkeypatch.setattr(text.time, "monotonic", lambda: 7.0)
-    advance = text.Advance("Images", 40)
-    advance.done = 20
-    monkeypatch.setattr(text.time, "monotonic", lambda: 7.0 + seconds)
-    assert advance.line() == f"Images: 20 of 40, {rate}"
 
 
 @pytest.mark.parametrize(

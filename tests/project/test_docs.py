@@ -241,7 +241,7 @@ def test_the_pages_name_targets_states_and_functions_that_exist():
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
     assert blocks(README, "bash")[0].count("\n") == 2
     assert commands(README)[:2] == [["make", "demo"], ["make", "test"]]
-    table = DOCS[Path("docs/start/watch.md")].split("## States")[1].split("\n\n")[2]
+    table = DOCS[Path("docs/start/watch.md")].split("## Diagnoses")[1].split("\n\n")[2]
     assert {state for state, _ in rows(table)} == set(get_args(DiagnosisName))
     named = re.findall(r"\bdino_vit\.(\w+)\(", README + DOCS[Path("docs/start/python.md")])
     assert [name for name in named if not hasattr(dino_vit, name)] == []

@@ -1,4 +1,4 @@
-"""A rehearsal of CUDA finds what real tensors do: gradients, operators, memory. It notices every wait."""
+"""A rehearsal of CUDA finds what real tensors do: gradients, operators. It notices every wait."""
 
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +26,7 @@ CASES = [
 
 
 def second_step(mode, accelerator, folder, settings):
-    """Return the operators of a step but for copies between devices, and what it takes beside the state."""
+    """Return the operators of a step but for copies between devices."""
     with mode:
         state = set_up(configured(folder, {**SETTINGS, **settings}), accelerator).state
         batch = next(state.loader.batches())
@@ -34,21 +34,19 @@ def second_step(mode, accelerator, folder, settings):
         batches = repeat(replace(batch, views=views))
         take_step(state, batches)
         mode.restart()
-        before = mode.memory
         take_step(state, batches)
-        assert mode.memory == before  # nothing is left behind
     found = Counter()
     for (_, name), times in mode.kernels.items():
         if name not in ("aten._to_copy.default", "aten.copy_.default"):
             direction = "backward" if "backward" in name else "forward"
             found[f"attention {direction}" if "dot_product" in name else name] += times
-    return found, mode.peak - before
+    return found
 
 
 @pytest.mark.parametrize("settings", CASES, ids=" ".join)
-def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, settings):
+def test_operators_are_those_of_real_tensors(tmp_path, monkeypatch, settings):
     rehearsal = Rehearsal(answers=True)
-    ours, memory = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
+    ours = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
 
     def on_host(draw):  # where a GPU's are drawn, too
         def drawn(*arguments):
@@ -58,11 +56,9 @@ def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, s
         return drawn
 
     monkeypatch.setattr(student_teacher, "sample_drops", on_host(student_teacher.sample_drops))
-    real, expected = second_step(Kernels(), Accelerator(), tmp_path / "real", settings)
+    real = second_step(Kernels(), Accelerator(), tmp_path / "real", settings)
     assert ours == real
     assert ours.total() > 300
-    # A GPU's attention keeps some more numbers for its gradient.
-    assert expected <= memory < 1.03 * expected
 
 
 WAITS = {
@@ -73,10 +69,8 @@ WAITS = {
     "nonzero": lambda x: (x > 0).nonzero(),
     "a mask": lambda x: x[x > 0],
     "equal": lambda x: torch.equal(x, x + 1),
-    "a new tensor": lambda x: torch.tensor([1.0, 2.0], device=CUDA),
     "a copy": lambda x: torch.ones(4).to(CUDA),
     "a copy of memory that is not pinned": lambda x: torch.ones(4).to(CUDA, non_blocking=True),
-    "a copy that waits": lambda x: torch.ones(4).pin_memory().to(CUDA),
     "a copy that casts": lambda x: torch.ones(4).pin_memory().to(CUDA, torch.bfloat16, non_blocking=True),
     "a copy with gaps": lambda x: torch.ones(4, 4)[:, :2].pin_memory().to(CUDA, non_blocking=True),
     "a copy that transposes": lambda x: x.view(2, 2).copy_(
@@ -84,7 +78,6 @@ WAITS = {
     ),
     "a value that is set": lambda x: x.__setitem__(0, torch.tensor(1.0)),  # torch 2.15 fills in a number
     "a solver": lambda x: torch.linalg.solve(x.view(2, 2), x.view(2, 2)),
-    "eigenvalues": lambda x: torch.linalg.eigh(x.view(2, 2)),
 }
 RUNS_ON = {
     "arithmetic": lambda x: (x * 2 + torch.tensor(3.0)).sum(),
@@ -115,12 +108,9 @@ def test_what_waits_for_nothing_runs(name):
     "mix",
     [
         torch.add,
-        torch.dot,
-        lambda x, y: x[y.long()],
         lambda x, y: x[y > 0],
         lambda x, y: torch.cat([x, y]),
         lambda x, y: torch.stack([x[0], y[0]]),  # numbers of the host are taken by some operators only
-        lambda x, y: torch.index_select(x, 0, y[0].long()),
         lambda x, y: torch.randn(4, generator=torch.Generator(), device=x.device),
     ],
 )
@@ -151,14 +141,3 @@ def test_an_operator_on_unequal_tensors_counts_for_each():
         assert rehearsal.kernels.total() == 3 + 1
         torch._foreach_copy_([tensors[0].bfloat16(), *tensors[1:]], tensors)
         assert rehearsal.kernels.total() == 4 + 1 + 3
-
-
-def test_memory_is_that_of_the_tensors_that_are_in_use():
-    with Rehearsal() as rehearsal:
-        kept = torch.zeros(1024, device=CUDA)
-        torch.zeros(2048, device=CUDA)
-        view = kept[:1]
-        del kept
-        assert (rehearsal.memory, rehearsal.peak) == (4096, 4096 + 8192)
-        del view
-        assert rehearsal.memory == 0

@@ -40,7 +40,7 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
     },
     "gram": {**PATCHES, "teacher.weights": "run", "gram.weights": "run", "gram.scale": 2},
 }
-# A little more than the kernels of a step of four blocks of ViT-S/16: 16 images, bf16, augmented on the device.
+# A little more than the kernels of a step of four blocks of ViT-S/16: 16 images, bf16, augment on device.
 # A bound moves down with each mend.
 MOST = {"dino": 660, "dinov2": 960}
 FOUR_BLOCKS = {"model.arch": None, "model.width": 384, "model.depth": 4, "model.heads": 6}

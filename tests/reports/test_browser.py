@@ -156,23 +156,6 @@ def test_hovering_and_selecting_show_an_image_its_attention_and_its_neighbours(p
     assert page.execute_script("return report.map.selected") == near[0]
 
 
-def test_zooming_by_the_buttons_keeps_the_selected_image_in_sight(page):
-    number = page.execute_script(
-        "return report.map.data.positions.findIndex((position) => Math.min(...position) < 0.1)"
-    )
-    page.execute_script("report.map.select(arguments[0])", number)
-    for _ in range(8):
-        page.find_element(By.XPATH, "//button[text()='+']").click()
-    assert page.execute_script("return report.map.scale") > 40
-    inside = "const [x, y] = report.map.onScreen(report.map.selected), m = report.map;"
-    inside += "return x >= 0 && y >= 0 && x <= m.width && y <= m.height"
-    assert page.execute_script(inside)
-    assert page.execute_script("return report.map.selected") == number
-    page.find_elements(By.CSS_SELECTOR, ".selection button")[-1].click()
-    assert page.execute_script("return report.map.selected") != number
-    assert page.execute_script(inside)
-
-
 def test_the_map_follows_the_mouse_and_zooms_to_thumbnails(page):
     page.execute_script("report.map.select(null)")
     canvas, x, y = where(page, 0)

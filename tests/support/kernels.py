@@ -1,14 +1,12 @@
-"""Count the kernels of code and follow the memory of its tensors, on any device.
+"""Count the kernels of code, on any device.
 
 A kernel is counted for every operator that computes or copies, also for one on lists of tensors, if PyTorch
 joins these. Operators that only view or allocate count none. On a GPU some operators take more than one.
-Memory is followed from the first use of tensors to their last, in the blocks of CUDA's allocator.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -18,9 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-BLOCK = 512  # bytes, of which the allocator hands out multiples
 ELSEWHERE = "elsewhere"
 # Functions whose operators are counted together: the outermost of them in the stack decides.
 PARTS = {
@@ -59,63 +55,40 @@ _PRODUCTS = {_aten.mm.default, _aten.mm.dtype, _aten.addmm.default, _aten.bmm.de
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the kernels of what is run inside, by part of the step and operator, and follow its memory."""
+    """Count the kernels of what is run inside, by part of the step and operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: Counter[tuple[str, str]] = Counter()
         self.operators: Counter[str] = Counter()  # all that are called, by part
         self.products: Counter[torch.dtype] = Counter()  # multiplications, by the dtype of the matrices
-        self.memory = 0  # bytes
-        self.peaks: dict[str, int] = {}  # of each part
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.record(func, args, out)
+        self.record(func, args)
         return out
 
-    def record(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """Count an operator, and follow the tensors that it returned."""
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._follow(tensor.untyped_storage())
+    def record(self, func: OpOverload, args: Sequence[Any]) -> None:
+        """Count an operator."""
         if func.namespace != "aten":
             return
         part = _part()
         self.operators[part] += 1
         if func.is_view:
             return
-        self.peaks[part] = max(self.memory, self.peaks.get(part, 0))
         if func in _PRODUCTS:
             left, right = [one for one in args if isinstance(one, Tensor)][-2:]
             self.products[right.dtype] += left.numel() * right.shape[-1]
         if func not in _FREE:
             self.kernels[part, str(func)] += _launches(func, args)
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        if hasattr(storage, "followed"):
-            return
-        storage.followed = True  # type: ignore[attr-defined]
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
-        self.memory += size
-        weakref.finalize(storage, self._forget, size).atexit = False
-
-    def _forget(self, size: int) -> None:
-        self.memory -= size
-
     def restart(self) -> None:
         """Count from zero."""
         self.kernels.clear()
         self.operators.clear()
         self.products.clear()
-        self.peaks.clear()
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were in use at a time."""
-        return max(self.peaks.values())
 
     @property
     def by_part(self) -> Counter[str]:

@@ -8,7 +8,7 @@ go through the code that a GPU would run; tensors on the host stay real. It
   converts what it copies;
 - raises `MixedDevices` where an operator would get tensors of both, or a generator of the host;
 - raises `NotOnGpu` for an operator that CUDA lacks, or lacks for integers;
-- counts kernels and follows the memory of tensors, as `Kernels` does.
+- counts kernels, as `Kernels` does.
 
 PyTorch's engine for gradients needs a real device, so `backward` stands in for it. Several processes are
 rehearsed as one of them, whose collectives do nothing. What is compiled, what one stream has to wait for in
@@ -153,7 +153,7 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             out = None if func is _aten._fused_sgd_.default else func(*args, **kwargs)  # fake tensors lack it
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._answer(func, args)
-        self.record(func, args, out)
+        self.record(func, args)
         return out
 
     def _of_host(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

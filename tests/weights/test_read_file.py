@@ -27,12 +27,6 @@ from tests.support.images import smooth
 from tests.support.peers import HF_VIT
 
 
-def damage(path):
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
-
-
 def reference_checkpoint(student, teacher):
     """What the 2021 training code saves: DDP's prefix on the student, heads, centre, pickled arguments."""
 
@@ -70,24 +64,6 @@ def test_prefixes_and_wrappers_are_removed(tmp_path, prefix, old_style):
     for content in (named, {"state_dict": named}, {"model": named, "epoch": 3}):
         torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=not old_style)
         assert torch.equal(load_backbone(tmp_path / "a.pth", heads=2)(IMAGES), model(IMAGES))
-
-
-def test_a_run_gives_its_newest_checkpoint_and_passes_over_a_damaged_one(tmp_path, caplog):
-    old, new = backbone(), backbone()
-    paths = [tmp_path / "checkpoints" / f"step-{step:08d}.safetensors" for step in (100, 2000)]
-    for model, path in zip((old, new), paths, strict=True):
-        save_backbone(model, path)
-    assert torch.equal(load_backbone(tmp_path)(IMAGES), new(IMAGES))
-    damage(paths[1])
-    caplog.clear()
-    loaded = load_backbone(tmp_path)
-    assert torch.equal(loaded(IMAGES), old(IMAGES))
-    assert loaded.provenance.source == str(paths[0])
-    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert paths[1].name in warning.getMessage()
-    paths[0].write_bytes(b"")
-    with pytest.raises(WeightsError, match=r"none of the checkpoints in .* can be read"):
-        load_backbone(tmp_path)
 
 
 def test_training_checkpoints_of_ours_hold_both_networks(tmp_path):
@@ -168,22 +144,7 @@ def test_what_holds_no_backbone(tmp_path):
         load_backbone(backbone().state_dict(), network="ema")
 
 
-def test_a_config_of_something_else_in_the_same_folder_is_not_read(tmp_path):
-    torch.save(backbone().state_dict(), tmp_path / "dino.pth")
-    config = {"model_type": "vit", "layer_norm_eps": 0.1, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = load_backbone(tmp_path / "dino.pth", heads=2)
-    assert (loaded.position_mode, loaded.architecture["norm_eps"]) == ("dino", 1e-6)
-
-
 OWN = {"kind": "backbone", "version": 1, "architecture": {}}
-
-
-def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
-    model = backbone()
-    known = {key: value for key, value in model.architecture.items() if key not in ("channels", "depth")}
-    write_tensors(tmp_path / "a.safetensors", model.state_dict(), json.dumps({**OWN, "architecture": known}))
-    assert load_backbone(tmp_path / "a.safetensors").architecture == model.architecture
 
 
 @pytest.mark.parametrize(
