@@ -207,7 +207,6 @@ class _Init(TypedDict, total=False):
     weights: str | os.PathLike[str]
     network: Literal["teacher", "student"]
     format: Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"] | None
-    trained_size: int | collections.abc.Sequence[int] | None
     heads: int | None
     head_epochs: float
 
@@ -452,7 +451,6 @@ def pretrain(
       init.weights=...                    run folder, weights file, hf:OWNER/NAME or timm:NAME
       init.network=teacher                network of a training checkpoint [teacher|student]
       init.format=null                    format of files that look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
-      init.trained_size=null              image size of weights whose positions form no square
       init.heads=null                     attention heads of weights that do not state them
       init.head_epochs=1                  epochs in which only the heads learn
     """

@@ -113,9 +113,9 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def run_command(run: Callable[[Any], Any], config: Settings) -> None:
     """Run a command; one that can resume stops at a signal with the exit code that asks for a new start."""
-    from dino_vit.core.work import at_work  # imports torch
+    from dino_vit.core.invocation import invoked  # imports torch
 
-    with Interruption() if config.resumes else nullcontext(), at_work(on_console=True):
+    with Interruption() if config.resumes else nullcontext(), invoked(on_console=True):
         result = run(_with_output(config))
         if result is not None and is_rank_0():
             print(printable_lines(str(result)), flush=True)

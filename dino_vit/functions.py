@@ -53,7 +53,7 @@ def function_of(name: str) -> Callable[..., Any]:
     taken = _signature(name, cls, positional)
 
     def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
-        from dino_vit.core.work import at_work  # imports torch
+        from dino_vit.core.invocation import invoked  # imports torch
 
         if hooks and "callbacks" in keywords:
             raise ConfigError([CALLBACKS])
@@ -62,8 +62,8 @@ def function_of(name: str) -> Callable[..., Any]:
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
         settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
-        with log_shown(verbose), at_work() as work:
-            work.result = result = run(ready, **called)
+        with log_shown(verbose), invoked() as invocation:
+            invocation.result = result = run(ready, **called)
         return _run_class()(ready.output) if name == "pretrain" else result
 
     function.__name__ = function.__qualname__ = name.replace("-", "_")

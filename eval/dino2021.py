@@ -29,9 +29,9 @@ from dino_vit.config.commands import RESULTS, CachedConfig, JsonFile, Supervised
 from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
+from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
-from dino_vit.core.work import after_figures
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.probes import (
     MOMENTUM,

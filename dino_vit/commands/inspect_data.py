@@ -16,9 +16,9 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.outputs import check_outputs
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
+from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, public
-from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels

@@ -350,6 +350,5 @@ class Init(Settings):
     weights: str = Field(description="run folder, weights file, hf:OWNER/NAME or timm:NAME")
     network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
     format: WeightsFormat | None = setting(None, "format of files that look alike; null: detected")
-    trained_size: Side | None = setting(None, "image size of weights whose positions form no square")
     heads: Few | None = setting(None, "attention heads of weights that do not state them")
     head_epochs: NonNegative = setting(1.0, "epochs in which only the heads learn")

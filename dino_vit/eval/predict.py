@@ -21,9 +21,9 @@ from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
+from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.core.work import after_figures
 from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.choice import TrainedClassifier, learn

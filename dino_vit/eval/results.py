@@ -20,9 +20,9 @@ from torch import Tensor
 from dino_vit.config.outputs import check_outputs
 from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
+from dino_vit.core.invocation import after_figures, on_console
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, format_table, plural, public, public_values
-from dino_vit.core.work import after_figures, on_console
 from dino_vit.eval.figures import (
     TITLES,
     Figure,

@@ -54,7 +54,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 log_step(state, reporter)
             else:
                 state.refit()
-                reporter.progress.tell()
+                reporter.progress.refresh()
             if stops:
                 vote.result()  # of this step, which decides nothing any more
                 state.check_skipped()

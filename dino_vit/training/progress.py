@@ -52,12 +52,12 @@ class RunProgress:
         )
         self.bar.add_task("", total=total_steps, completed=step, left="-")
         (self.task,) = self.bar.tasks
-        self.said = self.told = self.clock()
+        self.last_line = self.last_step = self.clock()
         self._within = ExitStack()
 
     def __enter__(self) -> Self:
         self.bar.start()
-        self._within.enter_context(shows_parts(self.tell))
+        self._within.enter_context(shows_parts(self.refresh))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,14 +68,14 @@ class RunProgress:
         """Move to `step` of a total that `budget.minutes` changes."""
         self.bar.update(self.task.id, completed=step, total=total_steps)
 
-    def tell(self, part: str = "") -> None:
+    def refresh(self, part: str = "") -> None:
         """Show how far the run is, or a part of its work such as an evaluation; without a terminal rarely.
 
         It is cheap enough for every step.
         """
         now = self.clock()
         # A line comes now if the next step, which may take as long as this one, would be late for it.
-        silent, self.told = now - self.said + now - self.told, now
+        silent, self.last_step = now - self.last_line + now - self.last_step, now
         if self.bar.disable and silent >= LINE_EVERY:
             step, total = self.task.completed, self.task.total
             self.notice(f"step {step:,}/{total:,}  {part or f'eta {self.time_left()}'}")
@@ -106,7 +106,7 @@ class RunProgress:
 
     def notice(self, text: str) -> None:
         """Print a line that stays."""
-        self.said = self.clock()
+        self.last_line = self.clock()
         text = printable_lines(text)
         if self.bar.disable:
             self.stream.write(f"{text}\n")

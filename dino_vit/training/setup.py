@@ -335,7 +335,7 @@ def _load_trained(config: PretrainConfig, fixed_teacher: Backbone | None) -> Bac
         overrides["channels"] = fixed_teacher.channels
     if config.recipe != "auto" or {"views.global_size", "model.image_size"} & given:
         overrides["image_size"] = config.image_shape  # auto takes the weights' size
-    names = ("network", "format", "trained_size")
+    names = ("network", "format")
     options = overrides | {name: getattr(config.init, name) for name in names}
     backbone = load_fixed(config, "init.weights", **options)
     stated = backbone.provenance.size

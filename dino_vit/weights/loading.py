@@ -31,7 +31,7 @@ from dino_vit.core.text import log_shown, plural
 from dino_vit.models.backbone import Backbone, Provenance
 from dino_vit.models.baselines import BaselineConfig
 from dino_vit.models.head import DINOHead
-from dino_vit.models.positions import Grid, interpolate_pos_embs
+from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.models.stems import FIRST_KERNEL, inflate
 from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmConfig
@@ -57,7 +57,6 @@ def load_backbone(
     *,
     network: str = "teacher",
     format: str | None = None,
-    trained_size: int | Grid | None = None,
     verbose: bool = True,
     **overrides: Any,
 ) -> LoadedBackbone:
@@ -66,16 +65,15 @@ def load_backbone(
     Names work too: `hf:OWNER/NAME` of the Hugging Face Hub, `timm:NAME` of timm's models there, and the
     baselines `pixels` and `gradients`, which have no weights.
     `network` selects the teacher or the student of a training checkpoint; `format` decides where files of
-    DINO and of timm look alike; `trained_size` is for files whose positions do not form a square; `verbose`
-    shows what was loaded and converted. Any keyword of `VisionTransformer` overrides what the tensors show:
-    another `image_size` resamples the positions, other `channels` inflate the patch embedding, `num_classes`
-    keeps the classifier.
+    DINO and of timm look alike; `verbose` shows what was loaded and converted. Any keyword of
+    `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions, other
+    `channels` inflate the patch embedding, `num_classes` keeps the classifier.
     """
     parameters = [field.name for field in fields(ViTConfig)]
     if unknown := [name for name in overrides if name not in parameters]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}, but {', '.join(parameters)}")
     raw = read_weights(source, network)
-    layout, model, notes = _load(raw, format, trained_size, overrides)
+    layout, model, notes = _load(raw, format, overrides)
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:
         stated = {key: value for key, value in origin.preparation.items() if key != "shorter_side"}
@@ -95,14 +93,14 @@ def load_backbone(
 
 
 def _load(
-    raw: RawWeights, format: str | None, trained_size: int | Grid | None, overrides: Mapping[str, Any]
+    raw: RawWeights, format: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Layout, LoadedBackbone, list[str]]:
     """Return the layout, the backbone, as our transformer or else as timm builds it, and notes on it."""
     stated = raw.metadata["architecture"] if raw.metadata else raw.facts
     if "name" not in stated:
         try:
             layout = recognise(raw, format)
-            model, notes = _load_transformer(raw, layout, trained_size, overrides)
+            model, notes = _load_transformer(raw, layout, overrides)
             if layout is REFERENCE and not (raw.trained_with_dino or format or "format" in raw.facts):
                 notes.append(LOOKS_LIKE_TIMM)
             return layout, model, notes
@@ -117,13 +115,13 @@ def _load(
 
 
 def _load_transformer(
-    raw: RawWeights, layout: Layout, trained_size: int | Grid | None, overrides: Mapping[str, Any]
+    raw: RawWeights, layout: Layout, overrides: Mapping[str, Any]
 ) -> tuple[LoadedTransformer, list[str]]:
     """Return a vision transformer with its weights, and notes on what was converted."""
     asked = {"num_classes": "classifier", "mask_token": "mask token"}
     tensors, notes = _translate(raw, layout, {part for key, part in asked.items() if overrides.get(key)})
     try:
-        stored = infer_architecture(tensors, layout, raw, trained_size, overrides)
+        stored = infer_architecture(tensors, layout, raw, overrides)
         wanted = {**stored, "num_classes": 0, **overrides}  # no classifier unless it is asked for
         with torch.device("meta"):
             model = LoadedTransformer(**wanted)

@@ -86,7 +86,6 @@ def infer_architecture(
     tensors: Mapping[str, Tensor],
     layout: Layout,
     raw: RawWeights,
-    trained_size: int | Grid | None,
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Infer the model's arguments from the shapes, and from what else is known if no shape shows them."""
@@ -101,10 +100,9 @@ def infer_architecture(
     patch = height_width(stem["patch_size"])
     rescale = raw.facts.get("rotary_rescale", ROTARY_RESCALE) or None
     if layout.rotary:
-        size = trained_size or raw.facts.get("image_size") or TRAINED_SIDE
-        grid = patch_grid(size, patch)
+        grid = patch_grid(raw.facts.get("image_size") or TRAINED_SIDE, patch)
     else:
-        grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout, trained_size)
+        grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout)
     masked = any(name.endswith("bias_mask") for name in raw.tensors)  # as in DINOv3's released files
     biases = [tensor.chunk(3)[1] for name, tensor in tensors.items() if name.endswith("attn.qkv.bias")]
     key_bias = layout.rotary and not masked and any(bias.any() for bias in biases)
@@ -128,28 +126,20 @@ def infer_architecture(
     }
 
 
-def _infer_grid(
-    positions: int, patch: Grid, raw: RawWeights, layout: Layout, trained_size: int | Grid | None
-) -> Grid:
+def _infer_grid(positions: int, patch: Grid, raw: RawWeights, layout: Layout) -> Grid:
     """Return the grid of the positions: that of the training images if known and if it fits, or a square."""
-    size = trained_size or raw.facts.get("image_size")
+    size = raw.facts.get("image_size")
     stated = patch_grid(size, patch) if size else None
     # In timm's files the CLS token may have no position.
     counts = (positions - 1, positions) if layout.format == "timm" else (positions - 1,)
     if stated and math.prod(stated) in counts:
         return stated
-    if trained_size and stated:
-        raise WeightsError(
-            f"{raw.source} has {counts[0]} positions, but trained_size={trained_size} means "
-            f"{stated[0]} × {stated[1]} patches"
-        )
     for count in counts:
         if (side := math.isqrt(max(count, 0))) and side * side == count:
             return side, side
     raise OtherArchitecture(
-        f"{raw.source} has {counts[0]} positions, which do not form a square; give trained_size=(height, "
-        "width) of the training images, or, of a model of timm with a second class token as in distilled "
-        "DeiT, the folder that has its config.json"
+        f"{raw.source} has {counts[0]} positions, which do not form a square; give the folder that has the "
+        "config.json of these weights, which says the size of the training images"
     )
 
 

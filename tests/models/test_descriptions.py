@@ -129,7 +129,7 @@ def test_the_hybrid_stem_is_timms_resnet_v2(patch):
         conv_layer=conv,
     )
     peer = with_stem_of_timm(resnet, patch_size=patch)
-    model = load_backbone(peer.state_dict(), heads=2, trained_size=64, verbose=False)
+    model = load_backbone(peer.state_dict(), heads=2, verbose=False)
     expected = {**RESNET, "patch_size": (16 * patch, 16 * patch), "channels": 3}
     assert {name: getattr(model.config, name) for name in expected} == expected
     for size in ((64, 64), (96, 96), (32, 96)):
@@ -161,7 +161,7 @@ def test_the_stem_of_early_convolutions_is_timms(patch, width):
         act_layer=nn.GELU,
     )
     peer = with_stem_of_timm(stem, proj=False)
-    model = load_backbone(peer.state_dict(), heads=2, trained_size=64, verbose=False)
+    model = load_backbone(peer.state_dict(), heads=2, verbose=False)
     assert (model.config.stem, model.patch_size) == ("conv", (patch, patch))
     assert model.config.stem_width == (None if width == 32 else width)
     for size in ((64, 64), (32, 48)):

@@ -74,9 +74,8 @@ def test_an_export_can_be_continued_and_weights_are_read_as_told(tmp_path, weigh
     state = opened(tmp_path / "run", {**FROM, "init.weights": tmp_path / "x.pth"}).state
     assert not moved(tensors_of(state.student.backbone), tensors_of(start))
 
-    oblong = load_backbone(weights, network="student", image_size=(16, 64))
-    torch.save(oblong.state_dict(), tmp_path / "bare.pth")
-    told = {"weights": tmp_path / "bare.pth", "heads": 4, "trained_size": [16, 64], "format": "timm"}
+    torch.save(start.state_dict(), tmp_path / "bare.pth")
+    told = {"weights": tmp_path / "bare.pth", "heads": 4, "format": "timm"}
     settings = FROM | {"model.heads": 4} | {f"init.{name}": value for name, value in told.items()}
     state = opened(tmp_path / "told", settings).state
     assert (state.config.model.heads, state.student.backbone.position_mode) == (4, "timm")

@@ -54,7 +54,7 @@ def test_without_a_terminal_no_twenty_seconds_are_silent():
         for step in range(1, 13):
             clock.now += 3
             run.advance(step, 100)
-            run.tell()
+            run.refresh()
         assert [line.split()[:3] for line in lines()] == [
             ["step", f"{step}/100", "eta"] for step in (4, 8, 12)
         ]
@@ -185,7 +185,7 @@ def test_the_bar_goes_on_between_records_but_not_at_every_step():
             for step in range(1, 1001):
                 clock.now += 0.01
                 progress.advance(step, 1000)
-                progress.tell()
+                progress.refresh()
 
     drawn = set(re.findall(r"[\d,]+/1,000", on_a_terminal(advance)))
     assert 15 < len(drawn) < 30
@@ -197,7 +197,7 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
     def interrupted():
         with suppress(KeyboardInterrupt), RunProgress(total_steps=10) as progress:
             progress.advance(5, 10)
-            progress.tell()
+            progress.refresh()
             print("to stdout")
             print("to stderr", file=sys.stderr)
             raise KeyboardInterrupt

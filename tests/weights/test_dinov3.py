@@ -225,7 +225,7 @@ def test_the_large_ones_are_recognised_by_their_shapes(name, heads, mlp):
     raw = RawWeights(peer.state_dict(), source="vit", sha256="")
     layout = recognise(raw)
     tensors, _ = _translate(raw, layout, set())
-    architecture = infer_architecture(tensors, layout, raw, None, {})
+    architecture = infer_architecture(tensors, layout, raw, {})
     assert (architecture["heads"], architecture["mlp"]) == (heads, mlp)
     assert architecture["depth"] == len(peer.blocks)
     with torch.device("meta"):
