@@ -98,7 +98,7 @@ def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method
         batches.close()
     assert 0.97 * MOST[method] < rehearsal.kernels.total() <= MOST[method], rehearsal.by_part
     # Which a GPU computes 16 times as fast in half precision; those of float32 are the blur's.
-    assert rehearsal.products[torch.float32] < 2e-3 * rehearsal.products.total(), rehearsal.products
+    assert rehearsal.products[torch.float32] < 1e-2 * rehearsal.products.total(), rehearsal.products
 
 
 SHARDED = {"compute.sharded": "true", "head.batch_norm": "true"}
@@ -154,18 +154,25 @@ def test_hosts_that_cannot_connect_are_a_sentence(monkeypatch):
 def test_the_small_recipes_of_dinov3_are_rehearsed(tmp_path, name):
     """With all that their files set: from weights as DINOv3's are, and with an earlier teacher for Gram."""
     sizes = {"vits16_dinov3": {"width": 384, "heads": 6}, "vitb16_dinov3": {"width": 768, "heads": 12}}[name]
+    sizes["depth"] = 2  # of 12
     layout = {"positions": "rotary", "registers": 4, "layer_scale": 1e-5, "norm_eps": 1e-5}
-    published = VisionTransformer(patch_size=16, depth=2, **sizes, **layout)  # of 12 blocks
+    published = VisionTransformer(patch_size=16, **sizes, **layout)
     weights = tmp_path / "published.safetensors"
     dino_vit.save_backbone(published, weights, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     small = {"data.source": "synthetic:16:64", "output": str(tmp_path / "run"), "views.local_count": 1}
-    small |= {"head.prototypes": 64, "head.hidden_dim": 64, "data.batch_size": 2, "compute.eval_every": None}
+    small |= {
+        "head.prototypes": 64,
+        "head.hidden_dim": 64,
+        "data.batch_size": 2,
+        "compute.eval_every": None,
+    }
     small |= {
         "compute.precision": "bf16",
         "data.augment_on": "device",
         "data.workers": 0,
         "budget.steps": 1000,
     }
+    small |= {"model.arch": None, **{f"model.{name}": size for name, size in sizes.items()}}
     small |= {"init.weights": str(weights), "gram.weights": str(weights), "gram.weight": 2.0, "gram.scale": 2}
     config = load(PretrainConfig, ROOT / f"configs/pretrain/{name}.yaml", small)
     with rehearsed_run(config) as (_, state):
