@@ -23,8 +23,8 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
-from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.invocation import after_figures
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, format_table, plural, public, said_once
