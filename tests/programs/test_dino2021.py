@@ -80,6 +80,6 @@ def test_what_the_protocol_lacks_is_refused(weights, tmp_path):
         "path,label\n" + "".join(f"{name},{'x;y' if row % 2 else 'x'}\n" for row, name in enumerate(names))
     )
     with pytest.raises(ValueError, match=r"dino2021\.py needs one class for each image"):
-        train(weights, source=str(photos), labels=str(labels))
+        train(weights, source=str(photos), labels=str(labels), several=True)
     (problem,) = Dino2021Config(**settings(weights, mean=True)).contradictions()
     assert problem == "mean=true needs blocks=1, not 2"
