@@ -13,14 +13,13 @@ from torch.utils.data import Subset as TorchSubset
 
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
-from dino_vit.core.text import plural, printable, progress
+from dino_vit.core.text import plural, printable
 from dino_vit.data.image_set import ImageSet, Store, evenly_spaced
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels, encode_labels
 from dino_vit.data.sources.paths import is_image
 
-LOOKED_AT = 8  # items, for labels in them
 FINGERPRINTED = 4  # images that tell a source from others with the same names
 TARGETS = ("targets", "labels", "_labels")  # where data sets, those of torchvision too, keep their labels
 
@@ -158,34 +157,7 @@ def _targets_of(given: Any) -> list[Any]:
         targets: Any = getattr(given, name, None)
         if targets is not None and not callable(targets):
             return targets.tolist() if hasattr(targets, "tolist") else list(targets)
-    return _read_targets(given)
-
-
-def _read_targets(given: Any) -> list[Any]:
-    """Return the labels in items that are tuples, which takes as long as to read all images."""
-    targets: list[Any] = [None] * len(given)
-    if _method(given, "read") or all(
-        _label_in(given, i) is None for i in evenly_spaced(len(given), LOOKED_AT)
-    ):
-        return targets
-    log.info("%s has no `targets`: all its items are read for their labels", title_of(given))
-    with progress(f"Reading labels of {title_of(given)}", len(given)) as advance:
-        for index in range(len(given)):
-            targets[index] = _label_in(given, index)
-            advance(1)
-    return targets
-
-
-def _label_in(given: Any, index: int) -> object:
-    """Return the label in an item that is a tuple of image and label, −1 for none; None if it is not."""
-    with suppress(Exception):  # an image that cannot be read is met when it is used
-        _, label, *_ = item = given[index]
-        label = -1 if label is None else label
-        label = label.tolist() if hasattr(label, "tolist") else label
-        values = label if isinstance(label, list) else [label]
-        if isinstance(item, tuple) and all(isinstance(value, str | int | float) for value in values):
-            return label
-    return None
+    return [None] * len(given)
 
 
 def names_sources(given: object) -> bool:

@@ -254,14 +254,6 @@ def test_a_file_that_is_not_read_for_a_moment_is_asked_for_again(tmp_path):
             source.read(2)
 
 
-@pytest.mark.parametrize("status", [400, 405, 409])
-def test_a_server_that_refuses_what_is_not_there_in_its_own_way(tmp_path, status):
-    write_shards(tmp_path / "served", 1, 4)
-    with serving(tmp_path / "served") as server:
-        server.statuses |= {name: [status] * 9 for name in ("catalogue.arrow", "classes.txt")}
-        assert len(open_source(f"{server.url}/{{000..000}}.tar")) == 4
-
-
 def test_a_class_file_that_says_no_labels_makes_a_catalogue_stale(tmp_path):
     folder = write_archives(tmp_path / "set", SORTED)
     catalogue(folder)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import dino_vit
 from dino_vit.data.custom import wrap
@@ -104,37 +104,12 @@ def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
     assert mixed.fingerprint != alike.fingerprint
 
 
-def test_tuples_give_labels(tmp_path, caplog):
-    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
-    source = wrap(TensorDataset(images, torch.tensor([3, 1, -1, 3])))
-    assert labels_of(source) == ["3", "1", None, "3"]
+def test_a_folder_of_torchvision_has_labels(tmp_path):
     for name in ("ant/a.png", "ant/b.png", "bee/c.png"):
         write_synthetic(tmp_path / name, 0, size=32)
     folder = torchvision.datasets.ImageFolder(str(tmp_path))
     assert labels_of(wrap(folder)) == ["ant", "ant", "bee"]
     assert wrap(folder).name(2) == str(tmp_path / "bee/c.png")
-    fake = torchvision.datasets.FakeData(size=6, image_size=(3, 8, 8), num_classes=2)  # items alone know
-    assert labels_of(wrap(fake)) == [str(int(target)) for _, target in fake]
-
-
-class Partly(Pairs):
-    """Has its labels in its items alone, not for each; one cannot be read."""
-
-    classes = None
-
-    def __init__(self):
-        super().__init__()
-        self.targets = None
-
-    def __getitem__(self, index):
-        if index == 1:
-            raise OSError("gone")
-        image = Image.fromarray(self.source.read(index).permute(1, 2, 0).numpy())
-        return image, None if index < 60 else "ant"
-
-
-def test_labels_that_only_some_items_have_are_read():
-    assert labels_of(wrap(Partly())) == [None] * 60 + ["ant"] * 4
 
 
 @pytest.fixture

@@ -34,16 +34,6 @@ def test_one_image_and_images_that_match_a_pattern(folder):
     assert open_source(pattern).read(2) == b"changed"
 
 
-def test_folder_follows_links_and_ends_on_a_loop(folder, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "far.png").write_bytes(b"far")
-    (folder / "link").symlink_to(elsewhere)
-    (folder / "b" / "loop").symlink_to(folder)
-    names = [open_folder(folder).name(index) for index in range(6)]
-    assert len(open_folder(folder)) == 6
-    assert "link/far.png" in names
-
-
 def test_empty_folders_say_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"contains no files\. Give a folder"):
         open_source(str(tmp_path))

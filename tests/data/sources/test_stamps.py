@@ -12,7 +12,6 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.custom import wrap
 from dino_vit.data.joined import join_sets
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.remote import remote_signature
 from dino_vit.data.sources.tables import open_hub
 from tests.support.image_sets import write_tar
 from tests.support.images import saved
@@ -71,13 +70,6 @@ def test_a_source_that_says_nothing_has_no_stamp():
     silent = wrap([np.zeros((8, 8, 3), np.uint8)])
     assert silent.stamp is None
     assert join_sets(["a", "b"], [generated, silent]).stamp is None
-
-
-@pytest.mark.parametrize("key", ["ETag", "md5Hash", "LastModified", "mtime", "modified"])
-def test_a_version_is_what_a_file_system_calls_so(key):
-    first, again, other = (remote_signature({"size": 3, "name": "a", key: value}) for value in "xxy")
-    assert first == again != other
-    assert remote_signature({"size": 3, "name": "a", "created": 1}) == (3, -1, 0)
 
 
 def test_a_data_set_of_the_hub_that_names_files_has_no_stamp(tmp_path, monkeypatch):
