@@ -128,7 +128,7 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["epoch"]:
         yield facts["epoch"]
     if facts["splits"]:
-        yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
+        yield f"splits: {_counts(facts['splits'])}"
     if facts["inspected"] < facts["images"]:
         yield f"{facts['inspected']:,} of them inspected (count=null: all)"
     yield f"  format      {_counts(facts['formats'])}"

@@ -265,7 +265,8 @@ def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, objec
         raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky with several=true")
     _check_spelling(path, table.values())
     if joined := [value for value in table.values() if isinstance(value, str) and SEPARATOR in value]:
-        log.warning("%s: %r is a class; several=true reads several labels", path, brief(joined[0]))
+        text = "%s: '%s' is one class; several=true reads several labels"
+        log.warning(text, path, brief(max(joined, key=len)))
     return table
 
 

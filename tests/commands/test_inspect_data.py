@@ -80,7 +80,7 @@ def test_several_labels_are_no_mistyped_classes(tmp_path, capsys, caplog):
     (tmp_path / "labels.csv").write_text("\n".join(map("{0}.png,a;{0}t".format, range(6))))
     argv = ["inspect-data", str(tmp_path / "images"), f"labels={tmp_path / 'labels.csv'}"]
     assert main(argv) == 0
-    assert "labels.csv: 'a;0t' is a class; several=true reads several labels" in caplog.text
+    assert "labels.csv: 'a;0t' is one class; several=true reads several labels" in caplog.text
     assert main([*argv, "several=true"]) == 0
     text = capsys.readouterr().out
     assert "several labels for each of 6 images" in text
