@@ -164,4 +164,4 @@ def convert_sync_batchnorm(network: nn.Module) -> None:
     """Let every BatchNorm of a network take its statistics over all processes."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, AcrossProcesses):
-            module.__class__ = _across_processes(type(module))
+            module.__class__ = _across_processes(type(module))  # type: ignore[arg-type]
