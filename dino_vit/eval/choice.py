@@ -1,7 +1,7 @@
 """Choose a classifier by cross-validation on a few labelled images, and calibrate its confidences."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,17 +23,20 @@ from dino_vit.eval.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights.classifier import (
+    BLOCK,
     Classifier,
     ClassifierFacts,
     LinearScores,
     NeighbourScores,
     Scores,
     score_in_blocks,
+    vote,
 )
 
 FOLDS = 5
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
 TEMPERATURES = torch.logspace(-1.3, 1.3, 105, dtype=torch.double)
+JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
 PERMUTATIONS = 199  # of the labels, for a p-value
 PERMUTATION_IMAGES, PERMUTATION_SCORES = 2000, 400_000  # classified in each, at most, and their scores
 SIGNIFICANT = 0.025
@@ -61,7 +64,7 @@ class Trials:
     targets: Tensor  # (n,) or (n, c)
     task: Task
     folds: Tensor  # (n,)
-    tested: Tensor  # (n,) whether other folds have the class of an image: otherwise nobody could tell it
+    tested: Tensor  # (n,) whether other folds have the class of an image
 
     @cached_property
     def hits(self) -> Tensor:
@@ -134,35 +137,47 @@ def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> lis
     return [Candidate("logistic regression", c) for c in STANDARD_CS] + found
 
 
-def train_all(tried: Sequence[Candidate], train: LabelledFeatures) -> Iterator[Scores]:
-    """Yield the scores of each candidate, learned from some images."""
-    regressions = [each.value for each in tried if each.kind != "k-NN"]
-    if regressions:
-        yield from _fit_regressions(regressions, train)
-    values = train.targets
-    if train.task == "multiclass":
-        values = F.one_hot(train.targets, len(train.classes))
-    for candidate in tried:
-        if candidate.kind == "k-NN":
-            yield NeighbourScores(train.features, values, k=int(candidate.value), task=train.task)
+def train(candidate: Candidate, learned: LabelledFeatures) -> Scores:
+    """Return the scores of a candidate, learned from some images."""
+    if candidate.kind == "k-NN":
+        k, classes = int(candidate.value), len(learned.classes)
+        return NeighbourScores(learned.features, learned.targets, k=k, classes=classes)
+    return train_regressions([candidate.value], learned)[0]
 
 
-def _fit_regressions(values: Sequence[float], train: LabelledFeatures) -> list[LinearScores]:
-    """Return logistic regressions for each C, on standardised features."""
-    classes, targets = len(train.classes), train.targets
-    present = torch.unique(targets) if train.task == "multiclass" else torch.arange(classes)
-    if train.task == "multiclass":
+def score_all(
+    tried: Sequence[Candidate], learned: LabelledFeatures, queries: Tensor
+) -> dict[Candidate, Tensor]:
+    """Return what each candidate says of images that it has not learned from; one search is for all k."""
+    scores, classes = dict[Candidate, Tensor](), len(learned.classes)
+    if cs := sorted(each.value for each in tried if each.kind != "k-NN"):
+        for c, regression in zip(cs, train_regressions(cs, learned), strict=True):
+            scores[Candidate("logistic regression", c)] = score_in_blocks(regression, queries)
+    if ks := [int(each.value) for each in tried if each.kind == "k-NN"]:
+        cosines, rows = nearest(learned.features, queries, k=max(ks))
+        blocks = [*zip(cosines.split(BLOCK), rows.split(BLOCK), strict=True)]
+        for k in ks:
+            votes = [vote(near[:, :k], learned.targets[row[:, :k]], classes) for near, row in blocks]
+            scores[Candidate("k-NN", k)] = torch.cat(votes)
+    return scores
+
+
+def train_regressions(cs: Sequence[float], learned: LabelledFeatures) -> list[LinearScores]:
+    """Return a logistic regression for each C, the smallest first, on standardised features."""
+    classes, targets = len(learned.classes), learned.targets
+    present = torch.unique(targets) if learned.task == "multiclass" else torch.arange(classes)
+    if learned.task == "multiclass":
         targets = torch.searchsorted(present, targets)
 
     def regressions(features: Tensor) -> list[LinearHeads]:
-        return [train_logistic(features, targets, cs=sorted(values), classes=len(present))]
+        return [train_logistic(features, targets, cs=cs, classes=len(present))]
 
-    if len(present) == 1 and train.task == "multiclass":  # of a fold: there is nothing to tell apart
-        bias = train.features.new_full((classes,), _ABSENT)
+    if len(present) == 1 and learned.task == "multiclass":  # of a fold: there is nothing to tell apart
+        bias = learned.features.new_full((classes,), _ABSENT)
         bias[present] = 0
-        return [LinearScores(bias.new_zeros(classes, train.features.shape[1]), bias)] * len(values)
-    exact = torch.float64 if train.features.device.type == "cpu" else torch.float32
-    (heads,) = on_standardised(regressions, train.features.to(exact))
+        return [LinearScores(bias.new_zeros(classes, learned.features.shape[1]), bias)] * len(cs)
+    exact = torch.float64 if learned.features.device.type == "cpu" else torch.float32
+    (heads,) = on_standardised(regressions, learned.features.to(exact))
     found = []
     for weight, bias in zip(heads.weight, heads.bias, strict=True):
         whole = weight.new_zeros(classes, weight.shape[1]), bias.new_full((classes,), _ABSENT)
@@ -171,20 +186,34 @@ def _fit_regressions(values: Sequence[float], train: LabelledFeatures) -> list[L
     return found
 
 
-def cross_validate(train: LabelledFeatures, folds: Tensor, tried: Sequence[Candidate], title: str) -> Trials:
-    """Return the scores of each candidate for images that it has not learned from."""
-    scores = [train.features.new_zeros(len(train), len(train.classes)) for _ in tried]
-    tested = torch.ones_like(folds, dtype=torch.bool)
+def cross_validate(
+    learned: LabelledFeatures, folds: Tensor, tried: Sequence[Candidate], title: str
+) -> Trials:
+    """Return what each candidate says of images, of very many for some, by those of the other folds."""
+    classes = len(learned.classes)
+    chosen = evenly_spaced(len(learned), max(1000, JUDGED_SCORES // classes))
+    judged = torch.tensor(chosen, device=folds.device)
+    scores = {each: learned.features.new_zeros(len(judged), classes) for each in tried}
     with progress(title, FOLDS) as advance:
         for fold in torch.unique(folds):
-            learned, held = (rows.nonzero()[:, 0] for rows in (folds != fold, folds == fold))
-            part = train[learned.cpu().numpy()]
-            if train.task == "multiclass":
-                tested[held] = torch.isin(train.targets[held], part.targets)
-            for output, classifier in zip(scores, train_all(tried, part), strict=True):
-                output[held] = score_in_blocks(classifier, train.features[held])
+            held = (folds[judged] == fold).nonzero()[:, 0]
+            others = learned[(folds != fold).nonzero()[:, 0].cpu().numpy()]
+            found = score_all(tried, others, learned.features[judged[held]])
+            for each, by_candidate in found.items():
+                scores[each][held] = by_candidate
             advance(1)
-    return Trials(tried, scores, train.targets, train.task, folds, tested)
+    tested = tested_images(learned, folds)[judged]
+    return Trials(tried, [*scores.values()], learned.targets[judged], learned.task, folds[judged], tested)
+
+
+def tested_images(learned: LabelledFeatures, folds: Tensor) -> Tensor:
+    """Return whether other folds have the class of an image, (n,): otherwise nobody could tell it."""
+    if learned.task == "multilabel":
+        return torch.ones_like(folds, dtype=torch.bool)
+    unseen = folds.new_full((len(learned.classes),), FOLDS)
+    lowest = unseen.scatter_reduce(0, learned.targets, folds, "amin")
+    highest = (unseen - FOLDS).scatter_reduce(0, learned.targets, folds, "amax")
+    return (lowest < highest)[learned.targets]
 
 
 def chance_of(train: LabelledFeatures, folds: Tensor) -> float | None:
@@ -257,7 +286,7 @@ def describe(
     figure = trials.figure
     if figure is None:
         return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
-    tested = learned.targets[trials.tested]
+    tested = trials.targets[trials.tested]
     others = [f"{name} {each.value:.1f} %" for name, each in baselines.items()]
     if learned.task == "multiclass":
         guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
@@ -280,12 +309,10 @@ def describe(
     return [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
 
 
-def untested_classes(learned: LabelledFeatures, trials: Trials) -> list[str]:
+def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
     """Return the classes with one labelled image, which the other folds never have."""
-    if learned.task != "multiclass":
-        return []
-    tested = {*learned.targets[trials.tested].tolist()}
-    return [learned.classes[target] for target in sorted({*learned.targets.tolist()} - tested)]
+    untested = learned.targets[~tested_images(learned, folds)]
+    return [learned.classes[target] for target in untested.unique().tolist()]
 
 
 @dataclass(frozen=True)
@@ -306,14 +333,15 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
     task, classes = learned.task, learned.classes
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
-    trials = _try_all(labelled, learned, candidates(task, len(learned)), "Cross-validation, folds")
+    folds = folds_of(labelled, learned)
+    trials = cross_validate(learned, folds, candidates(task, len(learned)), "Cross-validation, folds")
     baselines = _try_baselines(frozen, labelled) if len(learned) <= BASELINE_IMAGES else {}
     best = trials.best(trials.tested)
     candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
-    temperature = calibrate(trials.scores[best][trials.tested], learned.targets[trials.tested], task)
-    (scores,) = train_all([candidate], learned)
-    chance = chance_of(learned, trials.folds) if task == "multiclass" else None
-    lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, trials)
+    temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
+    scores = train(candidate, learned)
+    chance = chance_of(learned, folds) if task == "multiclass" else None
+    lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, folds)
     facts = ClassifierFacts(
         kind="neighbours" if by_neighbours else "linear",
         task=task,
@@ -354,14 +382,12 @@ def _try_baselines(frozen: FrozenBackbone, labelled: LabelledSubset) -> dict[str
         if name != frozen.model.architecture.get("name"):
             features = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
             tried = candidates(features.task, len(features), neighbours_only=True)
-            figures[name] = _try_all(labelled, features, tried, f"{name.capitalize()}, folds").figure
+            folds = folds_of(labelled, features)
+            figures[name] = cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
     return {name: figure for name, figure in figures.items() if figure}
 
 
-def _try_all(
-    labelled: LabelledSubset, images: LabelledFeatures, tried: Sequence[Candidate], title: str
-) -> Trials:
-    """Cross-validate candidates on those images of a subset that could be read."""
+def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:
+    """Return the folds of those images of a subset that could be read."""
     readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
-    folds = torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)
-    return cross_validate(images, folds, tried, title)
+    return torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)

@@ -23,7 +23,7 @@ from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import Stated, WeightsError, check, parse
 from dino_vit.weights.read_file import CLASSIFIER, about_backbone, check_finite
 
-_QUERIES = 1024  # compared with the bank at a time
+BLOCK, _PRODUCTS = 1024, 2**26  # images at a time, and their products with a bank
 
 
 class ClassifierFacts(Stated):
@@ -55,29 +55,35 @@ class LinearScores(nn.Module):
 
 
 class NeighbourScores(nn.Module):
-    """Scores (n, c) from the nearest labelled images: the log of their votes.
+    """Scores (n, c) from the nearest labelled images: the log of their votes."""
+
+    bank: Tensor
+    targets: Tensor
+
+    def __init__(self, bank: Tensor, targets: Tensor, *, k: int, classes: int) -> None:
+        super().__init__()
+        self.register_buffer("bank", F.normalize(bank.float()))  # (m, d)
+        self.register_buffer("targets", targets)  # (m,) classes; (m, c) 0 or 1 for each label
+        self.k, self.classes = min(k, len(bank)), classes
+
+    def forward(self, features: Tensor) -> Tensor:
+        cosines, rows = (F.normalize(features) @ self.bank.T).topk(self.k)
+        return vote(cosines, self.targets[rows], self.classes)
+
+
+def vote(cosines: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Return scores (n, c) from the cosines (n, k) and the targets of neighbours, the nearest first.
 
     Neighbours weigh exp(cosine / 0.07), as in k-NN. A class without a vote counts as 1 / (k · c) of one, so
     that no score is infinite.
     """
-
-    bank: Tensor
-    values: Tensor
-
-    def __init__(self, bank: Tensor, values: Tensor, *, k: int, task: Task) -> None:
-        super().__init__()
-        self.register_buffer("bank", F.normalize(bank.float()))  # (m, d)
-        self.register_buffer("values", values.float())  # (m, c): 0 or 1 for each class
-        self.k, self.task = min(k, len(bank)), task
-
-    def forward(self, features: Tensor) -> Tensor:
-        cosines, rows = (F.normalize(features) @ self.bank.T).topk(self.k)
-        weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).softmax(dim=1)
-        means = (weights[:, :, None] * self.values[rows]).sum(dim=1)
-        unseen = 1 / (self.k * means.shape[1])
-        if self.task == "multilabel":
-            return (means + unseen).log() - (1 - means + unseen).log()
-        return (means + unseen).log()
+    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).softmax(dim=1)
+    unseen = 1 / (cosines.shape[1] * classes)
+    if targets.ndim == 2:
+        none = weights.new_zeros(weights.shape[0], classes)  # `len` would fix the batch of an ONNX graph
+        return (none.scatter_add(1, targets, weights) + unseen).log()
+    means = (weights[:, :, None] * targets).sum(dim=1)
+    return (means + unseen).log() - (1 - means + unseen).log()
 
 
 Scores = LinearScores | NeighbourScores
@@ -139,7 +145,9 @@ def label_texts(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str
 
 def score_in_blocks(scores: Scores, features: Tensor) -> Tensor:
     """Return the scores of many images, some at a time."""
-    return torch.cat([scores(block) for block in torch.split(features, _QUERIES)])
+    bank = len(scores.bank) if isinstance(scores, NeighbourScores) else 1
+    size = max(1, min(BLOCK, _PRODUCTS // bank))
+    return torch.cat([scores(block) for block in torch.split(features, size)])
 
 
 def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform) -> None:
@@ -186,12 +194,13 @@ def read_classifier(path: str | Path, backbone: LoadedBackbone) -> Classifier:
     images, by_neighbours = len(tensors.get("bank", ())), facts.kind == "neighbours"
     shapes = {"weight": (outputs, width), "bias": (outputs,)}
     if by_neighbours:
-        shapes = {"bank": (images, width), "values": (images, outputs)}
+        each = (images,) if facts.task == "multiclass" else (images, outputs)
+        shapes = {"bank": (images, width), "targets": each}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != shapes or by_neighbours != bool(facts.k) or (by_neighbours and not images):
         raise WeightsError(f"{path} is damaged: its classifier does not fit its backbone and classes")
     if facts.k:
-        scores: Scores = NeighbourScores(tensors["bank"], tensors["values"], k=facts.k, task=facts.task)
+        scores: Scores = NeighbourScores(tensors["bank"], tensors["targets"], k=facts.k, classes=outputs)
     else:
         scores = LinearScores(tensors["weight"], tensors["bias"])
     return Classifier(backbone, scores, facts).eval()

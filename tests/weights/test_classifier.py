@@ -48,9 +48,9 @@ def test_what_was_saved_is_loaded(classifier, tmp_path):
 
 
 def test_votes_are_those_of_the_neighbours():
-    bank, values = torch.randn(20, 8), torch.nn.functional.one_hot(torch.arange(20) % 3, 3)
-    queries = torch.randn(5, 8)
-    found = NeighbourScores(bank, values, k=4, task="multiclass")(queries)
+    bank, targets = torch.randn(20, 8), torch.arange(20) % 3
+    queries, values = torch.randn(5, 8), torch.nn.functional.one_hot(targets, 3)
+    found = NeighbourScores(bank, targets, k=4, classes=3)(queries)
     for query, row in zip(queries, found, strict=True):
         cosines = torch.cosine_similarity(query[None], bank)
         near = cosines.argsort(descending=True)[:4]
