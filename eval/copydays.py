@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -37,6 +38,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.batches import in_batches, read_batches
+from dino_vit.eval.figures import micro_average_precision, trapezoid_precision
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
@@ -130,20 +132,10 @@ def average_precisions(cosines: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     Of equal cosines the wrong image counts as the earlier one.
     """
     order = (cosines.double() - 1e-12 * truth).argsort(dim=1, descending=True, stable=True)
-    relevant = truth.gather(1, order).double()
-    rank = torch.arange(1, truth.shape[1] + 1)
-    hits = relevant.cumsum(1)
-    before = torch.where(rank == 1, 1.0, (hits - relevant) / (rank - 1).clamp(min=1))
-    areas = (hits / rank + before) / 2 * relevant * (rank <= NEAREST)
-    return areas.sum(1) / relevant.sum(1), relevant[:, 0]
-
-
-def micro_average_precision(cosines: Tensor, truth: Tensor) -> float:
-    """Return the average precision of all pairs in one ranking; of equal cosines the wrong one is earlier."""
-    order = (cosines.double() - 1e-12 * truth).flatten().argsort(descending=True, stable=True)
-    relevant = truth.flatten()[order].double()
-    precision = relevant.cumsum(0) / torch.arange(1, len(relevant) + 1)
-    return float((precision * relevant).sum() / relevant.sum())
+    relevant = truth.gather(1, order).numpy()
+    found = (np.flatnonzero(row[:NEAREST]) for row in relevant)
+    areas = [trapezoid_precision(ranks, row.sum()) for ranks, row in zip(found, relevant, strict=True)]
+    return torch.tensor(areas, dtype=torch.double), torch.from_numpy(relevant[:, 0]).double()
 
 
 def run(config: CopydaysConfig) -> Written:

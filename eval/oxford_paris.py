@@ -38,6 +38,7 @@ from dino_vit.core.text import format_table, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.figures import trapezoid_precision
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.reports.pictures import resize_sides
@@ -162,13 +163,6 @@ def ranks_of_relevant(order: NDArray[np.int64], query: Query, difficulty: str) -
     return np.flatnonzero(np.isin(kept, relevant))
 
 
-def average_precision(ranks: NDArray[np.int64]) -> float:
-    """Return the area below the line through (recall, precision), which starts at precision 1."""
-    place = np.arange(len(ranks))
-    before = np.where(ranks == 0, 1.0, place / np.maximum(ranks, 1))
-    return float(((before + (place + 1) / (ranks + 1)) / 2).mean())
-
-
 def precision_at(ranks: NDArray[np.int64], k: int) -> float:
     """Return the share of relevant images among the first k, or up to the last one if that comes earlier."""
     last = min(int(ranks.max()) + 1, k)
@@ -185,7 +179,7 @@ def judge(orders: NDArray[np.int64], queries: list[Query]) -> dict[str, dict[str
         judged = [each for each in ranks if len(each)]
         if not judged:
             continue
-        values = {"mAP": [average_precision(each) for each in judged]}
+        values = {"mAP": [trapezoid_precision(each, len(each)) for each in judged]}
         values |= {f"mP@{k}": [precision_at(each, k) for each in judged] for k in PRECISION_AT}
         figures[difficulty] = {title: 100 * float(np.mean(column)) for title, column in values.items()}
     return figures

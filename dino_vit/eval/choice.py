@@ -1,10 +1,10 @@
 """Choose a classifier by cross-validation on a few labelled images, and calibrate its confidences."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,20 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_vit.config.commands import LOGISTIC_IMAGES, STANDARD_CS
-from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Task
-from dino_vit.core.text import brief, plural, progress
+from dino_vit.core.text import progress
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.eval.features import FrozenBackbone, baseline_like
-from dino_vit.eval.figures import Figure, accuracy, average_precision, measure, trivial_baselines
+from dino_vit.eval.figures import Figure, accuracy, average_precision, measure
 from dino_vit.eval.neighbours import class_scores, nearest
 from dino_vit.eval.probes import LinearHeads, on_standardised, train_logistic
-from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
-from dino_vit.models.backbone import CLS, FeatureSpec
+from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.weights.classifier import (
     BLOCK,
-    Classifier,
-    ClassifierFacts,
     LinearScores,
     NeighbourScores,
     Scores,
@@ -40,9 +35,7 @@ JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
 PERMUTATIONS = 199  # of the labels, for a p-value
 PERMUTATION_IMAGES, PERMUTATION_SCORES = 2000, 400_000  # classified in each, at most, and their scores
 SIGNIFICANT = 0.025
-BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
 _ABSENT = -30.0  # score of a class that no image learned from has
-_ALIKE = "if these images are like the labelled ones"
 
 
 class Candidate(NamedTuple):
@@ -65,6 +58,7 @@ class Trials:
     task: Task
     folds: Tensor  # (n,)
     tested: Tensor  # (n,) whether other folds have the class of an image
+    rows: Sequence[int]  # of the images among those that were learned from
 
     @cached_property
     def hits(self) -> Tensor:
@@ -155,7 +149,7 @@ def score_all(
             scores[Candidate("logistic regression", c)] = score_in_blocks(regression, queries)
     if ks := [int(each.value) for each in tried if each.kind == "k-NN"]:
         cosines, rows = nearest(learned.features, queries, k=max(ks))
-        blocks = [*zip(cosines.split(BLOCK), rows.split(BLOCK), strict=True)]
+        blocks = [*zip(torch.split(cosines, BLOCK), torch.split(rows, BLOCK), strict=True)]
         for k in ks:
             votes = [vote(near[:, :k], learned.targets[row[:, :k]], classes) for near, row in blocks]
             scores[Candidate("k-NN", k)] = torch.cat(votes)
@@ -202,8 +196,8 @@ def cross_validate(
             for each, by_candidate in found.items():
                 scores[each][held] = by_candidate
             advance(1)
-    tested = tested_images(learned, folds)[judged]
-    return Trials(tried, [*scores.values()], learned.targets[judged], learned.task, folds[judged], tested)
+    tested, targets = tested_images(learned, folds)[judged], learned.targets[judged]
+    return Trials(tried, [*scores.values()], targets, learned.task, folds[judged], tested, chosen)
 
 
 def tested_images(learned: LabelledFeatures, folds: Tensor) -> Tensor:
@@ -277,117 +271,3 @@ def calibrate(scores: Tensor, targets: Tensor, task: Task) -> float:
         return 1.0
     losses = [float(losses_of(scores, targets, task, each).mean()) for each in TEMPERATURES.tolist()]
     return float(TEMPERATURES[int(np.argmin(losses))])
-
-
-def describe(
-    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], chance: float | None
-) -> list[str]:
-    """Say how good the labels will be: in a plain sentence, then by figures."""
-    figure = trials.figure
-    if figure is None:
-        return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
-    tested = trials.targets[trials.tested]
-    others = [f"{name} {each.value:.1f} %" for name, each in baselines.items()]
-    if learned.task == "multiclass":
-        guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
-        name, percent = brief(guess["name"]), guess["percent"]
-        others.append(f"always guessing {name} {percent:.1f} %")
-        what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
-        plain = f"About {figure.value:.0f} of 100 labels will be right, {_ALIKE}"
-        if chance is None:
-            labelled = plural(len(learned), "labelled image")
-            plain = f"{labelled} are too few to say how many labels will be right: label more images"
-        elif chance > SIGNIFICANT or figure.value <= percent:
-            plain = f"These labels may be no better than always guessing {name}: label more images"
-    else:
-        what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
-        right = 100 * float(trials.right.double().mean())
-        plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
-    interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
-    images = f"{plural(len(tested), 'labelled image')} of {what}"
-    figures = f"cross-validated {metric} {interval} on {images}"
-    return [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
-
-
-def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
-    """Return the classes with one labelled image, which the other folds never have."""
-    untested = learned.targets[~tested_images(learned, folds)]
-    return [learned.classes[target] for target in untested.unique().tolist()]
-
-
-@dataclass(frozen=True)
-class TrainedClassifier:
-    """A classifier, what it learned from, and what is said of it."""
-
-    classifier: Classifier
-    learned: LabelledFeatures | None  # None: it was read from a file
-    names: list[str]  # of the images that it learned from
-    details: dict[str, Any]
-    lines: list[str]
-
-
-def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier:
-    """Choose and fit a classifier."""
-    spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")
-    learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
-    task, classes = learned.task, learned.classes
-    if len(learned) < 2:
-        raise ValueError("there is one labelled image; two or more are needed")
-    folds = folds_of(labelled, learned)
-    trials = cross_validate(learned, folds, candidates(task, len(learned)), "Cross-validation, folds")
-    baselines = _try_baselines(frozen, labelled) if len(learned) <= BASELINE_IMAGES else {}
-    best = trials.best(trials.tested)
-    candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
-    temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
-    scores = train(candidate, learned)
-    chance = chance_of(learned, folds) if task == "multiclass" else None
-    lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, folds)
-    facts = ClassifierFacts(
-        kind="neighbours" if by_neighbours else "linear",
-        task=task,
-        classes=classes,
-        tokens=spec.tokens,
-        blocks=spec.blocks,
-        temperature=temperature,
-        k=min(int(candidate.value), len(learned)) if by_neighbours else None,
-        tested=tuple(lines),
-    )
-    if untested:
-        text = (
-            f"Nothing can be said of {plural(len(untested), 'class', 'classes')} with a single labelled image"
-        )
-        lines.append(f"{text}: {brief(', '.join(untested), 200)}")
-    percents = [100 * share for share in trials.figures(trials.tested)] if trials.figure else []
-    details = {
-        "labelled": len(learned),
-        "classes": len(classes),
-        "classifier": str(candidate),
-        "cross_validated": trials.figure,
-        "baselines": baselines,
-        "chance_p": chance,
-        "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
-        "temperature": temperature,
-        "untested": untested,
-    }
-    names = [labelled.source.name(index) for index in learned.indices.tolist()]
-    model: Any = frozen.model
-    classifier = Classifier(model, scores, facts).to(frozen.device).eval()
-    return TrainedClassifier(classifier, learned, names, details, lines)
-
-
-def _try_baselines(frozen: FrozenBackbone, labelled: LabelledSubset) -> dict[str, Figure]:
-    """Cross-validate k-NN on the baselines that are not the backbone itself."""
-    figures = {}
-    for name in BASELINES:
-        if name != frozen.model.architecture.get("name"):
-            features = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
-            tried = candidates(features.task, len(features), neighbours_only=True)
-            folds = folds_of(labelled, features)
-            figures[name] = cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
-    return {name: figure for name, figure in figures.items() if figure}
-
-
-def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:
-    """Return the folds of those images of a subset that could be read."""
-    readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
-    return torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)

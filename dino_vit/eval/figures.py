@@ -80,6 +80,20 @@ class Predictions:
         correct = (self.ranked[:, :k] == self.targets[:, None]).any(axis=1)
         return accuracy(int(correct.sum()), len(correct))
 
+    def mean_of_classes(self) -> Figure:
+        """Return the mean of the classes' accuracies, as Pets, Flowers and Aircraft are published."""
+        present, targets = torch.unique(torch.from_numpy(self.targets), return_inverse=True)
+
+        def metric(weights: Tensor, right: Tensor, targets: Tensor) -> Tensor:
+            counts, correct = (
+                weights.new_zeros(len(weights), len(present)).index_add(1, targets, each)
+                for each in (weights, weights * right)
+            )
+            return correct / counts
+
+        parts = [torch.from_numpy(self.right).double(), targets]
+        return PerImageMetric(title="mean of classes", images=self.images, parts=parts, metric=metric).figure
+
     def figures(self) -> dict[str, Any]:
         """Return the top-1, top-5 and per-class accuracy for a results file, beside those of guesses.
 
@@ -91,6 +105,7 @@ class Predictions:
         return {
             "top1": self.top(1),
             "top5": self.top(TOP_K) if len(self.classes) > TOP_K else None,
+            "mean_of_classes": self.mean_of_classes(),
             **trivial_baselines(self.targets, self.classes),
             "per_class": {self.classes[target]: accuracy(right, images) for target, right, images in rows},
         }
@@ -99,7 +114,8 @@ class Predictions:
         """Return the top-1 and top-5 accuracy as a text, beside that of guesses."""
         top5 = f", top-5 {self.top(TOP_K)} %" if len(self.classes) > TOP_K else ""
         images, classes = plural(len(self.targets), "image"), plural(len(self.classes), "class", "classes")
-        return f"top-1 {self.top(1)} %{top5} of {images} of {classes}; {self.guesses()}"
+        mean = f", mean of classes {self.mean_of_classes()} %"
+        return f"top-1 {self.top(1)} %{top5}{mean} of {images} of {classes}; {self.guesses()}"
 
     def guesses(self) -> str:
         """Return the accuracy of guesses as a text."""
@@ -216,6 +232,40 @@ def average_precision(weights: Tensor, scores: Tensor, targets: Tensor) -> Tenso
         precision = _at_least(positive, column) / _at_least(weights, column).clamp(min=1)
         columns.append((positive * precision).sum(1) / positive.sum(1))
     return torch.stack(columns, dim=1)
+
+
+def ranked_precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the average precision of scores (q, n), and whether the greatest is relevant.
+
+    The scores of the relevant images (q, m) are ascending; of equal scores those of others come first. No
+    row is sorted as a whole: it is enough to count.
+    """
+    passed = torch.searchsorted(relevant, scores, right=True)  # relevant images at or below each
+    histogram = torch.zeros(len(scores), relevant.shape[1] + 1, dtype=torch.long, device=scores.device)
+    histogram.scatter_add_(
+        1, passed, torch.ones((), dtype=torch.long, device=scores.device).expand_as(passed)
+    )
+    ranks = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # images at or above each relevant one
+    hits = relevant.shape[1] - torch.searchsorted(relevant, relevant)  # relevant ones at or above it
+    return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]
+
+
+def trapezoid_precision(ranks: NDArray[np.int64], relevant: int) -> float:
+    """Return the area below the line through (recall, precision), which starts at precision 1.
+
+    As published with Oxford and Paris, and with Copydays: by the ranks, from 0, of the relevant images.
+    """
+    place = np.arange(len(ranks))
+    before = np.where(ranks == 0, 1.0, place / np.maximum(ranks, 1))
+    return float(((before + (place + 1) / (ranks + 1)) / 2).sum() / relevant)
+
+
+def micro_average_precision(cosines: Tensor, truth: Tensor) -> float:
+    """Return the average precision of all pairs in one ranking; of equal cosines the wrong one is earlier."""
+    order = (cosines.double() - 1e-12 * truth).flatten().argsort(descending=True, stable=True)
+    relevant = truth.flatten()[order].double()
+    precision = relevant.cumsum(0) / torch.arange(1, len(relevant) + 1)
+    return float((precision * relevant).sum() / relevant.sum())
 
 
 def auroc(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:

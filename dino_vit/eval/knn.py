@@ -18,7 +18,15 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import TITLES, Figure, Predictions, accuracy, measure, measured_share
+from dino_vit.eval.figures import (
+    TITLES,
+    Figure,
+    Predictions,
+    accuracy,
+    measure,
+    measured_share,
+    ranked_precision,
+)
 from dino_vit.eval.neighbours import neighbour_means, unit, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
@@ -79,7 +87,8 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> EvaluationResult:
         "ranking": ranking,
         "few_images": few,
     }
-    first, columns = config.k[0], {"top1": "top-1", "top5": "top-5", "auroc": "AUROC"}
+    first, columns = config.k[0], {"top1": "top-1", "top5": "top-5"}
+    columns |= {"mean_of_classes": "mean of classes", "auroc": "AUROC"}
     columns = {name: title for name, title in columns.items() if figures[first].get(name)}
     rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
     lines = [heading, format_table(["k", *columns.values()], rows), predictions[first].guesses()]
@@ -181,24 +190,9 @@ def rank_all(bank: LabelledFeatures, queries: LabelledFeatures, rows: Tensor) ->
                         cosines.scatter_(1, rearrange(rows[places], "q -> q 1"), -torch.inf)
                     # The query itself comes first.
                     ascending = cosines[:, relevant].sort(dim=1).values[:, itself:].contiguous()
-                    precision[places], first[places] = _precision(cosines, ascending)
+                    precision[places], first[places] = ranked_precision(cosines, ascending)
                 advance(len(places))
     return precision, first
-
-
-def _precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the average precision of scores (q, n), and whether the greatest is relevant.
-
-    The scores of the relevant images are ascending. No row is sorted as a whole: it is enough to count.
-    """
-    passed = torch.searchsorted(relevant, scores, right=True)  # relevant images at or below each
-    histogram = torch.zeros(len(scores), relevant.shape[1] + 1, dtype=torch.long, device=scores.device)
-    histogram.scatter_add_(
-        1, passed, torch.ones((), dtype=torch.long, device=scores.device).expand_as(passed)
-    )
-    ranks = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # images at or above each relevant one
-    hits = relevant.shape[1] - torch.searchsorted(relevant, relevant)  # relevant ones at or above it
-    return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]
 
 
 def few_shots(

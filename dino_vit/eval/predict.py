@@ -26,8 +26,8 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.choice import TrainedClassifier, learn
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
+from dino_vit.eval.learn import TrainedClassifier, learn
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import LabelledSubset, open_subset
@@ -73,6 +73,10 @@ def run(config: PredictConfig) -> LabelPredictions:
     names = [source.name(index) for index in kept.tolist()]
     columns = tabulate(names, outputs, queries, fitted)
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), _summary(columns, facts.task)]
+    if fitted.doubts:
+        where = f"; {files[2]} lists them" if output else ""
+        given = plural(len(fitted.names), "given label")
+        lines.append(f"{len(fitted.doubts):,} of {given} look wrong: others are far more probable{where}")
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = to_jsonable({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():
@@ -80,6 +84,9 @@ def run(config: PredictConfig) -> LabelPredictions:
             write_bytes(output, _written(columns, output.suffix))
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
             write_results(files[1], details)
+            files[2].unlink(missing_ok=True)  # of an earlier call
+            if fitted.doubts:
+                write_bytes(files[2], _written(_doubtful(fitted), ".csv"))
     if config.head and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, Path(config.head), frozen.transform)
@@ -100,9 +107,10 @@ def run(config: PredictConfig) -> LabelPredictions:
 
 
 def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
-    """Return the table, and all files to write: the table and its JSON first."""
+    """Return the table, and all files to write: the table, its JSON and the labels that look wrong first."""
     output = None if config.output is None else Path(config.output)
-    files = [output, output.with_suffix(".json")] if output else []
+    beside = [output.with_suffix(".json"), output.with_name(f"{output.stem}-doubtful.csv")] if output else []
+    files = [output, *beside] if output else []
     return output, files + ([Path(config.head)] if config.head else [])
 
 
@@ -187,6 +195,17 @@ def tabulate(
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
         columns["similarity"] = rounded(cosines[:, 0])
     return columns
+
+
+def _doubtful(fitted: TrainedClassifier) -> dict[str, list[Any]]:
+    """Return the labels that look wrong as columns."""
+    return {
+        "name": [fitted.names[doubt.row] for doubt in fitted.doubts],
+        "label": [doubt.label for doubt in fitted.doubts],
+        "probability": [round(doubt.probability, 4) for doubt in fitted.doubts],
+        "other": [doubt.other for doubt in fitted.doubts],
+        "other_probability": [round(doubt.other_probability, 4) for doubt in fitted.doubts],
+    }
 
 
 def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Iterator[str]:

@@ -20,10 +20,9 @@ from dino_vit.eval.choice import (
     candidates,
     chance_of,
     cross_validate,
-    describe,
-    untested_classes,
 )
 from dino_vit.eval.figures import accuracy
+from dino_vit.eval.learn import DOUBTFUL, describe, doubtful_labels, untested_classes
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.sets import LabelledFeatures
 
@@ -49,7 +48,7 @@ def trials_of(right, *, targets=None, classes=2):
     scores = [*torch.nn.functional.one_hot(told, classes).float()]
     folds, tested = torch.arange(len(targets)) % 5, torch.ones(len(targets), dtype=torch.bool)
     tried = [Candidate("k-NN", k) for k in range(1, len(right) + 1)]
-    return Trials(tried, scores, targets, "multiclass", folds, tested)
+    return Trials(tried, scores, targets, "multiclass", folds, tested, range(len(targets)))
 
 
 def test_all_penalties_and_numbers_of_neighbours_are_tried():
@@ -172,9 +171,9 @@ def test_scores_of_candidates_on_other_scales_are_ranked_alike():
     scores = targets + torch.randn(40, 3, generator=generator)
     folds = torch.arange(40) % 2
     tried, everywhere = [Candidate("k-NN", 5), Candidate("k-NN", 1)], torch.ones(40, dtype=torch.bool)
-    trials = Trials(tried, [scores, 100 * scores + 7], targets, "multilabel", folds, everywhere)
+    trials = Trials(tried, [scores, 100 * scores + 7], targets, "multilabel", folds, everywhere, range(40))
     trials.__dict__["chosen"] = folds  # each candidate for half of the images
-    alone = Trials(tried[:1], [scores], targets, "multilabel", folds, everywhere)
+    alone = Trials(tried[:1], [scores], targets, "multilabel", folds, everywhere, range(40))
     assert trials.figure == alone.figure
 
 
@@ -183,7 +182,7 @@ def test_several_labels_are_judged_by_their_ranking():
     targets = (torch.rand(60, 3, generator=generator) > 0.6).float()
     scores = [targets + torch.randn(60, 3, generator=generator) * noise for noise in (0.5, 2)]
     tried, tested = [Candidate("k-NN", 1), Candidate("k-NN", 3)], torch.ones(60, dtype=torch.bool)
-    trials = Trials(tried, scores, targets, "multilabel", torch.arange(60) % 5, tested)
+    trials = Trials(tried, scores, targets, "multilabel", torch.arange(60) % 5, tested, range(60))
     expected = [100 * average_precision_score(targets, each) for each in scores]
     assert [100 * share for share in trials.figures(tested)] == pytest.approx(expected)
     assert trials.figure.value == pytest.approx(expected[0]), "the first is the better in all folds"
@@ -199,3 +198,18 @@ def test_a_temperature_makes_confidences_true():
     confidences, told = (4 * logits / temperature).softmax(1).max(1)
     assert confidences.mean() == pytest.approx(float((told == targets).float().mean()), abs=0.02)
     assert (4 * logits).softmax(1).amax(1).mean() > confidences.mean() + 0.1
+
+
+def test_labels_that_were_exchanged_look_wrong():
+    """Of 200 images that features tell well, ten have the label of the next class."""
+    train, wrong = features(images=200), torch.arange(0, 200, 20)
+    train.features[torch.arange(200), train.targets] += 8
+    targets = train.targets.clone()
+    targets[wrong] = (targets[wrong] + 1) % 3
+    noisy = replace(train, targets=targets)
+    trials = cross_validate(noisy, in_turn(200), [Candidate("k-NN", 10)], "")
+    doubts = doubtful_labels(noisy, trials, 1.0)
+    assert {doubt.row for doubt in doubts} == {*wrong.tolist()}
+    assert [doubt.other for doubt in doubts] == [noisy.classes[train.targets[doubt.row]] for doubt in doubts]
+    assert all(doubt.other_probability - doubt.probability > DOUBTFUL for doubt in doubts)
+    assert doubtful_labels(train, cross_validate(train, in_turn(200), [Candidate("k-NN", 10)], ""), 1.0) == []

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1_score, roc_auc_score
 
 from dino_vit.eval.figures import (
     RESAMPLES,
@@ -120,3 +120,14 @@ def test_resampled_figures_are_those_of_images_drawn_with_replacement():
         rows = torch.randint(7, (7,), generator=generator)
         total = sum(values[row] for row in rows)
         assert float(figure) == pytest.approx(float(total[0] / total[1]))
+
+
+def test_the_mean_of_classes_counts_each_class_alike():
+    """As of scikit-learn's balanced accuracy."""
+    targets = np.repeat([0, 1, 3], [30, 8, 2])
+    ranked = np.where(np.arange(40) % 4, targets, 0)[:, None]
+    found = Predictions(images=np.arange(40), ranked=ranked, targets=targets, classes="abcd")
+    figure = found.mean_of_classes()
+    assert figure.value == pytest.approx(100 * balanced_accuracy_score(targets, ranked[:, 0]))
+    assert figure.low < figure.value <= figure.high
+    assert found.figures()["mean_of_classes"] == figure

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_vit
-from eval.copydays import CopydaysConfig, average_precisions, learn_whitening, micro_average_precision, run
+from dino_vit.eval.figures import micro_average_precision
+from eval.copydays import CopydaysConfig, average_precisions, learn_whitening, run
 
 
 def naive(cosines, truth):

@@ -1,0 +1,188 @@
+"""Learn labels from a few images: a classifier, how good its labels are, and which given ones look wrong."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dino_vit.config.sections import BASELINES
+from dino_vit.core.text import brief, plural
+from dino_vit.eval.choice import (
+    FOLDS,
+    SIGNIFICANT,
+    Trials,
+    calibrate,
+    candidates,
+    chance_of,
+    cross_validate,
+    tested_images,
+    train,
+)
+from dino_vit.eval.features import FrozenBackbone, baseline_like
+from dino_vit.eval.figures import Figure, trivial_baselines
+from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
+from dino_vit.models.backbone import CLS, FeatureSpec
+from dino_vit.weights.classifier import Classifier, ClassifierFacts
+
+BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
+DOUBTFUL = 0.8  # how much more probable another label is than one that looks wrong
+_ALIKE = "if these images are like the labelled ones"
+
+
+def describe(
+    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], chance: float | None
+) -> list[str]:
+    """Say how good the labels will be: in a plain sentence, then by figures."""
+    figure = trials.figure
+    if figure is None:
+        return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
+    tested = trials.targets[trials.tested]
+    others = [f"{name} {each.value:.1f} %" for name, each in baselines.items()]
+    if learned.task == "multiclass":
+        guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
+        name, percent = brief(guess["name"]), guess["percent"]
+        others.append(f"always guessing {name} {percent:.1f} %")
+        what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
+        plain = f"About {figure.value:.0f} of 100 labels will be right, {_ALIKE}"
+        if chance is None:
+            labelled = plural(len(learned), "labelled image")
+            plain = f"{labelled} are too few to say how many labels will be right: label more images"
+        elif chance > SIGNIFICANT or figure.value <= percent:
+            plain = f"These labels may be no better than always guessing {name}: label more images"
+    else:
+        what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
+        right = 100 * float(trials.right.double().mean())
+        plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
+    interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
+    images = f"{plural(len(tested), 'labelled image')} of {what}"
+    figures = f"cross-validated {metric} {interval} on {images}"
+    return [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
+
+
+def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
+    """Return the classes with one labelled image, which the other folds never have."""
+    untested = learned.targets[~tested_images(learned, folds)]
+    return [learned.classes[target] for target in torch.unique(untested).tolist()]
+
+
+class Doubt(NamedTuple):
+    """A labelled image of which another label is far more probable than the one that was given."""
+
+    row: int  # of the images that were learned from
+    label: str
+    probability: float
+    other: str
+    other_probability: float
+
+
+def doubtful_labels(learned: LabelledFeatures, trials: Trials, temperature: float) -> list[Doubt]:
+    """Return the labels that look wrong, the surest first: confident learning (Northcutt et al., 2021).
+
+    Out of fold, another label is at least as probable as it is on average for the images that have it, and
+    far more probable than the given one.
+    """
+    if learned.task != "multiclass":
+        return []
+    rows = trials.tested.nonzero()[:, 0]
+    scores, targets = trials.scores[trials.best(trials.tested)][rows], trials.targets[rows]
+    outputs = (scores.double() / temperature).softmax(dim=1)
+    given = outputs.gather(1, targets[:, None])
+    usual = outputs.new_zeros(outputs.shape[1]).scatter_reduce(
+        0, targets, given[:, 0], "mean", include_self=False
+    )
+    probable = outputs.masked_fill(outputs < usual, 0).scatter(1, targets[:, None], 0).max(dim=1)
+    margins = probable.values - given[:, 0]
+    order = margins.argsort(descending=True, stable=True)
+    return [
+        Doubt(
+            trials.rows[int(rows[each])],
+            learned.classes[int(targets[each])],
+            float(given[each, 0]),
+            learned.classes[int(probable.indices[each])],
+            float(probable.values[each]),
+        )
+        for each in order[margins[order] > DOUBTFUL].tolist()
+    ]
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    """A classifier, what it learned from, and what is said of it."""
+
+    classifier: Classifier
+    learned: LabelledFeatures | None  # None: it was read from a file
+    names: list[str]  # of the images that it learned from
+    details: dict[str, Any]
+    lines: list[str]
+    doubts: Sequence[Doubt] = ()
+
+
+def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier:
+    """Choose and fit a classifier."""
+    spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")
+    learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
+    task, classes = learned.task, learned.classes
+    if len(learned) < 2:
+        raise ValueError("there is one labelled image; two or more are needed")
+    folds = folds_of(labelled, learned)
+    trials = cross_validate(learned, folds, candidates(task, len(learned)), "Cross-validation, folds")
+    baselines = _try_baselines(frozen, labelled) if len(learned) <= BASELINE_IMAGES else {}
+    best = trials.best(trials.tested)
+    candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
+    temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
+    scores = train(candidate, learned)
+    chance = chance_of(learned, folds) if task == "multiclass" else None
+    lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, folds)
+    facts = ClassifierFacts(
+        kind="neighbours" if by_neighbours else "linear",
+        task=task,
+        classes=classes,
+        tokens=spec.tokens,
+        blocks=spec.blocks,
+        temperature=temperature,
+        k=min(int(candidate.value), len(learned)) if by_neighbours else None,
+        tested=tuple(lines),
+    )
+    if untested:
+        text = (
+            f"Nothing can be said of {plural(len(untested), 'class', 'classes')} with a single labelled image"
+        )
+        lines.append(f"{text}: {brief(', '.join(untested), 200)}")
+    percents = [100 * share for share in trials.figures(trials.tested)] if trials.figure else []
+    details = {
+        "labelled": len(learned),
+        "classes": len(classes),
+        "classifier": str(candidate),
+        "cross_validated": trials.figure,
+        "baselines": baselines,
+        "chance_p": chance,
+        "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
+        "temperature": temperature,
+        "untested": untested,
+    }
+    names = [labelled.source.name(index) for index in learned.indices.tolist()]
+    model: Any = frozen.model
+    classifier = Classifier(model, scores, facts).to(frozen.device).eval()
+    doubts = doubtful_labels(learned, trials, temperature)
+    return TrainedClassifier(classifier, learned, names, details, lines, doubts)
+
+
+def _try_baselines(frozen: FrozenBackbone, labelled: LabelledSubset) -> dict[str, Figure]:
+    """Cross-validate k-NN on the baselines that are not the backbone itself."""
+    figures = {}
+    for name in BASELINES:
+        if name != frozen.model.architecture.get("name"):
+            features = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
+            tried = candidates(features.task, len(features), neighbours_only=True)
+            folds = folds_of(labelled, features)
+            figures[name] = cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
+    return {name: figure for name, figure in figures.items() if figure}
+
+
+def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:
+    """Return the folds of those images of a subset that could be read."""
+    readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
+    return torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)
