@@ -32,7 +32,6 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import Result, plural, printable, progress, public
-from dino_vit.data.catalogue import CATALOGUE
 from dino_vit.data.catalogue_writer import Shard, index_shard, write_catalogue
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item
@@ -40,7 +39,7 @@ from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.open import archive_files, check_one_set, open_source
-from dino_vit.data.sources.paths import IMAGE_SUFFIXES
+from dino_vit.data.sources.paths import CATALOGUE, IMAGE_SUFFIXES
 from dino_vit.data.sources.remote import local_path
 from dino_vit.eval.batches import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize

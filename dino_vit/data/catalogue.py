@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,18 @@ from dino_vit.core.text import expand_braces, plural, public_text
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import Index
 from dino_vit.data.labels import Folders
-from dino_vit.data.sources.archives import ARCHIVES, CLASS_NAMES, FIELDS, ArchiveStore, class_names
-from dino_vit.data.sources.paths import suffix_of
+from dino_vit.data.sources.archives import CLASS_NAMES, FIELDS, ArchiveStore, class_names
+from dino_vit.data.sources.paths import CATALOGUE
 from dino_vit.data.sources.remote import (
     ChangedFile,
     Refused,
-    exists,
     file_signature,
     file_signatures,
     is_url,
     read_file,
 )
 
-CATALOGUE, INDEX = "catalogue.arrow", ".arrow"  # the file, and what the name of an index ends in
+INDEX = ".arrow"  # what the name of an index ends in
 HELD = 256  # indexes in each process
 VERSION = 2
 
@@ -170,19 +169,12 @@ class CatalogueStore(ArchiveStore):
             raise stale(f"{archive} is not as it was when it was catalogued") from error
 
 
-def open_catalogued(spec: str, list_files: Callable[[str], tuple[str, list[str]]]) -> ImageSet | None:
-    """Open archives, given by their folder or a pattern, if a catalogue there is of these and no others."""
-    if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
-        return None
-    is_pattern = suffix_of(spec) in ARCHIVES and not os.path.isdir(spec)
-    folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
-    path = os.path.join(folder, CATALOGUE)
-    if not exists(path):
-        return None
-    catalogue = Catalogue(folder, _on_this_host(path))
+def open_catalogued(folder: str, pattern: str, list_files: Callable[[], list[str]]) -> ImageSet | None:
+    """Open archives, given by folder and pattern, if the catalogue there is of these and no others."""
+    catalogue = Catalogue(folder, _on_this_host(os.path.join(folder, CATALOGUE)))
     if pattern and not _matches_all(pattern, set(catalogue.files.to_pylist())):
         return None
-    signatures = from_rank_0(lambda: _check_files(catalogue, partial(list_files, spec)))
+    signatures = from_rank_0(lambda: _check_files(catalogue, list_files))
     stamp = hashlib.sha256(catalogue.path.read_bytes() + signatures).hexdigest()
     return catalogue.image_set(CatalogueStore(catalogue), stamp)
 
@@ -206,7 +198,7 @@ def _matches_all(pattern: str, files: set[str]) -> bool:
     return files == (given - patterns) | matched
 
 
-def _check_files(catalogue: Catalogue, list_files: Callable[[], tuple[str, list[str]]]) -> bytes:
+def _check_files(catalogue: Catalogue, list_files: Callable[[], list[str]]) -> bytes:
     """Check the names of classes and, in a local folder, that these are the archives, and no others.
 
     Return the signatures of local shards, in which an image may be replaced. Remote ones are what the
@@ -217,7 +209,7 @@ def _check_files(catalogue: Catalogue, list_files: Callable[[], tuple[str, list[
         raise stale(f"{CLASS_NAMES} in {catalogue.folder} is not as it was when it was catalogued")
     if is_url(catalogue.folder):
         return b""
-    _, present = list_files()
+    present = list_files()
     signatures = file_signatures([os.path.join(catalogue.folder, file) for file in present])
     expected = zip(files, catalogue.signatures[:, 0].tolist(), strict=True)
     if wrong := sorted({*expected} ^ {*zip(present, signatures[:, 0].tolist(), strict=True)}):

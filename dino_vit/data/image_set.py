@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from dino_vit.core.text import plural, printable, public
 from dino_vit.data.labels import HELD_OUT, TRAIN, Column, Labels
-from dino_vit.data.shards import Shards
+
+if TYPE_CHECKING:
+    from dino_vit.data.shards import Shards
 
 Indices = Sequence[int] | NDArray[np.int64]
 UNLABELLED, NO_SPLITS = Labels(), Column()
@@ -62,7 +64,7 @@ class Store(ABC):
 
     key = ""  # differs between stores whose rows are different images, where these are not files
     root: str | None = None  # the folder of images that are files
-    shards: Shards | None = None  # the files that hold many images each
+    shards: "Shards | None" = None  # the files that hold many images each
 
     @abstractmethod
     def read(self, row: int) -> bytes | Tensor:
@@ -179,7 +181,7 @@ class ImageSet:
         return replace(self, labels=self.labels.as_sets())
 
     @property
-    def shards(self) -> Shards | None:
+    def shards(self) -> "Shards | None":
         return self.store.shards
 
     @property

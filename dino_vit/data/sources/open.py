@@ -11,11 +11,9 @@ from typing import Any
 from dino_vit.config.objects import is_object
 from dino_vit.core.text import BRACES, brief, did_you_mean, expand_braces, plural, public
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.joined import mix_sets
-from dino_vit.data.label_files import join_labels
 from dino_vit.data.labels import HELD_OUT, TRAIN
-from dino_vit.data.sources.folders import NoImages, open_files, open_folder, open_list
-from dino_vit.data.sources.paths import IMAGE_SUFFIXES, list_local, suffix_of
+from dino_vit.data.sources.folders import NoImages, open_files, open_folder
+from dino_vit.data.sources.paths import CATALOGUE, IMAGE_SUFFIXES, list_local, suffix_of
 from dino_vit.data.sources.remote import (
     exists,
     is_folder,
@@ -58,15 +56,23 @@ def open_source(
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if several and labels is None:
+        from dino_vit.data.sources.lists import open_list
+
         return open_list(local_path(str(spec)), several=True)
     if not isinstance(spec, str):
         if labels is not None:
             raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
+        from dino_vit.data.joined import mix_sets
+
         return mix_sets(spec, list(map(_open, spec)), mix)
     if mix:
         raise ValueError("mix is about several sources, and there is one; leave it out")
     images = _open(spec)
-    return images if labels is None else join_labels(images, labels, several)
+    if labels is None:
+        return images
+    from dino_vit.data.label_files import join_labels
+
+    return join_labels(images, labels, several)
 
 
 def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
@@ -118,9 +124,15 @@ def _open_catalogued(spec: str) -> ImageSet | None:
     """Open archives, given by their folder or a pattern, that a catalogue beside them is of."""
     if suffix_of(spec) in UNCATALOGUED and not os.path.isdir(spec):
         return None
+    if suffix_of(spec) != os.path.splitext(spec)[1].lower():  # signed, as a file of its own
+        return None
+    is_pattern = suffix_of(spec) in ARCHIVE_SUFFIXES and not os.path.isdir(spec)
+    folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
+    if not exists(os.path.join(folder, CATALOGUE)):
+        return None
     from dino_vit.data.catalogue import open_catalogued
 
-    return open_catalogued(spec, archive_files)
+    return open_catalogued(folder, pattern, lambda: archive_files(spec)[1])
 
 
 def _open_path(spec: str) -> ImageSet | None:
@@ -187,6 +199,8 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
+        from dino_vit.data.sources.lists import open_list
+
         return open_list(files[0])
     if suffix == ".npy":
         from dino_vit.data.sources.arrays import open_array

@@ -10,6 +10,7 @@ IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy", ".avif", ".heic", ".heif"),
     *(".jfif", ".jpe", ".jp2", ".j2k", ".ppm", ".pgm", ".pbm"),
 )
+CATALOGUE = "catalogue.arrow"  # of archives, in their folder (`data/catalogue.py`)
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
 
 
