@@ -42,9 +42,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.input import Photos
 from benchmarks.step import FIXED, TINY
-from dino_vit.config.loading import replace
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.runtime import device_name, start_processes, wait_for_device
+from dino_vit.core.device import wait_for_device
+from dino_vit.core.runtime import device_name, start_processes
 from dino_vit.models.compiling import compile_networks
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
@@ -193,7 +194,7 @@ def build_step(bench: Bench, variant: str, changes: Mapping[str, Any], images: i
     own |= {"data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, "compute.precision": "bf16", **changes}
     with TemporaryDirectory() as folder:
         own |= {"output": folder, **({} if bench.on_gpu else SMALL)}
-        state = set_up(replace(PretrainConfig(), {**FIXED, **own}), start_processes()).state
+        state = set_up(load(PretrainConfig, None, {**FIXED, **own}), start_processes()).state
     batches = state.loader.batches()
     batch = next(batches)
     batches.close()

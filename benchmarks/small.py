@@ -46,7 +46,7 @@ from dino_vit.eval.online import rankme
 from dino_vit.eval.probes import count_correct, train_logistic
 from dino_vit.models.backbone import Backbone, FeatureSpec
 from dino_vit.reports.record import read_run, verdict
-from dino_vit.training.setup import build_untrained
+from dino_vit.training.networks import build_untrained
 from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import peer, reference
 from benchmarks.measure import Row, Table, Work, arguments, compare, peak_memory, report
 from dino_vit.cli import tune_process
-from dino_vit.config.loading import replace
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.runtime import Precision, start_processes
@@ -95,7 +95,7 @@ class Case:
     @property
     def config(self) -> PretrainConfig:
         own = {"data.batch_size": self.batch, "compute.precision": self.precision}
-        return replace(PretrainConfig(), {**FIXED, **own, **self.changes})
+        return load(PretrainConfig, None, {**FIXED, **own, **self.changes})
 
 
 class Ours:
@@ -103,7 +103,7 @@ class Ours:
 
     def __init__(self, case: Case) -> None:
         with TemporaryDirectory() as folder:
-            config = replace(case.config, {"output": folder})
+            config = load(PretrainConfig, case.config, {"output": folder})
             self.state: TrainingState = set_up(config, start_processes()).state
         self.state.augment = cast(Augment, lambda views, _: views)  # they are ready
         for network in (self.state.student, self.state.teacher):
@@ -261,7 +261,7 @@ class TinyStep:
 
     def __init__(self, changes: Mapping[str, Any]) -> None:
         with TemporaryDirectory() as folder:
-            config = replace(PretrainConfig(), {**FIXED, **TINY, **changes, "output": folder})
+            config = load(PretrainConfig, None, {**FIXED, **TINY, **changes, "output": folder})
             self.state = set_up(config, start_processes()).state
             self.batches = repeat(next(self.state.loader.batches()))
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import dino_vit
 from dino_vit.commands import COMMANDS
-from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
+from dino_vit.config.loading import add_config_arguments, config_from, load, parse_arguments, to_yaml
 from dino_vit.config.settings import Settings, values
 from dino_vit.core.process import (
     REQUEUE,
@@ -124,7 +124,7 @@ def run_command(run: Callable[[Any], Any], config: Settings) -> None:
 def _with_output(config: Settings) -> Settings:
     """Return the settings with an output; one in eval/ is named later, after the weights that are loaded."""
     has_none = config.writes and "/" not in config.writes and values(config)["output"] is None
-    return replace(config, {"output": config.writes}) if has_none else config
+    return load(type(config), config, {"output": config.writes}) if has_none else config
 
 
 class Ending:

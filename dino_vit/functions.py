@@ -32,7 +32,6 @@ from dino_vit.config.loading import (
     list_settings,
     load,
     parse_arguments,
-    replace,
 )
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
@@ -138,7 +137,7 @@ def _accepted(annotation: Any) -> Any:
 def _config(cls: type[Settings], config: object, settings: Mapping[str, Any]) -> Settings:
     """Return the settings of a command, validated."""
     if isinstance(config, cls):
-        return replace(config, settings)
+        return load(cls, config, settings)
     if config is not None and not isinstance(config, str | os.PathLike):
         raise TypeError(f"config must be a file or a {cls.__name__}, not a {type(config).__name__}")
     return load(cls, None if config is None else Path(config), settings)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.config.commands import KnnConfig, Network, SupervisedConfig
-from dino_vit.config.loading import replace
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import in_steps
 from dino_vit.config.sections import PositiveShare, Share
 from dino_vit.config.settings import (
@@ -90,7 +90,7 @@ def run(config: FinetuneConfig) -> EvaluationResult:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     accelerator = start_processes()
     if config.warmup_epochs >= config.epochs:
-        config = replace(config, {"warmup_epochs": config.epochs / 10})
+        config = load(FinetuneConfig, config, {"warmup_epochs": config.epochs / 10})
         log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)

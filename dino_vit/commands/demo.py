@@ -9,7 +9,7 @@ import torch
 
 from dino_vit.commands import report
 from dino_vit.config.commands import DemoConfig, ReportConfig
-from dino_vit.config.loading import load, replace
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.text import Result
@@ -58,8 +58,8 @@ def recipe(config: DemoConfig) -> PretrainConfig:
     with as_file(files("dino_vit.commands") / "demo_runs" / f"{name}.yaml") as path:
         settings = load(PretrainConfig, path, [f"output={output}", f"seed={config.seed}"])
     if config.steps is not None:
-        return replace(settings, {"budget.steps": config.steps})
+        return load(PretrainConfig, settings, {"budget.steps": config.steps})
     is_fast = torch.cuda.is_available() or choose_precision("auto", torch.device("cpu")) == "bf16"
     if config.quick or is_fast:
         return settings
-    return replace(settings, {"budget.steps": None, "budget.minutes": MINUTES})
+    return load(PretrainConfig, settings, {"budget.steps": None, "budget.minutes": MINUTES})

@@ -10,9 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from dino_vit.commands import Facts
-from dino_vit.config.auto import auto_choices
 from dino_vit.config.commands import InspectConfig
-from dino_vit.config.loading import load, replace
+from dino_vit.config.complete import decide
+from dino_vit.config.facts import Facts as RunFacts
+from dino_vit.config.loading import load
 from dino_vit.config.outputs import check_outputs
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
@@ -26,6 +27,7 @@ from dino_vit.data.labels import doubts_about
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.reports.pictures import as_picture, draw_sheet
+from dino_vit.training.facts import image_facts
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text
@@ -57,16 +59,7 @@ def run(config: InspectConfig) -> Facts:
 def training_config(file: str | None, source: ImageSet, summary: ImageSummary) -> PretrainConfig:
     """Return the settings of a training on the source, completed from its images."""
     config = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
-    choices = auto_choices(
-        config,
-        image_size=summary.image_size,
-        images=len(source),
-        channels=summary.channels,
-        likeness=summary.likeness,
-        global_batch=min(config.data.batch_size, len(source)),
-    )
-    config = replace(config, {choice.key: choice.value for choice in choices})
-    return config if config.data.bits else replace(config, {"data.bits": summary.bits})
+    return decide(config, RunFacts(images=image_facts(source, summary))).config
 
 
 def describe(name: str, source: ImageSet, summary: ImageSummary, advice: str | None) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from dino_vit.config.settings import (
     Seed,
     Settings,
     Side,
-    given_keys,
     setting,
 )
 
@@ -123,7 +122,7 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     def contradictions(self) -> Iterator[str]:
         """Yield settings of the other method."""
         yield from super().contradictions()
-        given = given_keys(self)
+        given = self.given
         if self.method == "logistic" and (others := {"rates", "steps"} & given):
             yield f"{' and '.join(sorted(others))} are for method=grid; remove them, or give method=grid"
         if self.method == "grid" and "cs" in given:

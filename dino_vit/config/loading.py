@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dino_vit.config.settings import C, ConfigError, Settings, flat, sections, settings_of, values
+from dino_vit.config.settings import C, ConfigError, Settings, flat, nested, sections, settings_of, values
 from dino_vit.core.text import brief
 
 COLUMN = 34  # where the meaning of a setting begins
@@ -25,8 +25,17 @@ SMALLEST = "greater than or equal to 0.000000000001"  # the bound of `Positive`,
 _Layer = dict[str, object]  # values by dotted key
 
 
-def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
-    """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
+def load(
+    cls: type[C], base: Path | C | None = None, overrides: Sequence[str] | Mapping[str, object] = ()
+) -> C:
+    """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values.
+
+    Other settings may take the place of the file: what was given in them counts.
+    """
+    if isinstance(base, Settings):
+        assert isinstance(overrides, Mapping)
+        return _build(cls, values(base, given=True), flat(overrides), "unchanged", python=True)
+    file = base
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
     if file and file.name == "config.yaml" and any(file.parent.glob("checkpoints/step-*.safetensors")):
         below["output"] = str(file.parent)  # the settings of a run, which may have been moved
@@ -37,11 +46,6 @@ def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapp
         layer = _read_override(cls, text)
         above = _without(above, layer) | layer
     return _build(cls, below, above, str(file))
-
-
-def replace(config: C, changes: Mapping[str, object]) -> C:
-    """Return `config` with other values for some dotted keys, validated as a whole again."""
-    return _build(type(config), values(config, given=True), flat(changes), "unchanged", python=True)
 
 
 def _read_override(cls: type[Settings], text: str) -> _Layer:
@@ -71,17 +75,13 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
     layer = {rival: None for rival in _rivals(cls, layer) if infos[rival].default is not None} | layer
     origins = {key: f" ({file})" for key in layer.keys() - above.keys()}
     problems: list[str] = []
-    nested: dict[str, Any] = {}
     for key, value in layer.items():
-        if key in infos:
-            section, _, name = key.rpartition(".")
-            inside = nested.setdefault(section, {}) if section else nested
-            inside[name] = value
-        elif key not in sections(cls) or value not in (None, {}):  # a section without settings is no mistake
+        # A section without settings is no mistake.
+        if key not in infos and (key not in sections(cls) or value not in (None, {})):
             hint = _hint(cls, key, value, python and key in above)
             problems.append(f"{brief(key)} is not a setting{origins.get(key, '')}; {hint}")
     try:
-        config = cls.model_validate(nested)
+        config = cls.model_validate(nested({key: layer[key] for key in layer if key in infos}))
     except ValidationError as error:
         raise ConfigError([*problems, *_explained(cls, layer, origins, error)]) from None
     if problems := problems or list(config.contradictions()):

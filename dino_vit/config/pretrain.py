@@ -4,16 +4,15 @@ The checks see the settings alone, and name all that a problem is about. `traini
 of images and processes.
 """
 
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from math import sqrt
-from typing import ClassVar, Literal, Self, cast
+from typing import ClassVar, Literal, NamedTuple, Self, cast
 
 from pydantic import model_validator
 
 from dino_vit.config import sections
-from dino_vit.config.settings import ConfigError, Seed, Settings, get, given_keys, setting, values
+from dino_vit.config.settings import Seed, Settings, get, setting, values
 from dino_vit.core import Size, height_width
 from dino_vit.core.text import plural
 
@@ -39,25 +38,8 @@ METHODS: dict[str, dict[str, object]] = {
     }
 }
 
-# What recipe=auto fills in where the user gave nothing, with budget.minutes also the network; see auto.py.
-AUTO_KEYS = frozenset(
-    (
-        *("data.channels", "data.mean", "data.std", "model.patch_size", "head.prototypes", "budget.epochs"),
-        *("views.global_size", "views.local_size", "augment.blur_sigma"),
-        *("views.global_scale", "views.local_scale", "views.local_count"),
-        *("augment.saturation", "augment.hue", "augment.grey"),
-        *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
-        *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
-        *("loss.warmup_teacher_temp_epochs", "loss.centering", "loss.koleo_weight", "loss.gradient_weight"),
-        "compute.eval_every",
-        *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
-        *("model.stem", "model.stem_width", "model.patch_drop", "model.patch_drop_until"),
-        *("model.image_size", "model.init_std", "optim.layer_decay", "optim.patch_embed_lr"),
-    )
-)
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
 SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0)}
-_KEY = re.compile(r"[a-z]+\.\w+")  # of a setting, in the sentence about a problem
 # At the start of a run, in epochs.
 PHASES = (
     *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
@@ -111,25 +93,35 @@ class PretrainConfig(Settings):
         """Height and width of the images whose features are read."""
         return height_width(self.model.image_size or self.views.global_size)
 
+    @property
+    def hides_patches(self) -> bool:
+        """Whether the student has a mask token; that of a fixed teacher sees all patches."""
+        return bool(self.loss.patch_weight) and self.teacher.weights is None
+
     def check_ready(self) -> None:
         _ = self.data.images  # raises where there are none
 
-    def check_filled(self) -> None:
-        """Refuse a combination of what was given and what recipe=auto has filled in."""
-        if problems := list(self.contradictions(filled=True)):
-            raise ConfigError(problems)
+    def contradictions(self) -> Iterator[str]:
+        """Yield every refused combination; with recipe=auto of given settings, as it chooses the others."""
+        for problem in refused(self):
+            if self.recipe != "auto" or set(problem.keys) <= self.given:
+                yield problem.text
 
-    def contradictions(self, *, filled: bool = False) -> Iterator[str]:
-        """Yield every refused combination, except of settings that recipe=auto has yet to fill in."""
-        open_ = self.recipe == "auto" and not filled
-        filled_later = AUTO_KEYS - given_keys(self) if open_ else frozenset[str]()
-        for check in (_check_model, _check_views, _check_channels, _check_loss, _check_lengths):
-            for problem in check(self):
-                if not filled_later.intersection(_KEY.findall(problem)):
-                    yield problem
-        yield from self.data.contradictions()
-        if self.budget.epochs is not None and "budget.epochs" not in filled_later:
-            yield from check_phases(self, self.budget.epochs, given_keys(self))
+
+class Problem(NamedTuple):
+    """A combination that is refused: what to do, and the settings that it is about."""
+
+    text: str
+    keys: Sequence[str]
+
+
+def refused(config: PretrainConfig) -> Iterator[Problem]:
+    """Yield every combination that no images and no launch would make right."""
+    for check in (_check_model, _check_views, _check_channels, _check_loss, _check_lengths):
+        yield from check(config)
+    yield from (Problem(text, ()) for text in config.data.contradictions())
+    if config.budget.epochs is not None:
+        yield from check_phases(config, config.budget.epochs, config.given)
 
 
 def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
@@ -137,39 +129,48 @@ def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
     return lr * {"linear": global_batch / 256, "sqrt": sqrt(global_batch / 256), "none": 1.0}[scaling]
 
 
-def _check_model(config: PretrainConfig) -> Iterator[str]:
+def _check_model(config: PretrainConfig) -> Iterator[Problem]:
     """Check the size of the backbone, and that what a model of timm ignores is not given."""
-    model = config.model
-    given = [key for key in ("model.width", "model.depth", "model.heads") if get(config, key) is not None]
+    model, views = config.model, config.views
+    shape = ("model.width", "model.depth", "model.heads")
+    given = [key for key in shape if get(config, key) is not None]
     if model.timm:
         default = values(PretrainConfig())
         unused = [key for key in sections.VIT_SETTINGS if get(config, key) != default[key]]
         if "." in model.timm:
-            yield f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
+            text = f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
+            yield Problem(text, ["model.arch"])
         elif given or unused:
-            yield f"model.arch={model.arch} is built as timm defines it; remove {', '.join(given + unused)}"
+            text = f"model.arch={model.arch} is built as timm defines it; remove {', '.join(given + unused)}"
+            yield Problem(text, ["model.arch", *given, *unused])
     elif model.arch and given:
-        yield f"model.arch={model.arch} has its own size; set model.arch=null or remove {', '.join(given)}"
+        text = f"model.arch={model.arch} has its own size; set model.arch=null or remove {', '.join(given)}"
+        yield Problem(text, ["model.arch", *given])
     elif not model.arch and not (model.width and model.depth):
-        yield "give model.width and model.depth, or model.arch"
+        yield Problem("give model.width and model.depth, or model.arch", ["model.arch", *shape[:2]])
     elif not model.arch:
         yield from _check_heads(model)
     patch = height_width(model.patch_size)
-    if problem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
-        yield f"{problem}; use another patch size or stem" if "patch" in problem else problem
+    if stem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
+        keys = ["model.stem", "model.patch_size" if "patch" in stem else "model.resnet_width"]
+        yield Problem(f"{stem}; use another patch size or stem" if "patch" in stem else stem, keys)
     for name in ("resnet_layers", "resnet_width"):
         if model.stem != "hybrid" and getattr(model, name) != getattr(sections.Model(), name):
-            yield f"model.{name} is about the ResNet of model.stem=hybrid; remove it, or set that"
+            text = f"model.{name} is about the ResNet of model.stem=hybrid; remove it, or set that"
+            yield Problem(text, [f"model.{name}", "model.stem"])
     if model.stem != "conv" and model.stem_width is not None:
-        yield "model.stem_width is about the convolutions of model.stem=conv; remove it, or set that"
+        text = "model.stem_width is about the convolutions of model.stem=conv; remove it, or set that"
+        yield Problem(text, ["model.stem_width", "model.stem"])
     if not model.patch_drop and model.patch_drop_until < 1:
-        yield "model.patch_drop_until needs model.patch_drop; remove it, or give a share of patches"
+        text = "model.patch_drop_until needs model.patch_drop; remove it, or give a share of patches"
+        yield Problem(text, ["model.patch_drop_until", "model.patch_drop"])
     for cause in needing_all_patches(config) if model.patch_drop else ():
-        yield f"{cause} needs all patches; set model.patch_drop=0"
-    views = config.views
+        keys = ["model.patch_drop", cause.partition("=")[0]]
+        yield Problem(f"{cause} needs all patches; set model.patch_drop=0", keys)
     if model.patch_drop and views.local_count and views.local_shape == views.global_shape:
         size = f"views.local_size={get(config, 'views.local_size')}"
-        yield f"model.patch_drop is about global views, which have another size than {size}; set it to 0"
+        text = f"model.patch_drop is about global views, which have another size than {size}; set it to 0"
+        yield Problem(text, ["model.patch_drop", "views.local_size", "views.global_size"])
 
 
 def needing_all_patches(config: PretrainConfig) -> list[str]:
@@ -183,19 +184,21 @@ def needing_all_patches(config: PretrainConfig) -> list[str]:
     return [key for key, value in given.items() if value]
 
 
-def _check_heads(model: sections.Model) -> Iterator[str]:
+def _check_heads(model: sections.Model) -> Iterator[Problem]:
     width, _, heads = model.shape
     if not model.heads and width % sections.HEAD_CHANNELS:
         channels = sections.HEAD_CHANNELS
-        yield f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
+        text = f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
+        yield Problem(text, ["model.width", "model.heads"])
     elif width % heads:
-        yield f"model.width={width} is not divisible by model.heads={heads}; use other heads"
+        text = f"model.width={width} is not divisible by model.heads={heads}; use other heads"
+        yield Problem(text, ["model.width", "model.heads"])
     elif model.positions == "rotary" and width // heads % 4:
         text = f"model.positions=rotary needs heads of 4, 8, ... channels, not of {width // heads}"
-        yield f"{text}; use other model.heads"
+        yield Problem(f"{text}; use other model.heads", ["model.positions", "model.width", "model.heads"])
 
 
-def _check_views(config: PretrainConfig) -> Iterator[str]:
+def _check_views(config: PretrainConfig) -> Iterator[Problem]:
     """Check sizes, counts and ranges of the views."""
     views, patch = config.views, config.model.patch_size
     sizes = {"views.global_size": views.global_shape}
@@ -208,81 +211,101 @@ def _check_views(config: PretrainConfig) -> Iterator[str]:
             below = odd[0] // patch * patch
             nearest = f"{below} or {below + patch}" if below else below + patch
             text = f"{key}={get(config, key)} is not divisible by model.patch_size={patch}"
-            yield f"{text}; use {nearest}, or another patch size"
+            yield Problem(f"{text}; use {nearest}, or another patch size", [key, "model.patch_size"])
     if views.global_count + views.local_count < 2:
-        yield "DINO needs at least two views per image; set views.local_count or views.global_count=2"
+        text = "DINO needs at least two views per image; set views.local_count or views.global_count=2"
+        yield Problem(text, ["views.global_count", "views.local_count"])
     for key in ("views.global_scale", "views.local_scale", "augment.blur_sigma"):
         low, high = cast(tuple[float, float], get(config, key))
         if low > high:
-            yield f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]"
+            text = f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]"
+            yield Problem(text, [key])
 
 
-def _check_channels(config: PretrainConfig) -> Iterator[str]:
+def _check_channels(config: PretrainConfig) -> Iterator[Problem]:
     """Check what depends on the number of channels."""
     data, augment = config.data, config.augment
     for name, numbers in (("mean", data.mean), ("std", data.std)):
         if numbers is not None and len(numbers) != data.channels:
             text = f"data.{name}={list(numbers)} does not fit data.channels={data.channels}"
-            yield f"{text}; give one value per channel, or data.{name}=null to have it measured"
+            text = f"{text}; give one value per channel, or data.{name}=null to have it measured"
+            yield Problem(text, [f"data.{name}", "data.channels"])
     if data.range and data.range[0] >= data.range[1]:
-        yield f"data.range={list(data.range)} must go from low to high"
+        yield Problem(f"data.range={list(data.range)} must go from low to high", ["data.range"])
     coloured = [f"augment.{name}" for name in ("saturation", "hue", "grey") if getattr(augment, name)]
     if data.channels != 3 and coloured:
-        yield f"data.channels={data.channels} is not RGB; set {' '.join(f'{key}=0' for key in coloured)}"
+        text = f"data.channels={data.channels} is not RGB; set {' '.join(f'{key}=0' for key in coloured)}"
+        yield Problem(text, ["data.channels", *coloured])
 
 
-def _check_loss(config: PretrainConfig) -> Iterator[str]:
+def _check_loss(config: PretrainConfig) -> Iterator[Problem]:
     """Refuse targets no sharper than the student's outputs, and masks that hide nothing."""
     loss = config.loss
     student, start = sections.STUDENT_TEMPERATURE, sections.START_TEACHER_TEMPERATURE
     if loss.teacher_temp >= student:
-        yield f"loss.teacher_temp={loss.teacher_temp} is not below the student's {student}; use 0.04 to 0.07"
+        text = f"loss.teacher_temp={loss.teacher_temp} is not below the student's {student}; use 0.04 to 0.07"
+        yield Problem(text, ["loss.teacher_temp"])
     if loss.warmup_teacher_temp_epochs and loss.teacher_temp <= start:
         text = f"loss.teacher_temp={loss.teacher_temp} must exceed {start} when its warm-up is on"
-        yield f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
+        text = f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
+        yield Problem(text, ["loss.teacher_temp", "loss.warmup_teacher_temp_epochs"])
     if loss.gradient_weight and config.model.timm:
         text = f"loss.gradient_weight is learned by patches halfway, which {config.model.arch} does not give"
-        yield f"{text}; set loss.gradient_weight=0"
+        yield Problem(f"{text}; set loss.gradient_weight=0", ["loss.gradient_weight", "model.arch"])
     if not loss.patch_weight and not config.head.shared:
-        yield "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
+        text = "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
+        yield Problem(text, ["head.shared", "loss.patch_weight"])
     elif loss.patch_weight and config.model.timm:
-        yield f"loss.patch_weight hides patches, which {config.model.arch} cannot; set loss.patch_weight=0"
+        text = f"loss.patch_weight hides patches, which {config.model.arch} cannot; set loss.patch_weight=0"
+        yield Problem(text, ["loss.patch_weight", "model.arch"])
     elif loss.patch_weight:
         patch = config.model.patch_size
         rows, columns = (side // patch for side in config.views.global_shape)
         if min(rows, columns) < 2 or rows * columns < 10:  # at least a tenth of the patches is masked
             text = f"views.global_size has {rows} x {columns} patches, too few for masks"
-            yield f"{text}; lower model.patch_size={patch}, or set loss.patch_weight=0"
+            text = f"{text}; lower model.patch_size={patch}, or set loss.patch_weight=0"
+            yield Problem(text, ["views.global_size", "model.patch_size", "loss.patch_weight"])
 
 
-def _check_lengths(config: PretrainConfig) -> Iterator[str]:
+def _check_lengths(config: PretrainConfig) -> Iterator[Problem]:
     """Check the length of the run and the intervals in it."""
     units = {f"budget.{name}": value for name, value in config.budget}
     given = [f"{key}={value}" for key, value in units.items() if value is not None]
     if not given:
-        yield f"the run has no length; give one of {', '.join(units)}"
+        yield Problem(f"the run has no length; give one of {', '.join(units)}", [*units])
     elif len(given) > 1:
-        yield f"{' and '.join(given)} are both given; give one"
+        keys = [key for key, value in units.items() if value is not None]
+        yield Problem(f"{' and '.join(given)} are both given; give one", keys)
     compute = config.compute
     if compute.eval_every and compute.eval_every_steps:
-        yield "compute.eval_every and compute.eval_every_steps are both given; give one"
+        keys = ["compute.eval_every", "compute.eval_every_steps"]
+        yield Problem(f"{' and '.join(keys)} are both given; give one", keys)
     if compute.keep_every and compute.keep_every % compute.checkpoint_every:
         every = compute.checkpoint_every
-        yield f"compute.keep_every={compute.keep_every} is not a multiple of compute.checkpoint_every={every}"
+        text = (
+            f"compute.keep_every={compute.keep_every} is not a multiple of compute.checkpoint_every={every}"
+        )
+        yield Problem(text, ["compute.keep_every"])
 
 
-def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
+def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[Problem]:
     """Refuse a scaled learning rate outside of the sane range, and what takes all of the weights."""
     lr = scaled_lr(optim.lr, global_batch, optim.lr_scaling)
     lowest, highest = SANE_LR[optim.name]
     if not lowest <= lr <= highest:
         text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
-        yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
+        text = f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
+        yield Problem(text, ["optim.lr"])
     decay = max(optim.weight_decay, optim.weight_decay_end)
     if lr * decay >= 1:
         key = "weight_decay" if decay == optim.weight_decay else "weight_decay_end"
         text = f"optim.{key}={decay:g} at a learning rate of {lr:.3g} takes more than the weights in a step"
-        yield f"{text}; lower it"
+        yield Problem(f"{text}; lower it", [f"optim.{key}", "optim.lr"])
+    if optim.min_lr > lr:
+        text = (
+            f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {global_batch}"
+        )
+        yield Problem(f"{text}; lower it", ["optim.min_lr", "optim.lr"])
 
 
 def in_steps(epochs: float, steps_per_epoch: int) -> Fraction:
@@ -296,7 +319,7 @@ def check_phases(
     given: Collection[str] = PHASES,
     *,
     steps_per_epoch: int | None = None,
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Refuse phases at the start of a run that are as long as the run; those not given will be shortened.
 
     Without `steps_per_epoch`, which rounds them, they are compared in epochs.
@@ -306,11 +329,11 @@ def check_phases(
         if steps_per_epoch:
             length, run = (round(in_steps(value, steps_per_epoch)) for value in (length, epochs))
         if length and length >= run:
-            short = fitting_phase(key, epochs)
+            short, unit = fitting_phase(key, epochs), f"budget.{config.budget.unit}"
             value = cast(float, get(config, key))
             equal = f", both of {plural(int(run), 'step')}" if value < epochs else ""
             text = f"{key}={value:g} is not shorter than the run ({epochs:.3g} epochs{equal})"
-            yield f"{text}; set {key}={short}, or a larger budget.{config.budget.unit}"
+            yield Problem(f"{text}; set {key}={short}, or a larger {unit}", [key, unit])
 
 
 def fitting_phase(key: str, epochs: float) -> float:

@@ -81,6 +81,11 @@ class Settings(BaseModel):
     # Whether the same command, given again, goes on with what a signal stopped.
     resumes: ClassVar[bool] = False
 
+    @property
+    def given(self) -> frozenset[str]:
+        """The dotted keys that the user gave, as opposed to defaults."""
+        return frozenset(values(self, given=True))
+
     def check_ready(self) -> None:
         """Raise if a command cannot start with these settings, which may still be completed by others."""
 
@@ -188,14 +193,18 @@ def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return layer
 
 
+def nested(layer: Mapping[str, object]) -> dict[str, Any]:
+    """Return values by dotted key in their sections."""
+    result: dict[str, Any] = {}
+    for key, value in layer.items():
+        section, _, name = key.rpartition(".")
+        (result.setdefault(section, {}) if section else result)[name] = value
+    return result
+
+
 def get(config: Settings, key: str) -> object:
     """Return the value of a dotted key; in an optional section that is null it is None."""
     return values(config).get(key)
-
-
-def given_keys(config: Settings) -> set[str]:
-    """Return the dotted keys that the user gave, as opposed to defaults."""
-    return set(values(config, given=True))
 
 
 def result_changes(config: C, base: C) -> dict[str, tuple[object, object]]:

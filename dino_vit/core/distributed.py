@@ -196,31 +196,33 @@ def any_process(flag: bool) -> bool:
 
 
 class DelayedVote:
-    """All-reduce a flag; each call returns the result of the call before, so that no host waits for others.
+    """All-reduce a flag, with the time of rank 0; each call returns the result of the call before.
 
-    In a single process it returns the flag itself.
+    So no host waits for others. In a single process it returns what it is given.
     """
 
     def __init__(self) -> None:
-        self._votes = torch.zeros(1, dtype=torch.int64)
+        self._votes = torch.zeros(2, dtype=torch.int64)
         self._counting: dist.Work | None = None
 
-    def __call__(self, flag: bool) -> bool:
-        """Start to reduce the flag; return whether any process had it set in the last call."""
+    def __call__(self, flag: bool, seconds: float = 0.0) -> tuple[bool, float]:
+        """Start to reduce the flag; return whether any process had it set in the last call, and the time."""
         if world_size() == 1:
-            return flag
+            return flag, seconds
         decided = self.result()
-        self._votes = torch.tensor([int(flag)])
+        microseconds = round(1e6 * seconds) if rank() == 0 else 0  # the largest is that of rank 0
+        self._votes = torch.tensor([int(flag), microseconds])
         self._counting = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=_hosts(), async_op=True)
         return decided
 
-    def result(self) -> bool:
-        """Wait for the last call's flags; return whether any was set."""
+    def result(self) -> tuple[bool, float]:
+        """Wait for the last call's flags; return whether any was set, and the time of rank 0."""
         if self._counting is None:
-            return False
+            return False, 0.0
         self._counting.wait()
         self._counting = None
-        return bool(self._votes.item())
+        flag, microseconds = self._votes.tolist()
+        return bool(flag), microseconds / 1e6
 
 
 def broadcast_int(number: int) -> int:
@@ -280,14 +282,6 @@ def apply_fsdp(
     fully_shard(network, mesh=mesh, reshard_after_forward=not learns)
     for name in methods:
         register_fsdp_forward_method(network, name)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device; the host does not wait."""
-    # CUDA copies in the background only from pinned memory.
-    if device.type == "cuda" and tensor.is_cpu:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -110,9 +110,3 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
     if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "bf16"
     return "no"
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until an accelerator has done its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_vit.config.facts import ChannelStatistics
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
@@ -185,15 +186,6 @@ def _layout(image: Tensor) -> Tensor | None:
     cells = cells - cells.mean()
     length = float(cells.norm())
     return cells / length if isfinite(length) and length > 1e-6 * float(values.abs().max()) else None
-
-
-class ChannelStatistics(NamedTuple):
-    """Mean and std per channel of pixels in [0, 1]; each image has the same weight."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    highest: float  # value of any pixel
-    images: int
 
 
 def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearConfig
-from dino_vit.config.settings import given_keys
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import TITLES, Figure, accuracy, measure
@@ -144,7 +143,7 @@ class Protocol(NamedTuple):
 
 def choose_protocol(config: LinearConfig, train_set: LabelledSubset) -> Protocol:
     """Return the method that was given, or else the one for so many images and such labels."""
-    given, few = given_keys(config), len(train_set) <= LOGISTIC_IMAGES
+    given, few = config.given, len(train_set) <= LOGISTIC_IMAGES
     is_grid = {"rates", "steps"} & given or not (few or "cs" in given)
     method = config.method or ("grid" if is_grid else "logistic")
     standardise = method == "logistic" if config.standardise is None else config.standardise

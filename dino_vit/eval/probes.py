@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from dino_vit.config.settings import Task
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, rank_slice, to_device
+from dino_vit.core.device import to_device
+from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.eval.figures import TOP_K

@@ -182,4 +182,5 @@ def warmup_constant(epoch: int, *, start: float, final: float, warmup: int) -> f
 
 def _ramp(index: float, start: float, end: float, count: int) -> float:
     """Return entry `index` of `count` evenly spaced values from `start` to `end`, both included."""
-    return start + (end - start) * (index / (count - 1)) if count > 1 else start
+    # A position in time may lie beyond the last entry.
+    return start + (end - start) * min(index / (count - 1), 1.0) if count > 1 else start

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from dino_vit.core.distributed import world_size
 from dino_vit.models.student_teacher import Network
 
 # 1.5 times 18 s of compiling, over the 4 ms that a step saved: 49 to 45 for ViT-S/16, 64 images, on an H200.
@@ -38,10 +37,9 @@ def missing_for_compile() -> str | None:
 
 def compile_networks(networks: Sequence[Network], *, whole: bool) -> None:
     """Compile whole networks, or their blocks, which are alike: their few graphs compile in seconds."""
-    if world_size() > 1:
-        from torch._dynamo import config  # slow
+    from torch._dynamo import config  # slow
 
-        config.optimize_ddp = False  # graphs would be split after every 25 MB of DistributedDataParallel's
+    config.optimize_ddp = False  # graphs would be split after every 25 MB of DistributedDataParallel's
     network: Any
     for network in networks:
         if whole:

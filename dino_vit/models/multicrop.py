@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dino_vit.core.distributed import to_device
+from dino_vit.core.device import to_device
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import sample_drop_path, sequences_by_block, spread_drops
 from dino_vit.models.layers import call_with_cast_weights
+from dino_vit.models.sequences import sample_drop_path, sequences_by_block, spread_drops
 from dino_vit.models.vit import VisionTransformer
 
 

@@ -26,9 +26,10 @@ from dino_vit.config.sections import Stem, stem_problem
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.models import positions
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import Block, sample_drop_path, sequences_by_block
+from dino_vit.models.block import Block
 from dino_vit.models.layers import dropout, init_linear
 from dino_vit.models.positions import Grid, PositionMode, Rotation
+from dino_vit.models.sequences import sample_drop_path, sequences_by_block
 from dino_vit.models.stems import build_stem
 
 BLOCK_KEYWORDS = ["mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale", "norm_eps"]

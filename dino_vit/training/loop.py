@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from dino_vit.core.distributed import DelayedVote, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import StorageError
-from dino_vit.method.objective import output_sums
+from dino_vit.method.objective import output_statistics, output_sums
 from dino_vit.method.optim import (
     clip_gradients,
     ema_update,
@@ -25,43 +25,53 @@ from dino_vit.method.optim import (
     step_if_finite,
 )
 from dino_vit.models.head import DINOHead
+from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.state import RESUME_ADVICE, TrainingState
+from dino_vit.training.state import TrainingState
 from dino_vit.views.loader import Batch
+
+# What to do about a state that is not finite.
+RESUME_ADVICE = (
+    "Run it again with compute.resume=changed, and compute.precision=no or a lower optim.lr, optim.clip or "
+    "loss.teacher_temp; it goes on from its last good checkpoint"
+)
 
 
 def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> bool:
     """Take the remaining steps; return whether all were taken, and not stopped before."""
     reporter.start()
-    state.began = time.monotonic()
+    state.clock.start()
+    evaluations, clock = state.evaluations, state.clock
     if state.saved_step is None and state.plan.steps_between_evaluations:
-        reporter.log_baseline(state.evaluate_baseline())
+        reporter.log_baseline(evaluations.evaluate_baseline(state.teacher))
+        clock.reserve = evaluations.seconds
         state.interval.restart()
-    state.begin_pace()
     interruption.in_steps, first, vote = True, state.step, DelayedVote()
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
-        while state.step < state.plan.total_steps:
+        while not state.is_done:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
-            stops = vote(interruption.received is not None or state.interval.seems_stuck)
+            stops, seconds = vote(
+                interruption.received is not None or state.interval.seems_stuck, clock.seconds
+            )
+            clock.agree(seconds)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
                 limit_waits(timedelta(minutes=state.config.compute.peer_timeout))
 
             finish_save(state, reporter)
-            reporter.progress.advance(state.step, state.plan.total_steps)
-            if state.plan.is_logged(state.step):
+            reporter.progress.advance(state.step, state.total_steps)
+            if state.position.is_logged:
                 log_step(state, reporter)
             else:
-                state.refit()
                 reporter.progress.refresh()
             if stops:
                 vote.result()  # of this step, which decides nothing any more
-                state.check_skipped()
+                check_skipped(state)
                 save(state, reporter, wait=True)
                 reporter.stop()
                 return False
-            if state.is_best or state.step % state.config.compute.checkpoint_every == 0:
+            if evaluations.is_best(state.step) or state.step % state.config.compute.checkpoint_every == 0:
                 save(state, reporter)
         vote.result()
         save(state, reporter, last=True)
@@ -72,9 +82,10 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
 def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     """Take one optimiser step, and update the teacher."""
     config = state.config
-    state.rates = rates = state.plan.rates(state.step)
+    state.begin_step()
+    rates = state.rates
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
-    state.student.patch_drop = state.plan.patch_drop(state.step)
+    state.student.patch_drop = state.plan.patch_drop(state.position.at)
 
     # The running statistics of BatchNorm, which a forward pass changes.
     before = snapshot(state.statistics)
@@ -128,7 +139,7 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
                 teacher_temperature=rates.teacher_temp,
             )
         torch.autograd.backward(state.scaler.scale(terms.loss / accumulate))
-    if state.plan.is_logged(state.step + 1):
+    if state.position.is_logged:
         for name, value in output_sums(terms, teacher_out, rates.teacher_temp).items():
             state.output_sums[name] = state.output_sums.get(name, 0) + value
     return terms.cls.detach() / accumulate
@@ -140,9 +151,9 @@ def drop_unlearned_gradients(state: TrainingState) -> None:
     After clipping, as in the 2021 code, whose norm includes them.
     """
     unlearned: list[nn.Module] = []
-    if state.step < state.plan.freeze_steps:
+    if state.position.at < state.plan.freeze_steps:
         unlearned += [head.last_layer for head in state.student.heads if isinstance(head, DINOHead)]
-    if state.step < state.plan.head_steps:
+    if state.position.at < state.plan.head_steps:
         unlearned.append(state.student.backbone)
     for module in unlearned:
         module.zero_grad(set_to_none=True)  # the optimiser skips parameters without a gradient
@@ -150,13 +161,42 @@ def drop_unlearned_gradients(state: TrainingState) -> None:
 
 def log_step(state: TrainingState, reporter: Reporter) -> None:
     """Log what was summed since the last log line, with an evaluation where one is due."""
-    state.refit(logged=True)
-    metrics = state.read_interval()
-    if state.plan.is_evaluated(state.step):
-        metrics = dataclasses.replace(metrics, **dataclasses.asdict(state.evaluate()))
+    metrics = read_interval(state)
+    if state.position.is_evaluated:
+        figures = state.evaluations.evaluate(state.teacher, state.step)
+        state.clock.reserve = state.evaluations.seconds
+        metrics = dataclasses.replace(metrics, **dataclasses.asdict(figures))
     reporter.log(metrics)
-    state.check_skipped()
+    check_skipped(state)
     state.interval.restart()  # so that the evaluation does not count as training time
+
+
+def read_interval(state: TrainingState) -> MetricsRecord:
+    """Return the numbers of a log line; the host waits for the device here."""
+    statistics = output_statistics(state.output_sums, state.config.optim.accumulate)
+    outputs: dict[str, Any] = {name: value.item() for name, value in statistics.items()}
+    return MetricsRecord(
+        step=state.step,
+        total_steps=state.total_steps,
+        epoch=state.step / state.plan.steps_per_epoch,
+        prototypes=state.objective.prototypes,
+        **state.interval.read(),
+        **state.rates._asdict(),
+        **outputs,
+    )
+
+
+def check_skipped(state: TrainingState) -> None:
+    """End the run after too many skipped steps in a row; the host waits for the device here.
+
+    Going back to a checkpoint would not help: the batch and the state are functions of the step, so the
+    same steps would fail again.
+    """
+    if most := state.interval.too_many_skipped():
+        raise NotFinite(
+            f"by step {state.step}, {most} steps in a row were not finite and were skipped. "
+            f"{RESUME_ADVICE}. See unreadable.txt for damaged images"
+        )
 
 
 def save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: bool = False) -> None:
@@ -181,10 +221,10 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
         reporter.warn(f"step {state.writer.step:,}: no checkpoint was written. {error}")
-        if state.best and state.best["step"] == state.writer.step:
-            state.best = state.best_written
+        if state.evaluations.is_best(state.writer.step):
+            state.evaluations.best = state.evaluations.best_written
     else:
         if path is not None:
             state.saved_step = state.writer.step
-            state.best_written = state.writer.metadata["best"]
+            state.evaluations.best_written = state.writer.metadata["best"]
             reporter.saved(path)

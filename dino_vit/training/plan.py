@@ -1,22 +1,20 @@
-"""What follows from a completed configuration: batches, lengths, intervals and rates; the pace of steps."""
+"""What follows from a run: lengths, intervals and rates, and where each step is in the schedules.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+With `budget.minutes` the clock is the schedule: a step's position is the share of the time that has passed.
+"""
+
+import time
+from dataclasses import dataclass
 from fractions import Fraction
+from math import floor
 from typing import NamedTuple
 
-from dino_vit.config.auto import EVALUATIONS, Choice
-from dino_vit.config.pretrain import PretrainConfig, check_phases, check_scaled_lr, in_steps, scaled_lr
+from dino_vit.config.complete import Run
+from dino_vit.config.pretrain import PretrainConfig, in_steps, scaled_lr
 from dino_vit.config.sections import START_TEACHER_TEMPERATURE
-from dino_vit.config.settings import ConfigError
-from dino_vit.core.text import plural
 from dino_vit.method.optim import warmup_constant, warmup_cosine
 
 LOG_LINES = 20  # at least, of a run of some minutes
-# Standard deviations, in natural logarithms: of the planned pace, and of the mean pace of steps that took all
-# the time; that of steps that took a hundredth of it is ten times as large.
-PLANNED_ERROR, PACE_ERROR = 0.25, 0.05
-UNTIMED = 0.1  # of the time, at most, before steps are timed
 
 
 class ScheduleValues(NamedTuple):
@@ -28,40 +26,75 @@ class ScheduleValues(NamedTuple):
     teacher_temp: float
 
 
-class BudgetEstimate(NamedTuple):
-    """What fits into `budget.minutes`: steps and evaluations, and the network and views chosen for them."""
+class Position(NamedTuple):
+    """Where a step is in the schedules, in steps of the plan, and what is due after it."""
 
-    steps: int | None = None
-    choices: Sequence[Choice] = ()
-    evaluations: int = EVALUATIONS
-    step_seconds: float = 0.0
-    seconds: float = 0.0  # that measuring took
+    at: float = 0.0
+    is_logged: bool = False
+    is_evaluated: bool = False
+    is_last: bool = False
 
 
-NO_ESTIMATE = BudgetEstimate()  # of a run whose budget is not in minutes
+@dataclass
+class Clock:
+    """Seconds of training and evaluations, in all starts of a run."""
+
+    budget: float | None = None  # of a run of some minutes
+    before: float = 0.0  # this start: of earlier ones, and of measuring
+    began: float | None = None  # when this start began to train
+    elapsed: float = 0.0  # as all ranks know it
+    steps: tuple[float, float] = (0.0, 0.0)  # seconds of the last two
+    reserve: float = 0.0  # for the evaluation at the end: as long as the last one took
+
+    @property
+    def seconds(self) -> float:
+        """The seconds so far, by the clock of this rank."""
+        return self.before + (0.0 if self.began is None else time.monotonic() - self.began)
+
+    @property
+    def left(self) -> float | None:
+        """The seconds that are left of the minutes."""
+        return None if self.budget is None else self.budget - self.seconds
+
+    @property
+    def share(self) -> float | None:
+        """The share of the time that has passed, the same on all ranks."""
+        if self.budget is None:
+            return None
+        return min(1.0, self.elapsed / max(self.budget - self.reserve, 1e-6))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next step is the last one: the time would be over after it."""
+        # The shorter of two, as one may have waited for images or for an evaluation.
+        return self.budget is not None and self.elapsed + min(self.steps) >= self.budget - self.reserve
+
+    def start(self) -> None:
+        """Begin to train."""
+        self.began = time.monotonic()
+
+    def agree(self, seconds: float) -> None:
+        """Go to a time of rank 0, after a step."""
+        self.steps = self.steps[1], max(0.0, seconds - self.elapsed)
+        self.elapsed = max(self.elapsed, seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration on a number of images and processes; all lengths are optimiser steps."""
+    """Lengths in optimiser steps; with `budget.minutes` they are shares of the expected length of the run."""
 
     config: PretrainConfig
     global_batch: int
     steps_per_epoch: int
-    total_steps: int
+    length: int
     warmup_steps: int
     freeze_steps: int
     head_steps: int
     lr: float
-    # The schedules have `length` steps. Where the length of the run was changed, after the step `since`, they
-    # were at `position`, and go on from there at another speed.
-    length: int
-    since: int = 0
-    position: float = 0.0
 
     @property
     def epochs(self) -> float:
-        return self.total_steps / self.steps_per_epoch
+        return self.length / self.steps_per_epoch
 
     @property
     def steps_between_evaluations(self) -> Fraction | None:
@@ -70,23 +103,40 @@ class Plan:
             return Fraction(compute.eval_every_steps)
         return in_steps(compute.eval_every, self.steps_per_epoch) if compute.eval_every else None
 
-    def with_total(self, total: int, step: int) -> "Plan":
-        """Return the plan of a run whose length is changed after `step` steps."""
-        if total == self.total_steps:
-            return self
-        if step <= self.warmup_steps:  # where only the weight decay and the momentum depend on it, and little
-            return replace(self, total_steps=total, length=total)
-        return replace(self, total_steps=total, since=step, position=self.position_at(step))
+    def position(self, step: int) -> Position:
+        """Return the position of a step, counted from 0, in a run whose length is in steps."""
+        taken = step + 1
+        is_last = taken == self.length
+        interval = self.steps_between_evaluations
+        is_evaluated = False
+        if interval is not None:
+            count = round(taken / interval)  # of intervals, which need not be whole numbers of steps
+            is_evaluated = (count > 0 and taken == round(count * interval)) or is_last
+        # The figures of an evaluation are part of a log line.
+        is_logged = taken % self.config.compute.log_every == 0 or is_last or is_evaluated
+        return Position(step, is_logged, is_evaluated, is_last)
 
-    def position_at(self, step: int) -> float:
-        """Return the position of a step in the schedules."""
-        left = max(self.total_steps - self.since, 1)
-        return self.position + (self.length - self.position) * (step - self.since) / left
+    def position_in_time(self, share: float, before: float, *, is_last: bool) -> Position:
+        """Return the position of the next step, at a share of the minutes, after a step at `before`.
 
-    def rates(self, step: int) -> ScheduleValues:
-        """Return the values of the schedules at a step."""
-        optim, teacher, loss = self.config.optim, self.config.teacher, self.config.loss
-        at, total = self.position_at(step), self.length
+        The last step has the rates of the end.
+        """
+        at = float(self.length) if is_last else max(before, share * self.length)
+        interval = self.steps_between_evaluations
+
+        def passes(every: Fraction | int) -> bool:
+            return floor(at / every) > floor(before / every)
+
+        # A little before the end is no time for one: the last step has one, too.
+        is_evaluated = interval is not None and (
+            is_last or (passes(interval) and at + interval / 2 < self.length)
+        )
+        every = min(self.config.compute.log_every, max(1, self.length // LOG_LINES))
+        return Position(at, is_last or is_evaluated or passes(every), is_evaluated, is_last)
+
+    def rates(self, at: float) -> ScheduleValues:
+        """Return the values of the schedules at a position."""
+        optim, teacher, loss, total = self.config.optim, self.config.teacher, self.config.loss, self.length
         # One temperature for a whole epoch in 2021, for a step in DINOv2.
         unit = self.steps_per_epoch if self.config.method == "dino" else 1
         return ScheduleValues(
@@ -96,128 +146,35 @@ class Plan:
             ),
             momentum=warmup_cosine(at, base=teacher.momentum, final=1.0, total=total),
             teacher_temp=warmup_constant(
-                step // unit,
+                int(at) // unit,
                 start=START_TEACHER_TEMPERATURE,
                 final=loss.teacher_temp,
                 warmup=loss.warmup_teacher_temp_epochs * (self.steps_per_epoch // unit),
             ),
         )
 
-    def patch_drop(self, step: int) -> float:
-        """Return the share of patches that the student does not see at a step.
+    def patch_drop(self, at: float) -> float:
+        """Return the share of patches that the student does not see at a position.
 
         In the last part of a run it may see all, as features are read from all patches.
         """
         model = self.config.model
-        return model.patch_drop if self.position_at(step) < model.patch_drop_until * self.length else 0.0
-
-    def is_logged(self, step: int) -> bool:
-        """Tell whether a log line is due after `step` steps."""
-        # The figures of an evaluation are part of a log line.
-        every = self.config.compute.log_every
-        if self.config.budget.minutes:  # there the length is fitted, however slow a step is
-            every = min(every, max(1, self.total_steps // LOG_LINES))
-        return step % every == 0 or step == self.total_steps or self.is_evaluated(step)
-
-    def is_evaluated(self, step: int) -> bool:
-        """Tell whether an online evaluation is due after `step` steps."""
-        interval = self.steps_between_evaluations
-        if interval is None:
-            return False
-        count = round(step / interval)  # of intervals, which need not be whole numbers of steps
-        return (count > 0 and step == round(count * interval)) or step == self.total_steps
+        return model.patch_drop if at < model.patch_drop_until * self.length else 0.0
 
 
-def make_plan(
-    config: PretrainConfig, images: int, world_size: int, steps: int | None = None, *, resumed: bool = False
-) -> Plan:
-    """Plan the run; refuse a configuration that does not fit the number of images and processes.
-
-    `steps` are those that fit into `budget.minutes`; of a run that resumes they may have become fewer.
-    """
-    optim = config.optim
-    batch = config.data.batch_size * optim.accumulate * world_size
-    if batch > images:
-        raise ValueError(
-            f"{images} images do not fill a global batch of {batch} (data.batch_size="
-            f"{config.data.batch_size} x optim.accumulate={optim.accumulate} x "
-            f"{plural(world_size, 'process', 'processes')}); lower one of them"
-        )
-    per_epoch, total = images // batch, steps or config.budget.total_steps(images, batch)
-    # Again, as only here the numbers of steps and of processes are known.
-    problems = list(check_scaled_lr(optim, batch))
-    if not (steps and resumed):
-        problems += check_phases(config, total / per_epoch, steps_per_epoch=per_epoch)
-    lr = scaled_lr(optim.lr, batch, optim.lr_scaling)
-    if optim.min_lr > lr:
-        text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {batch}"
-        problems.append(f"{text}; lower it")
-    if config.loss.koleo_weight and config.data.batch_size * world_size == 1:
-        text = f"loss.koleo_weight={config.loss.koleo_weight:g} keeps the images of a forward pass apart"
-        problems.append(f"{text}, but data.batch_size=1 is one image; raise it, or set loss.koleo_weight=0")
-    if problems:
-        raise ConfigError(problems)
+def make_plan(run: Run) -> Plan:
+    """Return the lengths and rates of a run."""
+    config, optim = run.config, run.config.optim
     head_epochs = config.init.head_epochs if config.init else 0.0
     lengths = (optim.warmup_epochs, optim.freeze_last_layer_epochs, head_epochs)
-    warmup, freeze, head = (round(in_steps(length, per_epoch)) for length in lengths)
+    warmup, freeze, head = (round(in_steps(length, run.steps_per_epoch)) for length in lengths)
     return Plan(
         config=config,
-        global_batch=batch,
-        steps_per_epoch=per_epoch,
-        total_steps=total,
-        length=total,
+        global_batch=run.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        length=run.length,
         warmup_steps=warmup,
         freeze_steps=freeze,
         head_steps=head,
-        lr=lr,
-    )
-
-
-class Pace:
-    """Between the planned seconds per step and their mean so far: the steadier the steps, the closer to it.
-
-    A mean of all steps, since what a source or another program takes now and then belongs to it. The first
-    ones do not count: networks are compiled, and workers have made their images ahead.
-    """
-
-    def __init__(self, planned: float, *, budget: float, untimed: int) -> None:
-        """`budget` is the time of the whole run in seconds, and `untimed` the steps that do not count."""
-        self.planned, self.budget, self.untimed = planned, budget, untimed
-        self.taken = self.timed = 0
-        self.sum = self.sum_of_squares = 0.0
-        self.start: float | None = None
-        self.last: float | None = None  # step that was timed, or before the first
-
-    def count(self, now: float) -> None:
-        """Count a step that ended at `now`, a time without evaluations."""
-        self.taken += 1
-        self.start = now if self.start is None else self.start
-        if self.last is not None:
-            self.timed += 1
-            self.sum += now - self.last
-            self.sum_of_squares += (now - self.last) ** 2
-        if self.timed or self.taken >= self.untimed or now - self.start >= UNTIMED * self.budget:
-            self.last = now
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per step."""
-        if self.sum <= 0:
-            return self.planned
-        mean = self.sum / self.timed
-        spread = self.sum_of_squares / self.timed / mean**2 - 1  # variance of the steps, relative to the mean
-        doubt = max(spread, 0.0) / self.timed + PACE_ERROR**2 * self.budget / self.sum
-        return float(self.planned * (mean / self.planned) ** (PLANNED_ERROR**2 / (PLANNED_ERROR**2 + doubt)))
-
-
-def note_on_unseen(plan: Plan, step_seconds: float) -> str | None:
-    """Say how long an epoch takes if `budget.minutes` are too short for one."""
-    minutes, missing = plan.config.budget.minutes, plan.steps_per_epoch - plan.total_steps
-    if not minutes or missing <= 0:
-        return None
-    needed = float(f"{minutes + missing * step_seconds / 60:.2g}")
-    return (
-        f"budget.minutes={minutes:g} has time for about {plural(plan.total_steps, 'step')} of the "
-        f"{plan.steps_per_epoch:,} in an epoch, so not every image is seen; budget.minutes={needed:g} would "
-        "be an epoch"
+        lr=scaled_lr(optim.lr, run.global_batch, optim.lr_scaling),
     )

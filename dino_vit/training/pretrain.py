@@ -1,7 +1,6 @@
-"""Pretraining from beginning to end: its processes, its folder, what fits into its minutes, its loop."""
+"""Pretraining from beginning to end: its processes, its folder, its setup, its loop."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from dino_vit.config.pretrain import PretrainConfig
@@ -13,7 +12,7 @@ from dino_vit.data.sources.remote import retrying
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.setup import open_context, set_up
+from dino_vit.training.setup import set_up
 
 
 def pretrain(
@@ -32,17 +31,12 @@ def pretrain(
     with Interruption() as interruption, retrying(config.data.timeout):
         accelerator = start_processes(trackers=config.compute.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
-            context = open_context(config, accelerator)
-            if config.budget.minutes is not None and not context.resumed:
-                from dino_vit.training.budget import estimate_budget  # other runs measure nothing
-
-                context = replace(context, estimate=estimate_budget(config, context))
-            run = set_up(config, accelerator, context)
+            run, state = set_up(config, accelerator)
             if config.data.cache_gb and accelerator.is_main_process:
                 copies = config.data.cache and below_home(config.data.cache)
                 bound_caches(config.data.cache_gb, copies or cache_folder() / SHARDS)
-            with Reporter(run, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
-                finished = train(run.state, reporter, interruption)
+            with Reporter(run, state, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
+                finished = train(state, reporter, interruption)
                 accelerator.wait_for_everyone()
                 limit_waits(SETUP_TIMEOUT)  # of what comes next in this process
         if not finished:

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from dino_vit import __version__
-from dino_vit.config.loading import replace as with_settings
+from dino_vit.config.complete import Run
 from dino_vit.config.loading import to_yaml, write_yaml
 from dino_vit.config.settings import values
 from dino_vit.core import log
@@ -39,7 +39,7 @@ from dino_vit.reports.significance import FIGURES, better_baseline, levels_text
 from dino_vit.reports.verdict import FAR, WAITING_HELP, judge, published_advice, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
-from dino_vit.training.setup import ReadyRun
+from dino_vit.training.state import TrainingState
 
 COLUMNS_HELP = (
     "columns of the log: ln K: the loss minus ln(prototypes), below 0 once the network tells images apart; "
@@ -57,35 +57,38 @@ class Reporter:
 
     def __init__(
         self,
-        run: ReadyRun,
+        run: Run,
+        state: TrainingState,
         *,
         on_metrics: Callable[[MetricsRecord], object] | None = None,
         on_checkpoint: Callable[[Path], object] | None = None,
     ) -> None:
-        self.run, self.state = run, run.state
+        self.run, self.state = run, state
+        self.is_resumed = state.saved_step is not None
         self.on_metrics, self.on_checkpoint = on_metrics, on_checkpoint
         config, accelerator = self.state.config, self.state.accelerator
         self.main = bool(accelerator.is_main_process)
         self.progress = RunProgress(
-            total_steps=self.state.plan.total_steps,
+            total_steps=self.state.total_steps,
             step=self.state.step,
             stream=sys.stderr if log.isEnabledFor(logging.INFO) else StringIO(),
-            seconds_left=lambda: self.state.seconds_left,
+            seconds_left=lambda: self.state.clock.left,
         )
         self.history: list[MetricsRecord] = []
         self.baseline: Baseline | None = None
         self.has_advised_on_waiting = False
         folder = self.state.folder
         if self.main:
-            as_before = with_settings(config, {"compute.resume": "same"})  # another change would go unnoticed
-            settings = to_yaml(as_before).encode()
-            if not run.resumed:
+            # Another change would go unnoticed with resume=changed.
+            compute = config.compute.model_copy(update={"resume": "same"})
+            settings = to_yaml(config.model_copy(update={"compute": compute})).encode()
+            if not self.is_resumed:
                 set_earlier_run_aside(folder, settings)
             with self._full_disk_allowed():
                 write_bytes(folder / "config.yaml", settings)
             # A run that was killed may have logged steps that come after its last checkpoint.
             self.history = drop_later_records(folder / "metrics.jsonl", self.state.step)
-            if run.resumed:
+            if self.is_resumed:
                 self.baseline = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
         # Trackers take numbers and text only.
         plain = {
@@ -107,17 +110,17 @@ class Reporter:
 
     def start(self) -> None:
         """Describe the run, and record this start in `starts.jsonl`."""
-        start = start_record(self.run)
-        for line in describe_start(self.run, start):
+        start = start_record(self.run, self.state)
+        for line in describe_start(self.run, self.state, start):
             self.progress.notice(line)
-        if self.main and self.state.step < self.state.plan.total_steps:
+        if self.main and not self.state.is_done:
             with self._full_disk_allowed():
                 append_record(self.state.folder / "starts.jsonl", asdict(start))
 
     def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
         self.baseline = baseline
-        for line in describe_baseline(self.run, baseline):
+        for line in describe_baseline(self.state, baseline):
             self.progress.notice(line)
         figures = {f"eval/{name}": value for name, value in baseline.figures().items()}
         self.state.accelerator.log(figures, step=0)
@@ -180,7 +183,7 @@ class Reporter:
 
     def finish(self) -> None:
         """Say what has come of the run, and where it is."""
-        best, weights = self.state.best, self.state.folder
+        best, weights = self.state.evaluations.best, self.state.folder
         if self.main:
             verdict = judge(self.history, self.state.config, self.baseline)
             self.progress.notice(str(verdict))
@@ -203,7 +206,7 @@ class Reporter:
         if len(sources) > 1 or is_passed:
             return text
         images = shlex.quote(public(sources[0]))
-        if self.state.evaluation.has_labels:
+        if self.state.evaluations.online.has_labels:
             given = self.state.config.data.labels
             labels = f" labels={shlex.quote(public(given))}" if given else ""
             labels += " several=true" if self.state.config.data.several else ""
@@ -219,10 +222,9 @@ class Reporter:
         )
 
 
-def start_record(run: ReadyRun) -> Start:
+def start_record(run: Run, state: TrainingState) -> Start:
     """Return what is recorded of a start."""
-    state, plan = run.state, run.state.plan
-    student = state.student
+    plan, student = state.plan, state.student
     total, backbone = (sum(p.numel() for p in part.parameters()) for part in (student, student.backbone))
     return Start(
         step=state.step,
@@ -231,20 +233,20 @@ def start_record(run: ReadyRun) -> Start:
         torch=torch.__version__,
         device=device_name(state.device),
         processes=state.accelerator.num_processes,
-        precision=state.precision,
+        precision=run.precision,
         workers=state.loader.workers,
         global_batch=plan.global_batch,
         images=state.source.images_per_epoch,
         steps_per_epoch=plan.steps_per_epoch,
-        total_steps=plan.total_steps,
+        total_steps=state.total_steps,
         parameters={"backbone": backbone, "head": total - backbone},
         reasons={choice.key: choice.reason for choice in run.choices},
     )
 
 
-def describe_baseline(run: ReadyRun, baseline: Baseline) -> Iterator[str]:
+def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]:
     """Yield what the untrained network and simpler means reach, and what to do if it is far below them."""
-    config, images = run.state.config, run.state.plan.total_steps * run.state.plan.global_batch
+    config, images = state.config, state.plan.length * state.plan.global_batch
     if baseline.knn is None:
         rank = f"effective rank {baseline.rankme:.1f}, about how many dimensions the features use"
         yield f"before the first step: {rank}"
@@ -263,9 +265,9 @@ def describe_baseline(run: ReadyRun, baseline: Baseline) -> Iterator[str]:
         ).rstrip()
 
 
-def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
+def describe_start(run: Run, state: TrainingState, start: Start) -> Iterator[str]:
     """Yield lines on the devices, the images, the network and what was chosen; all with `compute.verbose`."""
-    state, config, plan = run.state, run.state.config, run.state.plan
+    config, plan, is_resumed = run.config, state.plan, state.saved_step is not None
     processes = plural(start.processes, "process", "processes")
     verbose, alone = config.compute.verbose, start.processes == 1
     readers = plural(start.workers, "worker") + ("" if alone else " each")
@@ -286,7 +288,7 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         f"{start.images:,} images of {config.data.images}: {plural(start.steps_per_epoch, 'step')} "
         f"per epoch, {length}, peak lr {plan.lr:.3g}"
     )
-    if verbose or not run.resumed:  # or its first start has said it
+    if verbose or not is_resumed:  # or its first start has said it
         yield from run.notes
         yield (
             f"{config.model.title} ({start.parameters['backbone'] / 1e6:.1f} M parameters, projection head "
@@ -301,8 +303,9 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
     else:
         chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
         yield f"{chosen} (config.yaml; compute.verbose=true and `dino-vit report` give the reasons)"
-    if run.resumed and state.step >= plan.total_steps:
+    path = state.checkpoints.path(state.step)
+    if is_resumed and state.is_done:
         larger = "a larger budget with compute.resume=changed goes on from"
-        yield f"all {plan.total_steps:,} steps were taken before; {larger} {run.resumed}"
-    elif run.resumed:
-        yield f"resuming after step {state.step:,} from {run.resumed}"
+        yield f"all {state.total_steps:,} steps were taken before; {larger} {path}"
+    elif is_resumed:
+        yield f"resuming after step {state.step:,} from {path}"

@@ -8,16 +8,19 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
+from dino_vit.config.complete import Run
+from dino_vit.config.facts import CheckpointFacts
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import result_changes
+from dino_vit.config.sections import Data
+from dino_vit.config.settings import settings_of, values
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
-from dino_vit.core.runtime import choose_precision
+from dino_vit.core.distributed import world_size
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet
 from dino_vit.reports.metrics import METRICS, START_ADAPTER, OnlineFigures, read_records, to_json
-from dino_vit.training.resolve import RunContext, started_config
+from dino_vit.training.facts import Inputs
 from dino_vit.training.state import TrainingState
 
 # What a run writes beside its checkpoints.
@@ -39,15 +42,17 @@ def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
     return resumed
 
 
-def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> None:
+def check_same_run(run: Run, before: CheckpointFacts, inputs: Inputs) -> None:
     """Check that a run resumes with the settings, images, batches and precision that it started with."""
-    changes = list(_changes(config, context, resumed))
+    config, resumed = run.config, inputs.checkpoint
+    assert resumed is not None
+    changes = list(_changes(run, before, inputs, resumed))
     if changes and config.compute.resume != "changed":
         raise ValueError(
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or compute.resume=changed to resume anyway"
         )
-    if resumed.metadata["stamp"] != context.source.stamp:
+    if resumed.metadata["stamp"] != inputs.source.stamp:
         text = (
             "the files of %s were moved, copied or changed since step %d, but have the same names and sizes"
         )
@@ -66,7 +71,8 @@ def set_figures_aside(state: TrainingState) -> None:
         )
     text = "%s was evaluated with other images or labels: its figures so far are set aside"
     log.warning(text, folder)
-    best, state.best, state.best_written = state.best, None, None
+    best = state.evaluations.best
+    state.evaluations.best = state.evaluations.best_written = None
     if not state.accelerator.is_main_process:
         return
     metrics, baseline = folder / "metrics.jsonl", folder / "baseline.json"
@@ -74,8 +80,8 @@ def set_figures_aside(state: TrainingState) -> None:
     if best:
         aside[state.checkpoints.path(best["step"])] = "best-before-{}.safetensors"
     for path, name in aside.items():
-        if path.exists() and not (kept := folder / name.format(state.step)).exists():
-            with replacing(kept) as partial:
+        if path.exists() and not (copy := folder / name.format(state.step)).exists():
+            with replacing(copy) as partial:
                 copyfile(path, partial)
     nothing: dict[str, Any] = dict.fromkeys(field.name for field in fields(OnlineFigures))
     records = [record for record in read_records(metrics, METRICS) if record.step <= state.step]
@@ -112,40 +118,43 @@ def _more_images(config: PretrainConfig, source: ImageSet, step: int) -> str:
     return f"{plural(abs(more), 'image')} {'more' if more > 0 else 'fewer'}" if more else ""
 
 
-def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:
+def _changes(run: Run, checkpoint: CheckpointFacts, inputs: Inputs, resumed: Checkpoint) -> Iterator[str]:
     """Yield what has changed: settings, what they stand for, and the batches of a forward pass."""
-    metadata, before = resumed.metadata, started_config(resumed)
-    for key, (was, value) in result_changes(config, before).items():
-        yield f"{key} was {was} and is {value}"
+    config, metadata, before = run.config, resumed.metadata, checkpoint.settings
+    now = values(config)
+    for key, info in settings_of(PretrainConfig).items():
+        if not info.resumable and before.get(key) != now.get(key):
+            yield f"{key} was {before.get(key)} and is {now.get(key)}"
     wanted = config.compute.precision
-    precision = choose_precision(wanted, context.device)
-    if metadata["precision"] != precision and wanted == before.compute.precision:
-        yield f"compute.precision={wanted} was {metadata['precision']} and is {precision} here"
-    if metadata["source"] != context.source.fingerprint:
-        if config.data.source != before.data.source:
-            yield f"the images of {config.data.images} are not those of {before.data.images}"
-        elif more := _more_images(config, context.source, resumed.step):
+    if metadata["precision"] != run.precision and wanted == before["compute.precision"]:
+        yield f"compute.precision={wanted} was {metadata['precision']} and is {run.precision} here"
+    if metadata["source"] != inputs.source.fingerprint:
+        if config.data.source != before["data.source"]:
+            earlier = Data(source=before["data.source"]).images
+            yield f"the images of {config.data.images} are not those of {earlier}"
+        elif more := _more_images(config, inputs.source, resumed.step):
             yield f"{config.data.images} has {more} than at step {resumed.step}"
         else:
             yield f"the images of {config.data.images} have changed"
     networks = {"fixed_teacher": f"teacher.weights={config.teacher.weights}"}
     networks |= {"gram_teacher": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():
-        if metadata[key] not in (None, context.weights_read[key]):
+        if metadata[key] not in (None, inputs.weights_read[key]):
             yield f"the weights of {name} have changed; of a run that goes on, give a checkpoint that is kept"
-    batch, now = metadata["global_batch"], config.data.batch_size * context.processes
-    then = batch // before.optim.accumulate
-    how = f"data.batch_size={config.data.batch_size} on {plural(context.processes, 'process', 'processes')}"
-    kept, rest = divmod(then, context.processes)
-    advice = "" if rest else f"; data.batch_size={kept} keeps it"
-    if batch % now:
-        yield f"its global batch was {batch}, which is not a multiple of {now} ({how}){advice}"
+    batch, processes = checkpoint.global_batch, world_size()
+    images, then = config.data.batch_size * processes, batch // before["optim.accumulate"]
+    how = f"data.batch_size={config.data.batch_size} on {plural(processes, 'process', 'processes')}"
+    size, rest = divmod(then, processes)
+    advice = "" if rest else f"; data.batch_size={size} keeps it"
+    if batch % images:
+        yield f"its global batch was {batch}, which is not a multiple of {images} ({how}){advice}"
     # These look at all images of a forward pass.
     used = {
         "BatchNorm": any(name.startswith("student.") and "running_mean" in name for name in resumed.tensors),
-        "Sinkhorn-Knopp": config.loss.centering == before.loss.centering == "sinkhorn",
-        "KoLeo": config.loss.koleo_weight and before.loss.koleo_weight,
+        "Sinkhorn-Knopp": config.loss.centering == before["loss.centering"] == "sinkhorn",
+        "KoLeo": config.loss.koleo_weight and before["loss.koleo_weight"],
     }
-    if then != now and any(used.values()):
+    if then != images and any(used.values()):
         names = " and ".join(name for name, is_used in used.items() if is_used)
-        yield f"{names} had {plural(then, 'image')} per forward pass and would now have {now} ({how}){advice}"
+        passes = f"{names} had {plural(then, 'image')} per forward pass and would now have {images}"
+        yield f"{passes} ({how}){advice}"

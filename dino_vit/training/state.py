@@ -1,11 +1,8 @@
 """The state of a run between two steps: everything that a step touches or a checkpoint holds."""
 
-import json
-import math
-import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,40 +12,28 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dino_vit.config.complete import Run
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, NotFinite, collect, restore
-from dino_vit.core.distributed import broadcast_int, full_tensor
-from dino_vit.core.runtime import DTYPES, Precision
-from dino_vit.core.storage import digest
+from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, collect, restore
+from dino_vit.core.distributed import full_tensor
+from dino_vit.core.runtime import DTYPES
 from dino_vit.data.image_set import ImageSet
-from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.method.objective import Objective, output_statistics
+from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
-from dino_vit.reports.metrics import DECISIVE, Baseline, MetricsRecord, OnlineFigures
+from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.interval import Interval
-from dino_vit.training.plan import Pace, Plan, ScheduleValues
-from dino_vit.views.loader import PREFETCH, Batch, Loader, UnreadableImages
-
-# What to do about a state that is not finite.
-RESUME_ADVICE = (
-    "Run it again with compute.resume=changed, and compute.precision=no or a lower optim.lr, optim.clip or "
-    "loss.teacher_temp; it goes on from its last good checkpoint"
-)
-SLOW_STEPS = 2  # of a start: workers begin, networks are compiled
-GROWTH = 1.1  # of the steps of this start, before the length is fitted again without a log line
-# A run of some minutes changes its length if that is off by more than this share of the steps that are left.
-REFIT_TOLERANCE = 0.1
-MIN_EXTENSION = 0.01  # of the steps so far, when a run of some minutes ends
+from dino_vit.training.plan import Clock, Plan, Position, ScheduleValues
+from dino_vit.views.loader import Batch, Loader, UnreadableImages
 
 
 @dataclass(kw_only=True)
 class TrainingState:
     """A run between two steps; `step` counts the optimiser steps taken."""
 
-    config: PretrainConfig
+    run: Run
     plan: Plan
+    clock: Clock
     accelerator: Accelerator
-    precision: Precision
     source: ImageSet
     loader: Loader
     augment: nn.Module
@@ -59,29 +44,26 @@ class TrainingState:
     objective: Objective
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    evaluation: OnlineEvaluation
+    evaluations: Evaluations
     checkpoints: Checkpoints
     unreadable: UnreadableImages
     weights_read: Mapping[str, str | None]  # digests of networks that stay as they are
     interval: Interval = field(init=False)
     writer: BackgroundWriter = field(init=False)
+    position: Position = field(default_factory=Position)  # of the last step
     rates: ScheduleValues = field(init=False)  # of the last step
     output_sums: dict[str, Tensor] = field(default_factory=dict)  # over the micro-batches of a logged step
     step: int = 0
+    first: tuple[int, float] | None = None  # step of this start, and the share of the minutes before it
     saved_step: int | None = None
-    evaluated_by: str | None = None  # the digest of what the evaluations use
-    best: dict[str, Any] | None = None  # figure, value, step
-    best_written: dict[str, Any] | None = None  # with its checkpoint; counts if `best` cannot be written
-    seconds_before: float = 0.0  # of the starts before this one
-    began: float | None = None  # when this start began to train
-    evaluation_seconds: float = 0.0  # that the last evaluation took
-    evaluating: float = 0.0  # seconds of all evaluations in this start
-    pace: Pace | None = None  # of a run of some minutes
-    fitted: int = 0  # steps of this start after which the length was fitted
 
     def __post_init__(self) -> None:
         self.interval = Interval(self.device)
         self.writer = BackgroundWriter(self.checkpoints)
+
+    @property
+    def config(self) -> PretrainConfig:
+        return self.run.config
 
     @property
     def folder(self) -> Path:
@@ -112,8 +94,8 @@ class TrainingState:
         return [*ours.values()], [theirs[name] for name in ours]  # the student may have a head of its own
 
     def autocast(self) -> torch.autocast:
-        dtype = DTYPES[self.precision]
-        return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "no")
+        precision = self.run.precision
+        return torch.autocast(self.device.type, dtype=DTYPES[precision], enabled=precision != "no")
 
     def views_of(self, batch: Batch) -> list[Tensor]:
         """Return a batch's views by size, ready for the networks."""
@@ -126,128 +108,30 @@ class TrainingState:
         """Return a batch's masks on the device."""
         return None if batch.masks is None else batch.masks.to(self.device)
 
-    def evaluate(self) -> OnlineFigures:
-        """Evaluate the teacher; update the best result: k-NN by labels, otherwise the rank."""
-        figures = self._timed_evaluation()
-        figure = next(name for name in DECISIVE if getattr(figures, name) is not None)
-        value, best = getattr(figures, figure), self.best
-        # A NaN is never the best. Rank 0 decides, since figures of others may differ by rounding, and a
-        # checkpoint of shards needs all.
-        if broadcast_int(math.isfinite(value) and (best is None or value > best["value"])):
-            self.best = {"figure": figure, "value": value, "step": self.step}
-        return figures
-
-    def _timed_evaluation(self) -> OnlineFigures:
-        start = time.perf_counter()
-        with torch.compiler.set_stance("force_eager"):  # its batches would be compiled size by size
-            figures: OnlineFigures = self.teacher.run_unsharded(self.evaluation)
-        self.evaluation_seconds = time.perf_counter() - start
-        self.evaluating += self.evaluation_seconds
-        return figures
-
-    def evaluation_digest(self) -> str:
-        """Return a digest of the images and labels that evaluations use."""
-        evaluation = self.evaluation
-        facts = {
-            "images": [evaluation.source.fingerprint, evaluation.indices],
-            "labels": evaluation.targets.tolist(),
-            "classes": list(evaluation.source.labels.names) if evaluation.has_labels else [],
-        }
-        return digest({}, {"labels": json.dumps(facts)})
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps were taken: as many as were planned, or the last one of the minutes."""
+        return self.position.is_last if self.clock.budget else self.step >= self.plan.length
 
     @property
-    def is_best(self) -> bool:
-        """Whether the best evaluation is that of this step."""
-        return self.best is not None and self.best["step"] == self.step
+    def total_steps(self) -> int:
+        """The steps of the run; with `budget.minutes` as many as are expected by now."""
+        share, (first, start) = self.clock.share, self.first or (0, 1.0)
+        if share is None or self.is_done:
+            return self.plan.length if share is None else self.step
+        if share <= start:
+            return max(self.plan.length, self.step + 1)
+        return self.step + max(1, round((1 - share) * (self.step - first) / (share - start)))
 
-    def evaluate_baseline(self) -> Baseline:
-        """Evaluate the network before the first step and, on rank 0, what needs no network."""
-        figures = self._timed_evaluation()
-        guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
-        return Baseline(**asdict(figures), **(asdict(guesses) if guesses else {}))
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of training so far, in all starts."""
-        return self.seconds_before + (0.0 if self.began is None else time.monotonic() - self.began)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """The seconds that are left of `budget.minutes`."""
-        minutes = self.config.budget.minutes
-        return None if minutes is None else 60 * minutes - self.seconds
-
-    @property
-    def steps_ahead(self) -> int:
-        """The steps whose images workers may have made ahead."""
-        return math.ceil(self.loader.workers * PREFETCH / self.config.optim.accumulate)
-
-    def begin_pace(self) -> None:
-        """Begin to time steps, if the length is to fit `budget.minutes`."""
-        if self.seconds_left is None or self.config.budget.minutes is None:
-            return
-        left, evaluations = self._without_evaluations(self.seconds_left)
-        planned = left / max(self.plan.total_steps - self.step, 1) - evaluations
-        budget, untimed = 60 * self.config.budget.minutes, SLOW_STEPS + self.steps_ahead
-        self.pace = Pace(max(planned, 1e-6), budget=budget, untimed=untimed)
-
-    def refit(self, *, logged: bool = False) -> None:
-        """Count the step that was taken, and fit the length to what is left of `budget.minutes`.
-
-        That is at a log line, and before as the steps of a start become more: all processes do so at the same
-        steps.
-        """
-        if self.pace is None:
-            return
-        self.pace.count(self.seconds - self.evaluating)
-        if logged or self.pace.taken >= GROWTH * self.fitted:
-            self.fitted = self.pace.taken
-            # The last step must be one that is logged.
-            self._fit(self.pace.seconds, least=0 if logged else 1)
-
-    def _without_evaluations(self, left: float) -> tuple[float, float]:
-        """Return the time left without the evaluation at the end, and what the others add to each step."""
-        interval = self.plan.steps_between_evaluations
-        if interval is None:
-            return left, 0.0
-        return left - self.evaluation_seconds, self.evaluation_seconds / float(interval)
-
-    def _fit(self, pace: float, *, least: int) -> None:
-        """Fit the length to the time that is left, at some seconds per step, if it is clearly off."""
-        left, evaluations = self._without_evaluations(self.seconds_left or 0.0)
-        more = int(max(left, 0.0) / max(pace + evaluations, 1e-6))
-        planned = self.plan.total_steps - self.step
-        # A step or two at the end would only be evaluated again.
-        more = max(more if more > MIN_EXTENSION * self.step else 0, least)
-        is_off = abs(more - planned) > max(REFIT_TOLERANCE * planned, MIN_EXTENSION * self.plan.total_steps)
-        total = broadcast_int(self.step + (more if is_off else planned))
-        self.plan = self.plan.with_total(total, self.step)
-
-    def read_interval(self) -> MetricsRecord:
-        """Return the numbers of a log line; the host waits for the device here."""
-        statistics = output_statistics(self.output_sums, self.config.optim.accumulate)
-        outputs: dict[str, Any] = {name: value.item() for name, value in statistics.items()}
-        return MetricsRecord(
-            step=self.step,
-            total_steps=self.plan.total_steps,
-            epoch=self.step / self.plan.steps_per_epoch,
-            prototypes=self.objective.prototypes,
-            **self.interval.read(),
-            **self.rates._asdict(),
-            **outputs,
-        )
-
-    def check_skipped(self) -> None:
-        """End the run after too many skipped steps in a row; the host waits for the device here.
-
-        Going back to a checkpoint would not help: the batch and the state are functions of the step, so the
-        same steps would fail again.
-        """
-        if most := self.interval.too_many_skipped():
-            raise NotFinite(
-                f"by step {self.step}, {most} steps in a row were not finite and were skipped. "
-                f"{RESUME_ADVICE}. See unreadable.txt for damaged images"
-            )
+    def begin_step(self) -> None:
+        """Move to the position of the next step."""
+        if (share := self.clock.share) is None:
+            self.position = self.plan.position(self.step)
+        else:
+            self.first = self.first or (self.step, share)
+            is_last, before = self.clock.is_last, self.position.at
+            self.position = self.plan.position_in_time(share, before, is_last=is_last)
+        self.rates = self.plan.rates(self.position.at)
 
     def begin_save(self) -> None:
         """Begin to write a checkpoint on rank 0; the state may change as soon as this returns."""
@@ -269,40 +153,41 @@ class TrainingState:
             **self.config.data.model_dump(include={"mean", "std", "bits", "range"}),
             "network": None,  # a checkpoint holds two; who loads it chooses
             "config": self.config.model_dump(mode="json"),
-            "global_batch": self.plan.global_batch,
+            "chosen": sorted(self.run.chosen),
+            "global_batch": self.run.global_batch,
             "source": self.source.fingerprint,
             "stamp": self.source.stamp,
-            "precision": self.precision,
+            "precision": self.run.precision,
             **self.weights_read,
-            "evaluated_by": self.evaluated_by,
+            "evaluated_by": self.evaluations.measured_on,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": int(self.interval.skipped),
             "interval": self.interval.sums(),
-            "best": self.best,
-            "total_steps": self.plan.total_steps,
-            "schedule": {name: getattr(self.plan, name) for name in ("length", "since", "position")},
-            "seconds": self.seconds,
+            "best": self.evaluations.best,
+            "total_steps": self.total_steps,
+            "length": self.plan.length,
+            "position": list(self.position),
+            "seconds": self.clock.seconds,
+            "evaluation_seconds": self.clock.reserve,
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore from a checkpoint."""
+        metadata = checkpoint.metadata
         restore(checkpoint, self._modules(), self.optimizer)
-        if checkpoint.metadata["scaler"]:  # empty except in float16
-            self.scaler.load_state_dict(checkpoint.metadata["scaler"])
+        if metadata["scaler"]:  # empty except in float16
+            self.scaler.load_state_dict(metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
-        self.checkpoints.kept_steps |= {*checkpoint.metadata["kept_steps"]}
-        self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
-        self.best = self.best_written = checkpoint.metadata["best"]
-        self.evaluated_by = checkpoint.metadata["evaluated_by"]
-        self.seconds_before = checkpoint.metadata["seconds"]
-        was = checkpoint.metadata["config"]["budget"]["minutes"]
-        if self.config.budget.minutes is not None:
-            self.plan = replace(self.plan, **checkpoint.metadata["schedule"])
-        if self.config.budget.minutes not in (None, was) and self.step:
-            is_done = self.step >= self.plan.total_steps
-            self._fit(self.seconds / self.step, least=0)
-            if is_done:  # at the end of its schedules the teacher would stay as it is
-                self.plan = replace(self.plan, length=self.plan.total_steps, since=0, position=0.0)
+        self.checkpoints.kept_steps |= {*metadata["kept_steps"]}
+        self.interval.restore(metadata["interval"], metadata["nonfinite_steps"])
+        self.evaluations.best = self.evaluations.best_written = metadata["best"]
+        self.evaluations.measured_on = metadata["evaluated_by"]
+        self.clock.before = self.clock.elapsed = metadata["seconds"]
+        self.clock.reserve = metadata["evaluation_seconds"]
+        self.position = Position(*metadata["position"])
+        if self.config.budget.minutes not in (None, metadata["config"]["budget"]["minutes"]):
+            share = self.clock.share or 0.0  # the schedules are those of other minutes
+            self.position = Position(share * self.plan.length, is_last=share >= 1)
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, **self.objective.centers}

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dino_vit.config.objects import find, is_object
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import values
 from dino_vit.core import Size
 from dino_vit.core.cache import below_home
 from dino_vit.core.distributed import agree, in_all_processes
@@ -42,10 +41,6 @@ from dino_vit.views.workers import choose_workers
 
 if TYPE_CHECKING:
     from dino_vit.views.masks import Masking
-
-# What may differ between the processes of a run.
-HOST_SETTINGS = {"output", "data.source", "data.labels", "data.workers", "data.cache"}
-HOST_SETTINGS |= {"data.cache_gb", "augment.module"}
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -108,11 +103,7 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
 def open_images(config: PretrainConfig) -> ImageSet:
     """Open the images of a run; all processes must see the same."""
     data = config.data
-    shared = [
-        f"{key}={value}" for key, value in values(config, given=True).items() if key not in HOST_SETTINGS
-    ]
     with in_all_processes():
-        agree("settings", lambda: shared, ", ".join)
         return agree(
             "images",
             lambda: open_source(data.source or data.images, data.labels, data.mix, several=data.several),

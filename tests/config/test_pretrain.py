@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from dino_vit.config.loading import load, replace, to_yaml
+from dino_vit.config.loading import load, to_yaml
 from dino_vit.config.pretrain import METHODS, PretrainConfig, scaled_lr
 from dino_vit.config.sections import Arch
-from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
+from dino_vit.config.settings import ConfigError, settings_of, values
 from dino_vit.core import VIT_SIZES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "pretrain").glob("*.yaml"))
@@ -52,8 +52,8 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
     for key, value in METHODS["dinov2"].items():
         assert values(config)[key] == (0.8 if key == "optim.layer_decay" else value)
         assert values(PretrainConfig())[key] != value, "as in method=dino: superfluous"
-    assert given_keys(config) == {"method", "optim.layer_decay"}
-    changed = replace(config, {"seed": 1, "loss.koleo_weight": 0.0})
+    assert config.given == {"method", "optim.layer_decay"}
+    changed = load(PretrainConfig, config, {"seed": 1, "loss.koleo_weight": 0.0})
     assert (changed.loss.koleo_weight, changed.loss.patch_weight) == (0.0, 1.0)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
@@ -173,4 +173,4 @@ def test_a_huge_network_has_patches_of_14_unless_told_otherwise() -> None:
     sizes = ["views.global_size=224", "views.local_size=98"]
     assert load(PretrainConfig, None, ["model.arch=vit_huge", *sizes]).model.patch_size == 14
     config = load(PretrainConfig, None, ["model.arch=vit_huge", "model.patch_size=16"])
-    assert replace(config, {"optim.clip": 1.0}).model.patch_size == 16
+    assert load(PretrainConfig, config, {"optim.clip": 1.0}).model.patch_size == 16

@@ -2,7 +2,7 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import get, given_keys, result_changes, settings_of, values
+from dino_vit.config.settings import get, result_changes, settings_of, values
 from tests.support.cake import Cake
 
 
@@ -20,7 +20,7 @@ def test_settings_by_dotted_key() -> None:
     assert set(values(Cake())) == {key for key in settings_of(Cake) if not key.startswith("icing.")}
     assert set(values(cake)) == settings_of(Cake).keys() - {"icing"}
     assert (values(cake)["eggs"], get(cake, "icing.colour"), get(Cake(), "icing.colour")) == (4, "red", None)
-    assert given_keys(cake) == {"eggs", "icing.colour"}
+    assert cake.given == {"eggs", "icing.colour"}
 
 
 def test_the_home_folder_may_be_written_short(monkeypatch: pytest.MonkeyPatch) -> None:

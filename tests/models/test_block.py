@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dino_vit.models.block import Sequences, attend
+from dino_vit.models.block import attend
+from dino_vit.models.sequences import Sequences
 from dino_vit.models.vit import VisionTransformer
 from tests.support.close import assert_close_to_scale
 

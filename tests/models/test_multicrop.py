@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from dino_vit.models.block import sample_drop_path
 from dino_vit.models.layers import call_with_cast_weights
 from dino_vit.models.multicrop import Drops, forward_multicrop, sample_drops
+from dino_vit.models.sequences import sample_drop_path
 from dino_vit.models.student_teacher import build_networks
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer

@@ -19,7 +19,7 @@ import dino_vit
 from dino_vit.cli import build_parser
 from dino_vit.commands import COMMANDS as commands_table
 from dino_vit.config.loading import add_config_arguments, config_from, load, parse_arguments, write_yaml
-from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
+from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
@@ -27,6 +27,7 @@ from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.reports.significance import DiagnosisName
 from eval.dense import DenseConfig
 from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
+from tests.support.facts import run_of
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
 from tests.support.runs import command_here, run
 
@@ -137,7 +138,12 @@ def test_the_recipe_has_our_defaults():
 
 def test_the_recipe_says_all_that_auto_fills():
     table = PAGES["recipe"].split("What `recipe=auto` fills in")[1].split("```")[0]
-    assert {text for text in quoted(table) if text in SETTINGS} == AUTO_KEYS
+    alike = {"size": 100, "likeness": 0.5}
+    runs = [run_of("recipe=auto"), run_of("recipe=auto", channels=5), run_of("recipe=auto", **alike)]
+    runs.append(run_of("recipe=auto", "views.global_size=48", "budget.steps=1000", **alike))
+    runs.append(run_of("recipe=auto", "method=dinov2", "loss.patch_weight=0", "budget.steps=1000"))
+    chosen = {key for run in runs for key in run.chosen} - {"data.bits"}
+    assert {text for text in quoted(table) if text in SETTINGS} == chosen
 
 
 def test_what_may_change_is_listed():

@@ -5,7 +5,7 @@ import torch
 
 from dino_vit import VisionTransformer, save_backbone, vit_tiny
 from dino_vit.config.loading import load
-from dino_vit.core.distributed import to_device
+from dino_vit.core.device import to_device
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval import probes

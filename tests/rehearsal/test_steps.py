@@ -6,11 +6,11 @@ import torch
 import dino_vit
 from benchmarks.step import FIXED
 from dino_vit import VisionTransformer
-from dino_vit.config.loading import load, replace
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import all_gather_equal, any_process, broadcast_int
 from dino_vit.method.objective import output_statistics
-from dino_vit.training.loop import take_step
+from dino_vit.training.loop import read_interval, take_step
 from tests.support.backbones import backbone
 from tests.support.rehearsal import HostWaits, Rehearsal, one_of_two, rehearsed_run
 from tests.support.runs import RESNET, ROOT
@@ -69,7 +69,7 @@ def test_no_step_waits_or_mixes_devices(tmp_path, weights, name):
         assert min(rehearsal.by_part[part] for part in ("backward", "student")) > rehearsal.by_part["centre"]
         assert rehearsal.by_part["clipping"] < 20
         with pytest.raises(HostWaits):
-            state.read_interval()
+            read_interval(state)
 
 
 def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
@@ -89,7 +89,7 @@ def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
 def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method):
     settings = {**FIXED, "data.source": "synthetic:16:96", "data.batch_size": 16, "method": method}
     settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, **FOUR_BLOCKS}
-    config = replace(PretrainConfig(), {**settings, "compute.precision": "bf16", "output": str(tmp_path)})
+    config = load(PretrainConfig, None, {**settings, "compute.precision": "bf16", "output": str(tmp_path)})
     with rehearsed_run(config) as (rehearsal, state):
         batches = state.loader.batches()
         take_step(state, batches)  # which makes the matrix that resamples positions

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 from dino_vit.config.loading import load
-from dino_vit.config.loading import replace as replace_settings
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.reports.verdict import judge
 from tests.reports.test_verdict import EARLY, recorded
@@ -26,7 +25,7 @@ def test_collapses_and_steps_that_are_not_finite_get_a_setting_to_change():
 
 def test_a_run_that_saw_few_images_hears_how_long_to_train():
     history, config, baseline = recorded("flowers-brief")
-    config = replace_settings(config, {"budget.minutes": 2})
+    config = load(PretrainConfig, config, {"budget.minutes": 2})
     assert history[-1].epoch < 1
     said = judge(history, config, baseline)
     assert said.diagnosis == EARLY

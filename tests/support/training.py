@@ -28,7 +28,7 @@ def opened(output, settings, defaults=TINY):
 def trained(output, settings=MappingProxyType({}), defaults=TINY):
     """Train in this process and return the state."""
     ready = opened(output, settings, defaults)
-    with Interruption() as interruption, Reporter(ready) as reporter:
+    with Interruption() as interruption, Reporter(*ready) as reporter:
         assert train(ready.state, reporter, interruption)
     return ready.state
 
@@ -42,7 +42,7 @@ def interrupted(output, settings, step):
             if metrics.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        with Reporter(ready, on_metrics=stop) as reporter:
+        with Reporter(*ready, on_metrics=stop) as reporter:
             assert not train(ready.state, reporter, interruption)
 
 

@@ -47,19 +47,19 @@ def test_auto_compiles_blocks_in_few_graphs_and_changes_no_checkpoint(
 def test_auto_says_that_it_compiles_or_why_not(tmp_path, monkeypatch, auto_compiles):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
-    (said,) = [note for note in opened(tmp_path / "a", {}).notes if "compile" in note]
+    (said,) = [note for note in opened(tmp_path / "a", {}).run.notes if "compile" in note]
     assert "compute.compile=false" in said
     assert len(compiled) == 2 * TINY["model.depth"]
     compiled.clear()
     assert not [
-        note for note in opened(tmp_path / "b", {"compute.compile": "false"}).notes if "compile" in note
+        note for note in opened(tmp_path / "b", {"compute.compile": "false"}).run.notes if "compile" in note
     ]
     monkeypatch.setattr("dino_vit.training.setup.missing_for_compile", lambda: "there is no Triton")
-    (said,) = [note for note in opened(tmp_path / "c", {}).notes if "compile" in note]
+    (said,) = [note for note in opened(tmp_path / "c", {}).run.notes if "compile" in note]
     assert "there is no Triton" in said
     assert not compiled
     without_blocks = opened(tmp_path / "d", RESNET)
-    assert not [note for note in without_blocks.notes if "compile" in note]
+    assert not [note for note in without_blocks.run.notes if "compile" in note]
 
 
 def test_no_graph_is_split_where_gradients_are_exchanged(monkeypatch):

@@ -141,7 +141,7 @@ def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
     figures = iter([math.nan, math.nan, 30.0, 20.0])
     monkeypatch.setattr(OnlineEvaluation, "__call__", lambda *_: OnlineFigures(1.0, next(figures)))
     state = trained(tmp_path / "run", {"compute.eval_every": 1})
-    assert state.best == {"figure": "knn", "value": 30.0, "step": 16}
+    assert state.evaluations.best == {"figure": "knn", "value": 30.0, "step": 16}
     assert 16 in steps(tmp_path / "run")
 
 
@@ -227,7 +227,7 @@ def test_in_the_last_part_of_a_run_the_student_sees_all_patches(tmp_path):
         seen.append(arguments[0].shape[0])
 
     blocks[0].register_forward_pre_hook(note)
-    with Interruption() as interruption, Reporter(ready) as reporter:
+    with Interruption() as interruption, Reporter(*ready) as reporter:
         assert train(ready.state, reporter, interruption)
     views, patch = ready.state.config.views, ready.state.config.model.patch_size
     rows = ready.state.plan.global_batch
@@ -247,6 +247,6 @@ def test_what_else_draws_random_numbers_does_not_change_stochastic_depth(tmp_pat
 
     # After the generator is seeded, before the student draws; as another thread might.
     ready.state.teacher.register_forward_hook(draw)
-    with Interruption() as interruption, Reporter(ready) as reporter:
+    with Interruption() as interruption, Reporter(*ready) as reporter:
         assert train(ready.state, reporter, interruption)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 6)

@@ -162,13 +162,13 @@ def test_only_a_best_that_was_written_counts(tmp_path, monkeypatch):
         return save(step, *arguments)
 
     monkeypatch.setattr(state.checkpoints, "save", full_at_times)
-    with Reporter(ready) as reporter:
+    with Reporter(*ready) as reporter:
         for step in (1, 2, 3, 4):
-            state.step, state.best = step, {"figure": "knn", "value": 30.0 + step, "step": step}
+            state.step, state.evaluations.best = step, {"figure": "knn", "value": 30.0 + step, "step": step}
             finish_save(state, reporter, wait=True)
             state.begin_save()
         finish_save(state, reporter, wait=True)
-    assert state.best["step"] == 3
+    assert state.evaluations.best["step"] == 3
     assert steps(tmp_path / "run") == [1, 3]
 
 

@@ -43,7 +43,7 @@ def test_the_teacher_alone_is_a_function_of_the_images(tmp_path, network):
     views = state.views_of(next(state.loader.batches()))
     outputs = [getattr(state, network)(views).cls for _ in range(2)]
     assert torch.equal(*outputs) == (network == "teacher")
-    state.evaluate_baseline()
+    state.evaluations.evaluate_baseline(state.teacher)
     assert torch.equal(outputs[0], state.teacher(views).cls) == (network == "teacher")
 
 

@@ -20,7 +20,7 @@ def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_s
     settings = {"budget.steps": 5, "compute.eval_every": 0.5, **SHORT}
     for number in range(64):
         write_synthetic(photos / f"{number:02}.png", number, size=32)
-    assert trained(output, {"data.source": photos, **settings}).best is not None
+    assert trained(output, {"data.source": photos, **settings}).evaluations.best is not None
     opened(output, {"data.source": photos, **settings})
     assert "copied or changed" not in caplog.text
     photos.rename(tmp_path / "moved")
@@ -41,7 +41,7 @@ def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_s
     with pytest.raises(ValueError, match=r"photos has 2 images more than at step 5\."):
         opened(output, {"data.source": photos, **settings})
     changed = {**settings, "data.source": photos, "budget.steps": 10, "compute.resume": "changed"}
-    assert opened(output, changed).state.best is None
+    assert opened(output, changed).state.evaluations.best is None
     write_synthetic(photos / "more.png", 64)
     assert opened(output, changed).state.step == 5
 
@@ -65,18 +65,21 @@ def test_with_other_labels_figures_so_far_are_set_aside_if_that_is_asked_for(tmp
     }
     interrupted(output, settings, 5)
     before = opened(output, settings).state
-    assert before.best["figure"] == "knn"
+    assert before.evaluations.best["figure"] == "knn"
     write_labels(tmp_path, 3)
     with pytest.raises(ValueError, match="evaluated with other images or labels"):
         opened(output, settings)
     unevaluated = opened(output, {**settings, "compute.eval_every": "null"}).state
-    assert unevaluated.best["figure"] == "knn"
-    assert unevaluated.evaluated_by == before.evaluated_by, "what its figures are by"
+    assert unevaluated.evaluations.best["figure"] == "knn"
+    assert unevaluated.evaluations.measured_on == before.evaluations.measured_on, "what its figures are by"
     ready = opened(output, {**settings, "compute.resume": "changed"})
-    assert ready.state.best is None
-    assert ready.state.evaluated_by != before.evaluated_by
+    assert ready.state.evaluations.best is None
+    assert ready.state.evaluations.measured_on != before.evaluations.measured_on
     assert "its figures so far are set aside" in caplog.text
-    assert read_checkpoint(output / f"best-before-{before.step}.safetensors").step == before.best["step"]
+    assert (
+        read_checkpoint(output / f"best-before-{before.step}.safetensors").step
+        == before.evaluations.best["step"]
+    )
     assert not (output / "baseline.json").exists()
     assert (output / f"baseline-before-{before.step}.json").exists()
     assert {record["knn"] for record in history(output)} == {None}
@@ -114,7 +117,7 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
             opened(output, {**changes, **SHORT})
     assert steps(output) == [5]
     changed = {"optim.lr": 0.02, "compute.resume": "changed", **SHORT}
-    reasons = {choice.key: choice.reason for choice in opened(output, changed).choices}
+    reasons = {choice.key: choice.reason for choice in opened(output, changed).run.choices}
     assert reasons["optim.lr"] == "changed at step 5"
     trained(output, changed)
     assert steps(output) == [5, 10, 15, 20]

@@ -18,10 +18,9 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.reports.metrics import Baseline
-from dino_vit.training.plan import BudgetEstimate
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_baseline, describe_start, start_record
-from dino_vit.training.setup import open_context, set_up
+from dino_vit.training.setup import set_up
 from tests.support.documents import ROOT
 from tests.support.images import write_classes
 from tests.support.peers import HF_VIT
@@ -51,7 +50,7 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
         changed = moved(student_at[step], student_at[step + 1])
         assert any(name.startswith("backbone.") for name in changed) == (step >= 4), step
         assert any(name.startswith("head.mlp") for name in changed) or step == 0
-    figure = state.evaluation(start).knn
+    figure = state.evaluations.online(start).knn
     assert json.loads((tmp_path / "run" / "baseline.json").read_bytes())["knn"] == figure
     assert f"k-NN {figure:.1f}" in capsys.readouterr().err
 
@@ -143,7 +142,7 @@ def test_weights_of_other_channels_are_inflated(tmp_path, weights):
     settings |= {"data.channels": 1, "data.mean": "[0.5]", "data.std": "[0.25]"}
     state = opened(tmp_path / "run", settings).state
     assert not moved(tensors_of(state.student.backbone), tensors_of(load_backbone(weights, channels=1)))
-    assert trained(tmp_path / "run", settings).best["figure"] == "rankme"
+    assert trained(tmp_path / "run", settings).evaluations.best["figure"] == "rankme"
 
 
 def test_labels_of_a_file_are_what_a_run_is_evaluated_with(tmp_path):
@@ -152,9 +151,9 @@ def test_labels_of_a_file_are_what_a_run_is_evaluated_with(tmp_path):
     rows = "".join(f"{index:09d},{source.label(index)}\n" for index in range(64))
     (tmp_path / "labels.csv").write_text(rows)
     settings = {"data.source": tmp_path / "images.npy", "compute.eval_every": 1, "budget.steps": 10}
-    assert trained(tmp_path / "without", settings).best["figure"] == "rankme"
+    assert trained(tmp_path / "without", settings).evaluations.best["figure"] == "rankme"
     settings["data.labels"] = tmp_path / "labels.csv"
-    assert trained(tmp_path / "with", settings).best["figure"] == "knn"
+    assert trained(tmp_path / "with", settings).evaluations.best["figure"] == "knn"
 
 
 def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
@@ -166,9 +165,9 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     }
     settings |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
     found = set_up(configured(tmp_path / "run", settings, {"compute.trackers": "[]"}), Accelerator())
-    short = list(describe_start(found, start_record(found)))
+    short = list(describe_start(*found, start_record(*found)))
     assert len(short) <= 12
-    assert f"{len(found.choices)} settings were chosen to fit the images" in short[-1]
+    assert f"{len(found.run.choices)} settings were chosen to fit the images" in short[-1]
     assert ": 1 process on cpu, precision no, images are read in the main process, global batch " in short[0]
     (columns,) = [line for line in short if line.startswith("columns of the log: ")]
     assert "docs/" not in columns, "a wheel has no docs"
@@ -178,7 +177,7 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     assert all(f"| `{column}` |" in table for column in explained)
     settings["compute.verbose"] = "true"
     found = set_up(configured(tmp_path / "run", settings, {"compute.trackers": "[]"}), Accelerator())
-    said = "\n".join(describe_start(found, start_record(found)))
+    said = "\n".join(describe_start(*found, start_record(*found)))
     config = found.state.config
     for key, value in (("head.prototypes", 256), ("model.patch_size", 4), ("views.global_size", 32)):
         assert f"  {key}={value}: " in said
@@ -190,7 +189,7 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     """Photos of clothes: ten minutes ended below pixels, as the first evaluation had foreseen."""
     run = opened(tmp_path / "run", {"budget.steps": 100})
     baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
-    figures, meaning = describe_baseline(run, baseline)
+    figures, meaning = describe_baseline(run.state, baseline)
     assert figures.startswith(
         "before the first step, images named right in per cent: untrained network 25.5,"
     )
@@ -198,10 +197,10 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
         "pixels are 20 points better than the untrained network, which may not catch up"
     )
     assert "init.weights=timm:" in meaning
-    assert len([*describe_baseline(run, replace(baseline, pixels=30.0))]) == 1
+    assert len([*describe_baseline(run.state, replace(baseline, pixels=30.0))]) == 1
     long = opened(tmp_path / "long", {"budget.steps": 100_000})
-    assert len([*describe_baseline(long, baseline)]) == 1
-    (rank,) = describe_baseline(run, Baseline(rankme=9.0))
+    assert len([*describe_baseline(long.state, baseline)]) == 1
+    (rank,) = describe_baseline(run.state, Baseline(rankme=9.0))
     assert rank.startswith("before the first step: effective rank 9.0, about how many dimensions")
 
 
@@ -251,7 +250,7 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
     run = opened(tmp_path / "run", settings, {})
     optim = run.state.config.optim
     assert (optim.warmup_epochs, optim.freeze_last_layer_epochs) == (0.5, 0.25)
-    said = "\n".join(describe_start(run, start_record(run)))
+    said = "\n".join(describe_start(*run, start_record(*run)))
     assert "  optim.warmup_epochs=0.5: in proportion to a run of 5 epochs" in said
     with pytest.raises(ValueError, match=r"optim.warmup_epochs=7 is not shorter than the run \(5 epochs\)"):
         configured(tmp_path / "run", {**settings, "optim.warmup_epochs": 7}, {})
@@ -260,7 +259,7 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
     (tmp_path / "run" / "checkpoints" / "step-00000050.safetensors").unlink()
     resumed = opened(tmp_path / "run", settings, {})
     assert resumed.state.config.optim == optim
-    lines = list(describe_start(resumed, start_record(resumed)))
+    lines = list(describe_start(*resumed, start_record(*resumed)))
     assert len(lines) == 3
     assert lines[-1].startswith("resuming after step 45 from ")
 
@@ -286,7 +285,7 @@ def test_views_are_of_the_images_that_the_weights_saw_and_not_of_all_their_posit
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "hub")
     state = opened(tmp_path / "run", {**AUTO, "init.weights": tmp_path / "hub"}, {}).state
     assert state.config.views.global_size == 32
-    assert state.evaluation.transform.size == (32, 32)
+    assert state.evaluations.online.transform.size == (32, 32)
 
 
 def test_features_are_read_from_larger_images_than_views(tmp_path):
@@ -295,14 +294,14 @@ def test_features_are_read_from_larger_images_than_views(tmp_path):
     model = load_backbone(tmp_path / "run")
     assert (model.image_size, model.transform.size) == ((64, 64), (64, 64))
     state = opened(tmp_path / "run", {**SHORT, "budget.steps": 8, "compute.resume": "changed"}, {}).state
-    assert (state.step, state.evaluation.transform.size) == (6, (64, 64))
+    assert (state.step, state.evaluations.online.transform.size) == (6, (64, 64))
     further = {**AUTO, "init.weights": tmp_path / "run"}
     trained(tmp_path / "again", further, {})
     for settings in (further, {**further, "budget.steps": 8, "compute.resume": "changed"}):
         again = opened(tmp_path / "again", settings, {}).state
         assert (again.config.views.global_size, again.student.backbone.image_size) == (32, (64, 64))
     as_published = opened(tmp_path / "plain", {**SHORT, "recipe": "dino"}, {}).state
-    assert as_published.evaluation.transform.size == (32, 32)
+    assert as_published.evaluations.online.transform.size == (32, 32)
 
 
 def test_published_weights_see_views_of_224_pixels_at_most(tmp_path):
@@ -330,23 +329,11 @@ def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights)
     assert (state.config.views.global_size, state.config.model.patch_size) == (32, 8)
 
 
-def test_a_run_that_sees_few_images_says_so(tmp_path):
-    minutes = {"budget.steps": "null", "budget.minutes": 1, "optim.warmup_epochs": 0}
-    config = configured(tmp_path / "run", {**minutes, "optim.freeze_last_layer_epochs": 0})
-    context = replace(open_context(config, Accelerator()), estimate=BudgetEstimate(3, (), 1, 15.0))
-    notes = set_up(config, Accelerator(), context).notes
-    assert any(
-        note.startswith("budget.minutes=1 has time for about 3 steps of the 8 in an epoch")
-        and note.endswith("budget.minutes=2.2 would be an epoch")
-        for note in notes
-    )
-
-
 def test_a_run_says_which_images_to_judge_by_vote_too(tmp_path):
     for split in ("train", "val"):
         write_classes(tmp_path / "photos" / split, "ab", 4)
     (tmp_path / "photos/train/a/link.png").symlink_to("../../val/a/0.png")
-    notes = opened(tmp_path / "run", {"data.source": tmp_path / "photos", "compute.eval_every": 1}).notes
+    notes = opened(tmp_path / "run", {"data.source": tmp_path / "photos", "compute.eval_every": 1}).run.notes
     assert any("1 of the 8 images to judge by is among those to learn from" in note for note in notes)
 
 

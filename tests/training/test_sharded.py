@@ -13,7 +13,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import StorageError
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.eval.online import OnlineEvaluation, random_indices
-from dino_vit.training import setup
+from dino_vit.training import networks
 from tests.support.images import write_synthetic
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
 from tests.support.runs import (
@@ -170,4 +170,4 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
 def test_what_does_not_work_with_parts_of_the_weights_is_refused(tmp_path, change):
     config = configured(tmp_path, {**TWO, **change})
     with pytest.raises(ValueError, match=r"does not work with sharded weights \(compute.sharded=true"):
-        setup._shard(*setup.build_untrained(config), config, torch.device("cpu"), torch.float32)
+        networks.shard(*networks.build_untrained(config), config, torch.device("cpu"), torch.float32)

@@ -220,7 +220,7 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
     )
     state = trained(tmp_path / "run", {"budget.steps": 10, "compute.eval_every_steps": 5})
     said = capsys.readouterr().err
-    best = tmp_path / f"run/checkpoints/step-{state.best['step']:08d}.safetensors"
+    best = tmp_path / f"run/checkpoints/step-{state.evaluations.best['step']:08d}.safetensors"
     assert best.is_file()
     assert f"`dino-vit knn synthetic:64:32 {best}`" in said
     assert f"`dino-vit report {tmp_path / 'run'}`" in said

@@ -10,9 +10,12 @@ import dino_vit
 from dino_vit.core.distributed import agree, end_processes, in_all_processes, share_work
 from dino_vit.core.runtime import start_processes
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.training import facts, setup
 from tests.support.images import write_classes, write_synthetic
 from tests.support.processes import finish, torchrun_environs
+from tests.support.remote import serving, write_shards
 from tests.support.runs import Run, server
+from tests.support.training import configured
 
 FEW = {"data.batch_size": 4, "optim.warmup_epochs": 0}
 
@@ -52,8 +55,51 @@ def test_what_one_rank_cannot_open_all_report(tmp_path):
 
 def test_ranks_with_different_settings_do_not_begin(tmp_path):
     for said in pair_of(tmp_path, {"optim.lr": 0.03}, {"optim.lr": 0.02}):
-        assert "the processes see different settings" in said
-        assert "optim.lr=0.02" in said
+        assert "different things: optim.lr is 0.03 on rank 0 and 0.02 on rank 1. Give all of them" in said
+
+
+def test_ranks_that_would_use_images_in_different_orders_do_not_begin(tmp_path):
+    """One reads a packed folder from its disk, the other over HTTP."""
+    write_shards(tmp_path / "shards", 4, 8)
+    with serving(tmp_path / "shards") as remote:
+        sources = tmp_path / "shards" / "*.tar", f"{remote.url}/{{000..003}}.tar"
+        settings = [{**FEW, "data.source": source, "data.cache": tmp_path / "copies"} for source in sources]
+        for said in pair_of(tmp_path, *settings):
+            assert "data.order is null on rank 0 and window on rank 1" in said
+
+
+def test_ranks_that_would_compute_different_things_name_them(tmp_path):
+    """A precision, a package and the bytes of an image, whatever their settings are."""
+    arguments = torchrun_environs(), tmp_path
+    mp.start_processes(check_ranks, arguments, nprocs=2, start_method=server.get_start_method())
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
+
+
+def check_ranks(rank, environs, folder):
+    os.environ.update(environs[rank])
+    accelerator, config = start_processes(), configured(folder / "run", {"compute.precision": "auto"})
+    read = facts.read_item
+    changes = [
+        (
+            "choose_precision",
+            lambda *_: ("no", "bf16")[rank],
+            "compute.precision is no on rank 0 and bf16 on",
+        ),
+        ("__version__", f"0.5.{rank}", "the version of dino-vit is 0.5.0 on rank 0 and 0.5.1 on rank 1"),
+        (
+            "read_item",
+            lambda source, index: read(source, index) + rank * (index == 0),
+            "the image .*00000000 is [0-9a-f]{16} on rank 0 and [0-9a-f]{16} on rank 1. Give",
+        ),
+    ]
+    for name, value, message in changes:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(facts, name, value)
+            with pytest.raises(ValueError, match=message):
+                setup.set_up(config, accelerator)
+    setup.set_up(config, accelerator)
+    (folder / f"done{rank}").touch()
+    end_processes()
 
 
 def test_commands_compare_what_their_ranks_see(tmp_path):

@@ -1,0 +1,141 @@
+"""What a run is decided by beside its settings: images, launch, checkpoint, weights, a measured step.
+
+Facts are plain values, measured once by `training.facts`; where all ranks must agree they are rank 0's.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dino_vit.config.pretrain import PretrainConfig, Problem, check_phases, check_scaled_lr
+from dino_vit.core import Size
+from dino_vit.core.text import plural
+
+
+class ChannelStatistics(NamedTuple):
+    """Mean and std per channel of pixels in [0, 1]; each image has the same weight."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    highest: float  # value of any pixel
+    images: int  # that were measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFacts:
+    """The images of a run."""
+
+    count: int  # of an epoch
+    total: int = 0  # of all sources; 0: as many
+    size: int  # shorter side of a typical image
+    channels: int = 3
+    readable_channels: frozenset[int] = frozenset({3})  # that some of the images can be converted to
+    bits: int = 8
+    likeness: float = 0.0  # mean correlation of two images, of which 0: nothing lies alike
+    shards: int = 0
+    is_remote: bool = False  # some of the shards are
+    measured: ChannelStatistics | None = None  # as the run reads them
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFacts:
+    """The processes of a run, and what this one computes with."""
+
+    processes: int = 1
+    device: str = "cpu"
+    precision: str = "no"  # that compute.precision=auto means here
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """What a checkpoint keeps for the run that resumes from it."""
+
+    step: int
+    global_batch: int
+    settings: Mapping[str, Any]  # of the run, by dotted key
+    chosen: frozenset[str] = frozenset()  # those that nobody gave
+    length: int = 0  # in steps; with minutes as many as were expected
+    seconds: float = 0.0  # of training
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsFacts:
+    """The weights that a run starts from (`init.weights`)."""
+
+    architecture: Mapping[str, Any]
+    is_read: bool = True  # a run that resumes does not need them any more
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run that trained them
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherFacts:
+    """A fixed teacher (`teacher.weights`)."""
+
+    pixels: Mapping[str, Any]  # how it reads images, by setting of `data`
+    heads: Mapping[str, Any]  # settings of its heads that the student shares; none without heads
+    has_patch_head: bool
+    has_patches: bool
+    patch: int
+    image_size: Size
+
+
+class StepTime(NamedTuple):
+    """How long a step and an evaluation take, in seconds."""
+
+    step: float
+    evaluation: float = 0.0
+    measuring: float = 0.0  # that it took to measure them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything that `complete` knows of a run beside its settings."""
+
+    images: ImageFacts
+    launch: LaunchFacts = LaunchFacts()
+    checkpoint: CheckpointFacts | None = None
+    weights: WeightsFacts | None = None
+    teacher: TeacherFacts | None = None
+    step_time: StepTime | None = None  # of the smallest network that fits `budget.minutes`
+    samples: Mapping[str, str] = field(default_factory=dict)  # digests of some images, by name
+
+
+def check_images(config: PretrainConfig, images: ImageFacts) -> None:
+    """Check that some images can be read as configured, and that they can be normalised."""
+    channels, measured = config.data.channels, images.measured
+    if channels not in images.readable_channels:
+        have = f"the images of {config.data.images} have {plural(images.channels, 'channel')}"
+        text = f"data.channels={channels}, but {have}"
+        raise ValueError(f"{text}; set data.channels, data.mean and data.std (null: measured)")
+    constant = [channel for channel, std in enumerate(config.data.std or ()) if std <= 0]
+    if constant and measured:
+        text = f"channel {constant[0]} is constant in the {measured.images} images that were measured"
+        raise ValueError(f"{text}, so its std is 0; leave the channel out, or give data.std")
+
+
+def refused_by_facts(config: PretrainConfig, facts: Facts, length: int, batch: int) -> Iterator[Problem]:
+    """Yield what does not fit the number of images and processes."""
+    if problems := list(check_batch(config, facts, batch)):
+        yield from problems
+        return
+    per_epoch = facts.images.count // batch
+    yield from check_scaled_lr(config.optim, batch)
+    if not (facts.checkpoint and config.budget.minutes):  # of which more may have been expected
+        yield from check_phases(config, length / per_epoch, steps_per_epoch=per_epoch)
+    if config.loss.koleo_weight and config.data.batch_size * facts.launch.processes == 1:
+        text = f"loss.koleo_weight={config.loss.koleo_weight:g} keeps the images of a forward pass apart"
+        text = f"{text}, but data.batch_size=1 is one image; raise it, or set loss.koleo_weight=0"
+        yield Problem(text, ["loss.koleo_weight", "data.batch_size"])
+
+
+def check_batch(config: PretrainConfig, facts: Facts, batch: int) -> Iterator[Problem]:
+    count, size, accumulate = facts.images.count, config.data.batch_size, config.optim.accumulate
+    if batch > count:
+        processes = plural(facts.launch.processes, "process", "processes")
+        text = f"{count} images do not fill a global batch of {batch} (data.batch_size={size} x "
+        text = f"{text}optim.accumulate={accumulate} x {processes}); lower one of them"
+        yield Problem(text, ["data.batch_size", "optim.accumulate"])

@@ -1,0 +1,264 @@
+"""Open what a run reads, and measure what its settings are decided by."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torchvision
+
+from dino_vit import __version__
+from dino_vit.config.complete import HOST_SETTINGS, decide
+from dino_vit.config.facts import (
+    CheckpointFacts,
+    Facts,
+    ImageFacts,
+    LaunchFacts,
+    TeacherFacts,
+    WeightsFacts,
+    check_images,
+)
+from dino_vit.config.loading import load, write_yaml
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import flat, values
+from dino_vit.core import height_width
+from dino_vit.core.checkpoint import Checkpoint
+from dino_vit.core.distributed import all_equal, from_rank_0, in_all_processes, share_work, world_size
+from dino_vit.core.runtime import choose_precision
+from dino_vit.data.image_set import ImageSet, evenly_spaced
+from dino_vit.data.images.decode import UnreadableImage, read_item
+from dino_vit.data.statistics import (
+    INSPECTED_IMAGES,
+    MEASURED_IMAGES,
+    ImageSummary,
+    channel_statistics,
+    inspect_images,
+)
+from dino_vit.models.backbone import Backbone
+from dino_vit.views.build import build_pixels, open_images
+from dino_vit.views.eval_transform import eval_transform_of
+
+if TYPE_CHECKING:
+    from dino_vit.weights.loading import TrainedTeacher
+
+T = TypeVar("T")
+SAMPLES = 8  # images whose bytes all ranks compare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, opened once."""
+
+    source: ImageSet
+    summary: ImageSummary  # of some images
+    checkpoint: Checkpoint | None = None  # to resume from
+    trained: Backbone | None = None  # of `init.weights`, in a new run
+    architecture: Mapping[str, Any] | None = None  # of `init.weights`
+    fixed_teacher: "TrainedTeacher | None" = None  # of `teacher.weights`
+    gram_teacher: Backbone | None = None  # of `gram.weights`
+
+    @property
+    def feature_teacher(self) -> Backbone | None:
+        """The fixed teacher, if it has no heads."""
+        teacher = self.fixed_teacher
+        return teacher.backbone if teacher and teacher.network is None else None
+
+    @property
+    def weights_read(self) -> dict[str, str | None]:
+        """Return the digests of the networks that stay as they are."""
+        teacher = self.fixed_teacher and self.fixed_teacher.backbone
+        networks = {"fixed_teacher": teacher, "gram_teacher": self.gram_teacher}
+        return {name: network.provenance.sha256 if network else None for name, network in networks.items()}
+
+
+def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs:
+    """Open what a run depends on beside its settings; all ranks must have been given the same."""
+    given = {key: write_yaml(value) for key, value in values(config, given=True).items()}
+    check_alike({key: value for key, value in given.items() if key not in HOST_SETTINGS})
+    source = open_images(config)
+    indices = evenly_spaced(len(source), INSPECTED_IMAGES)
+    summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
+    trained, fixed_teacher, gram_teacher = None, None, None
+    if config.teacher.weights is not None or config.gram:
+        from dino_vit.weights.loading import load_fixed, open_teacher
+
+        if config.teacher.weights:
+            fixed_teacher = open_teacher(load_fixed(config, "teacher.weights"))
+        gram_teacher = load_fixed(config, "gram.weights") if config.gram else None
+    if config.init and not checkpoint:  # the file that a resumed run started from may be gone
+        trained = _load_trained(config, fixed_teacher and fixed_teacher.backbone)
+    architecture = trained.architecture if trained else None
+    if config.init and checkpoint:
+        saved = checkpoint.metadata["architecture"].items()
+        architecture = {key: tuple(value) if isinstance(value, list) else value for key, value in saved}
+    return Inputs(
+        source=source,
+        summary=summary,
+        checkpoint=checkpoint,
+        trained=trained,
+        architecture=architecture,
+        fixed_teacher=fixed_teacher,
+        gram_teacher=gram_teacher,
+    )
+
+
+def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Facts:
+    """Return the facts that `complete` needs; how long a step takes is measured by `training.trial`."""
+    source = inputs.source
+    facts = Facts(
+        images=image_facts(source, inputs.summary),
+        launch=LaunchFacts(
+            processes=world_size(),
+            device=device.type,
+            precision=choose_precision("auto", device),
+            versions={
+                "dino-vit": __version__,
+                "torch": torch.__version__,
+                "torchvision": torchvision.__version__,
+                "Python": platform.python_version(),
+            },
+        ),
+        checkpoint=checkpoint_facts(inputs.checkpoint) if inputs.checkpoint else None,
+        weights=_weights_facts(inputs),
+        teacher=_teacher_facts(inputs.fixed_teacher) if inputs.fixed_teacher else None,
+        samples=_samples(source) if world_size() > 1 else {},
+    )
+    reading = decide(config, facts)  # how images are read does not depend on what is measured here
+    check_images(reading.config, facts.images)
+    is_open = reading["data.mean"] is None or reading["data.std"] is None
+    indices = evenly_spaced(len(source), MEASURED_IMAGES if is_open else INSPECTED_IMAGES)
+    measured = _from_rank_0(lambda: channel_statistics(source, indices, build_pixels(reading.config)))
+    return replace(facts, images=replace(facts.images, measured=measured))
+
+
+def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
+    """Return what decides on the settings, of images some of which were inspected."""
+    sharded = [part.shards for part in source.parts if part.shards]
+    return ImageFacts(
+        count=source.images_per_epoch,
+        total=len(source),
+        size=summary.image_size,
+        channels=summary.channels,
+        readable_channels=frozenset(
+            channels
+            for channels in {3} | {image.channels + more for image in summary.images for more in (0, 1)}
+            if any(image.fits(channels) for image in summary.images)
+        ),
+        bits=summary.bits,
+        likeness=summary.likeness,
+        shards=sum(len(shards.ranges.paths) for shards in sharded),
+        is_remote=any(shards.is_remote for shards in sharded),
+    )
+
+
+def checkpoint_facts(checkpoint: Checkpoint) -> CheckpointFacts:
+    """Return what a checkpoint keeps for the run that resumes from it."""
+    metadata = checkpoint.metadata
+    return CheckpointFacts(
+        step=checkpoint.step,
+        global_batch=metadata["global_batch"],
+        settings=values(load(PretrainConfig, None, flat(metadata["config"]))),
+        chosen=frozenset(metadata["chosen"]),
+        length=metadata["length"],
+        seconds=metadata["seconds"],
+    )
+
+
+def _weights_facts(inputs: Inputs) -> WeightsFacts | None:
+    if inputs.architecture is None:
+        return None
+    if inputs.trained is None:
+        return WeightsFacts(architecture=inputs.architecture, is_read=False)
+    origin = inputs.trained.provenance
+    return WeightsFacts(
+        architecture=inputs.architecture,
+        settings=flat(origin.config),
+        mean=origin.mean,
+        std=origin.std,
+        range=origin.range,
+    )
+
+
+def _teacher_facts(teacher: "TrainedTeacher") -> TeacherFacts:
+    transform, heads, has_patch_head = eval_transform_of(teacher.backbone), dict[str, Any](), False
+    pixels = transform.pixels
+    if teacher.network is not None:
+        settings = load(PretrainConfig, None, teacher.config)
+        heads = {"head.prototypes": settings.head.prototypes, "head.shared": settings.head.shared}
+        has_patch_head = settings.loss.patch_weight > 0
+    read: dict[str, Any] = {"channels": pixels.channels, "bits": pixels.bits, "range": pixels.range}
+    read |= {"mean": transform.mean, "std": transform.std}
+    return TeacherFacts(
+        pixels={f"data.{name}": value for name, value in read.items()},
+        heads=heads,
+        has_patch_head=has_patch_head,
+        has_patches=teacher.backbone.has_patches,
+        patch=max(height_width(teacher.backbone.patch_size)) if teacher.backbone.has_patches else 0,
+        image_size=teacher.backbone.image_size,
+    )
+
+
+def _samples(source: ImageSet) -> dict[str, str]:
+    """Return digests of what this rank reads of some images; "" of those that it cannot read now."""
+    samples = {}
+    for index in evenly_spaced(len(source), SAMPLES):
+        try:
+            item = read_item(source, index)
+        except UnreadableImage:
+            samples[source.name(index)] = ""
+        else:
+            content = item.numpy().tobytes() if isinstance(item, torch.Tensor) else item
+            samples[source.name(index)] = sha256(content).hexdigest()[:16]
+    return samples
+
+
+def _from_rank_0(work: Any) -> Any:
+    """Return what rank 0 measures: others may fail to read another image."""
+    with in_all_processes():
+        return from_rank_0(work)
+
+
+def check_alike(shared: Mapping[str, str]) -> None:
+    """Check that all ranks have the same values; "" is of what a rank does not know."""
+    number = int(sha256(repr(sorted(shared.items())).encode()).hexdigest()[:12], 16)
+    if world_size() == 1 or all_equal(number):
+        return
+    with in_all_processes():
+        by_rank: list[Mapping[str, str]] = share_work(lambda _: [shared], range(world_size()))
+    differences = []
+    for name in sorted({name for each in by_rank for name in each}):
+        ranks: dict[str, int] = {}  # the first rank with each value
+        for rank, each in enumerate(by_rank):
+            if value := each.get(name, "nothing"):
+                ranks.setdefault(value, rank)
+        if len(ranks) > 1:
+            seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
+            differences.append(f"{name} is {seen}")
+    if differences:
+        text = f"the ranks of this run would compute different things: {'; '.join(differences)}"
+        raise ValueError(f"{text}. Give all of them the same settings, images and packages")
+
+
+def _load_trained(config: PretrainConfig, fixed_teacher: Backbone | None) -> Backbone:
+    """Load the weights that `init` starts from; a fixed teacher sees the same images."""
+    from dino_vit.weights.loading import load_fixed
+
+    assert config.init is not None
+    overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
+    overrides |= {"mask_token": True} if config.hides_patches else {}
+    if "data.channels" in config.given:
+        overrides["channels"] = config.data.channels
+    elif fixed_teacher:
+        overrides["channels"] = fixed_teacher.channels
+    if config.recipe != "auto" or {"views.global_size", "model.image_size"} & config.given:
+        overrides["image_size"] = config.image_shape  # auto takes the weights' size
+    names = ("network", "format")
+    options = overrides | {name: getattr(config.init, name) for name in names}
+    backbone = load_fixed(config, "init.weights", **options)
+    stated = backbone.provenance.size
+    if "image_size" in overrides or stated in (None, backbone.image_size):
+        return backbone
+    # That of DINOv2's positions is not that of its images.
+    return load_fixed(config, "init.weights", **options, image_size=stated)

@@ -1,0 +1,134 @@
+"""Build the networks of a run and its objective; other weights are read in `training.facts`."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import STUDENT_TEMPERATURE
+from dino_vit.core.distributed import apply_fsdp
+from dino_vit.core.randomness import RngPurpose, derive_seed
+from dino_vit.method.features import AROUND
+from dino_vit.method.objective import Objective
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.student_teacher import Network, build_networks
+from dino_vit.models.vit import VisionTransformer, ViTConfig
+from dino_vit.training.facts import Inputs
+
+
+def build_untrained(
+    config: PretrainConfig,
+    architecture: Mapping[str, Any] | None = None,
+    feature_teacher: Backbone | None = None,
+) -> tuple[Network, Network]:
+    """Build student and teacher as at the start of a run, their parameters drawn from the seed.
+
+    `architecture` is that of trained weights, which the settings may not fully describe; `feature_teacher` is
+    the backbone whose features the student imitates.
+    """
+    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
+    keywords = dict(architecture or _architecture(config))
+    keywords.pop("drop_path", None)  # the student's is a setting of the run, the teacher has none
+    if not config.model.timm:
+        for name in ("drop_path_schedule", "dropout", "attention_dropout"):
+            keywords[name] = getattr(config.model, name)
+        rotary = keywords["positions"] == "rotary"
+        keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
+        keywords["mask_token"] = config.hides_patches
+    patch_head = bool(config.loss.patch_weight) and not config.head.shared
+    if feature_teacher is not None:
+        patch_head = feature_teacher.has_patches and config.teacher.patch_weight > 0
+    return build_networks(
+        backbone=keywords,
+        drop_path=config.model.drop_path,
+        patch_drop=config.model.patch_drop,
+        head=config.head.model_dump(exclude={"shared"}),
+        patch_head=patch_head,
+        feature_dim=None if feature_teacher is None else feature_teacher.width,
+        gradients=AROUND if config.loss.gradient_weight else 0,
+    )
+
+
+def _architecture(config: PretrainConfig) -> dict[str, Any]:
+    """Return the arguments of the backbone that the settings describe."""
+    arguments = {"image_size": config.image_shape, "channels": config.data.channels}
+    if config.model.timm:
+        return {"name": config.model.timm, **arguments}
+    width, depth, heads = config.model.shape
+    own = config.model.model_dump(include={argument.name for argument in fields(ViTConfig)})
+    return own | arguments | {"width": width, "depth": depth, "heads": heads}
+
+
+def student_and_teacher(config: PretrainConfig, inputs: Inputs) -> tuple[Network, Network]:
+    """Build student and teacher, and check that they take what the run gives them."""
+    feature_teacher = inputs.feature_teacher
+    student, teacher = build_untrained(config, inputs.architecture, feature_teacher)
+    have_patches = student.backbone.has_patches and (feature_teacher is None or feature_teacher.has_patches)
+    if feature_teacher and config.teacher.patch_weight and not have_patches:
+        raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
+    student.backbone.grad_checkpointing = config.model.grad_checkpointing
+    views = config.views
+    for size in [views.global_shape, *([views.local_shape] if views.local_count else [])]:
+        student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
+    if inputs.trained:
+        tensors = inputs.trained.state_dict()
+        if not config.hides_patches:
+            tensors.pop("mask_token", None)
+        for network in (student, teacher):
+            network.backbone.load_state_dict(tensors)
+    return student, teacher
+
+
+def build_objective(
+    config: PretrainConfig, inputs: Inputs, student: Backbone, device: torch.device
+) -> Objective:
+    """Build the objective with the networks that it compares the student with, beside its average."""
+    views, loss = config.views, config.loss
+    teacher = inputs.fixed_teacher
+    if teacher or inputs.gram_teacher:
+        from dino_vit.weights.loading import check_fixed_teacher, check_gram_teacher
+
+        if inputs.gram_teacher:
+            check_gram_teacher(config, inputs.gram_teacher, student)
+        if teacher:
+            check_fixed_teacher(config, teacher.backbone, student)
+    has_heads = teacher is None or teacher.network is not None
+    objective = Objective(
+        device,
+        prototypes=config.head.prototypes,
+        views=views.global_count + views.local_count,
+        global_views=views.global_count,
+        global_size=views.global_shape,
+        grid=student.grid_of(*views.global_shape),
+        student_temperature=STUDENT_TEMPERATURE,
+        centering=loss.centering,
+        patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
+        koleo_weight=loss.koleo_weight,
+        gram_weight=config.gram.weight if config.gram else 0.0,
+        gradient_weight=loss.gradient_weight,
+        gram_teacher=inputs.gram_teacher,
+        fixed_teacher=teacher and (teacher.network or teacher.backbone),
+    )
+    if teacher:
+        for name, center in teacher.centers.items():
+            if (own := objective.centers.get(name.removesuffix(".center"))) is not None:
+                own.center.copy_(center)
+    return objective
+
+
+def shard(
+    student: Network, teacher: Network, config: PretrainConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Share the parameters of both networks among the processes."""
+    refused = {
+        f"model.arch={config.model.arch}": not isinstance(student.backbone, VisionTransformer),
+        f"optim.name={config.optim.name}": config.optim.name != "adamw",
+    }
+    if wrong := [setting for setting, given in refused.items() if given]:
+        why = "sharded weights (compute.sharded=true, or Accelerate's FSDP)"
+        raise ValueError(f"{', '.join(wrong)} does not work with {why}; leave one of them out")
+    for network in (student, teacher):
+        assert isinstance(network.backbone, VisionTransformer)
+        apply_fsdp(network, network.backbone.blocks, ["run_unsharded"], device, dtype)

@@ -1,0 +1,415 @@
+"""How every setting of a run is decided, and why; nothing here reads an image."""
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from dino_vit.config.complete import Run, complete, decide
+from dino_vit.config.draft import Draft
+from dino_vit.config.facts import CheckpointFacts, Facts, StepTime, TeacherFacts, WeightsFacts
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig, scaled_lr
+from dino_vit.config.settings import ConfigError, values
+from dino_vit.config.sizes import network_ladder
+from tests.support.facts import facts_of, run_of
+
+IMAGENET = {"size": 400, "images": 1_281_167, "processes": 8}
+CIFAR = {"size": 32, "images": 50_000, "processes": 2}
+
+
+def auto(*overrides: str, **facts: Any) -> tuple[PretrainConfig, dict[str, str]]:
+    run = run_of("recipe=auto", *overrides, **facts)
+    return run.config, {choice.key: choice.reason for choice in run.choices}
+
+
+def peak(run: Run) -> float:
+    optim = run.config.optim
+    return scaled_lr(optim.lr, run.global_batch, optim.lr_scaling)
+
+
+@pytest.mark.parametrize("processes", [8, 12, 16])
+@pytest.mark.parametrize("size", [224, 256, 400])
+def test_imagenet_gets_the_published_recipe(processes: int, size: int) -> None:
+    config, _ = auto(**IMAGENET | {"processes": processes, "size": size})
+    default = values(PretrainConfig()) | {"recipe": "auto", "data.source": "photos", "data.bits": 8}
+    assert values(config) == default
+
+
+def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
+    small = ["budget.steps=1800", "model.width=64", "model.depth=3", "model.heads=4", "recipe=auto"]
+    run = run_of(*small, size=32, images=20_000)
+    config = run.config
+    assert (config.model.patch_size, config.views.global_size, config.views.local_size) == (4, 32, 16)
+    assert 256 <= config.head.prototypes <= 1024
+    assert 0.975 <= config.teacher.momentum <= 0.985  # at 0.97 and a rate of 4e-3 this run collapses
+    assert 1.5e-3 <= peak(run) <= 2.5e-3
+    assert 0 < config.optim.freeze_last_layer_epochs < config.optim.warmup_epochs
+    assert "budget.epochs" not in run.chosen
+    assert (config.head.hidden_dim, config.head.bottleneck_dim, config.head.batch_norm) == (256, 64, True)
+    assert 0.02 <= config.loss.teacher_temp <= 0.028  # at 0.04 320 images end in the uniform state
+
+
+def test_images_that_lie_alike_get_views_of_nearly_all_of_them() -> None:
+    facts = CIFAR | {"size": 100, "images": 1534}
+    scales = {
+        likeness: (config.views.global_scale, config.views.local_scale)
+        for likeness in (0.0, 0.24, 0.26, 0.9)
+        for config, _ in [auto("budget.steps=1000", **facts, likeness=likeness)]
+    }
+    assert scales[0.0] == scales[0.24] == ((0.25, 1.0), (0.1, 0.4))
+    assert scales[0.26] == scales[0.9] == ((0.6, 1.0), (0.3, 0.7))
+    published, _ = auto(**IMAGENET, likeness=0.9)
+    assert published.views == PretrainConfig().views, "long runs keep the published scales"
+
+
+@pytest.mark.parametrize("given", [[], ["budget.epochs=7"], ["budget.steps=1234"]], ids=str)
+@pytest.mark.parametrize("images", [3586, 320])
+def test_the_reasons_name_the_number_of_steps_of_the_run(images: int, given: list[str]) -> None:
+    run = run_of("recipe=auto", "data.batch_size=60", *given, size=32, images=images)
+    reasons = {choice.key: choice.reason for choice in run.choices}
+    assert f"for a run of {run.length:,}: " in reasons["teacher.momentum"]
+
+
+def test_a_given_warm_up_of_the_temperature_is_kept() -> None:
+    config, _ = auto("loss.warmup_teacher_temp_epochs=5", "loss.teacher_temp=0.07", **CIFAR)
+    assert config.loss.teacher_temp == 0.07
+
+
+@pytest.mark.parametrize("given", [["budget.epochs=25"], []], ids=str)
+@pytest.mark.parametrize("images", [1_281_167, 100_000_000])
+def test_the_phases_of_dinov2_fit_too(given: list[str], images: int) -> None:
+    config, reasons = auto("method=dinov2", *given, **IMAGENET | {"images": images})
+    assert config.loss.warmup_teacher_temp_epochs < (config.budget.epochs or 0)
+    if given == ["budget.epochs=25"]:
+        assert "a run of 25 epochs" in reasons["loss.warmup_teacher_temp_epochs"]
+
+
+@pytest.mark.parametrize(("facts", "given"), [(CIFAR, ["budget.steps=5000"]), (IMAGENET, [])])
+def test_dinov2_with_a_low_temperature_has_no_warm_up_of_it(facts: dict[str, Any], given: list[str]) -> None:
+    config, reasons = auto("method=dinov2", "loss.teacher_temp=0.03", *given, **facts)
+    assert config.loss.teacher_temp == 0.03
+    assert config.loss.warmup_teacher_temp_epochs == 0
+    assert "loss.warmup_teacher_temp_epochs" in reasons
+
+
+@pytest.mark.parametrize(("size", "channels"), [(8, 1), (33, 3), (100, 13), (512, 3)])
+@pytest.mark.parametrize("images", [50, 4000, 100_000, 20_000_000])
+@pytest.mark.parametrize("batch", [8, 8192])
+def test_every_data_set_gets_a_config_that_runs(size: int, images: int, channels: int, batch: int) -> None:
+    given = [f"data.batch_size={min(batch, images)}"]
+    for arch in ("vit_tiny", "vit_base"):
+        _, reasons = auto(*given, f"model.arch={arch}", size=size, images=images, channels=channels)
+        assert all(reason and "\n" not in reason for reason in reasons.values())
+
+
+def test_the_choices_change_gradually_with_the_number_of_images() -> None:
+    sizes = [round(20_000 * 1.1**n) for n in range(46)]  # to 1.5 million
+    configs = [auto(**IMAGENET | {"images": n, "size": 224})[0] for n in sizes]
+    for before, after in pairwise(configs):
+        assert after.teacher.momentum >= before.teacher.momentum
+        assert after.loss.teacher_temp >= before.loss.teacher_temp
+        assert 0.9 < after.optim.lr / before.optim.lr <= 1
+        assert after.head.prototypes / before.head.prototypes in (1, 2)
+        assert (after.budget.epochs or 0) <= (before.budget.epochs or 0)
+
+
+def test_nothing_that_was_given_is_overwritten() -> None:
+    given = {
+        "model.patch_size": 8,
+        "views.global_size": 48,
+        "head.prototypes": 1000,
+        "optim.lr": 1e-4,
+        "optim.warmup_epochs": 2.0,
+        "teacher.momentum": 0.9,
+        "budget.epochs": 7,
+    }
+    config, reasons = auto(*(f"{key}={value}" for key, value in given.items()), **CIFAR)
+    assert {key: values(config)[key] for key in given} == given
+    assert not set(given) & set(reasons)
+    assert config.views.local_size == 24  # follows from what was given
+
+
+@pytest.mark.parametrize(
+    ("size", "view", "read"), [(128, 48, 96), (64, 48, 80), (32, 24, 40), (500, 128, 224), (224, 224, None)]
+)
+def test_features_are_read_at_up_to_twice_the_views(size: int, view: int, read: int | None) -> None:
+    facts = CIFAR | {"size": size}
+    assert auto(f"views.global_size={view}", **facts)[0].model.image_size == read
+    assert auto("views.global_size=[48, 64]", **facts)[0].model.image_size is None
+    resnet = ["model.arch=timm:resnet18", "views.global_size=64"]
+    assert auto(*resnet, **facts)[0].model.image_size is None
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "dropped"),
+    [([], 4, 0.75), (["budget.steps=30000"], 8, 0), (["loss.patch_weight=1"], 8, 0)],
+    ids=str,
+)
+def test_a_short_run_of_cls_tokens_sees_less_of_more_images(
+    given: list[str], count: int, dropped: float
+) -> None:
+    config, _ = auto("budget.steps=1000", *given, **CIFAR)
+    assert (config.views.local_count, config.model.patch_drop) == (count, dropped)
+
+
+def test_images_that_lie_alike_get_narrow_convolutions_and_all_patches_at_the_end() -> None:
+    def stem(*given: str, **facts: Any) -> tuple[object, ...]:
+        config, _ = auto(*given, **CIFAR, **facts)
+        return config.model.stem, config.model.stem_width, config.model.patch_drop_until
+
+    network = ["budget.steps=1000", "model.arch=null", "model.width=96", "model.depth=4", "model.heads=3"]
+    assert stem(*network, likeness=0.5) == ("conv", 48, 0.8)
+    assert stem(*network) == stem("budget.steps=30000", likeness=0.5) == ("patch", None, 1)
+    plain = ["budget.steps=1000", "model.stem=patch", "model.patch_drop=0"]
+    assert stem(*plain, likeness=0.5) == ("patch", None, 1)
+    odd = stem("budget.steps=1000", "model.patch_size=6", "views.global_size=48", likeness=0.5)
+    assert odd[0] == "patch", "which convolutions of stride 2 do not reach"
+
+
+def test_a_given_view_decides_the_patch() -> None:
+    config, _ = auto("views.global_size=[40, 60]", "views.local_size=20", **CIFAR)
+    assert config.model.patch_size == 4
+    with pytest.raises(ConfigError, match="not divisible"):
+        auto("views.global_size=225", **IMAGENET)
+
+
+def test_other_channels_lose_the_colour_operations() -> None:
+    config, reasons = auto(**CIFAR, channels=5)
+    assert (config.data.channels, config.data.mean, config.data.std) == (5, (0.5,) * 5, (0.25,) * 5)
+    assert reasons["data.mean"] == "measured on 64 images"
+    assert (config.augment.saturation, config.augment.hue, config.augment.grey) == (0, 0, 0)
+    assert "not RGB" in reasons["augment.hue"]
+
+
+def test_a_given_scaling_gives_the_same_rate() -> None:
+    rates = [
+        peak(run_of("recipe=auto", f"optim.lr_scaling={name}", **CIFAR))
+        for name in ("linear", "sqrt", "none")
+    ]
+    assert rates == pytest.approx(rates[:1] * 3, rel=5e-3)
+
+
+@pytest.mark.parametrize(("processes", "rate"), [(2, 5e-4), (8, 1e-3), (16, 2e-3), (64, 4e-3)])
+def test_the_rate_is_linear_where_published_and_a_root_outside(processes: int, rate: float) -> None:
+    facts = IMAGENET | {"images": 10 * int(IMAGENET["images"]), "processes": processes}
+    assert peak(run_of("recipe=auto", **facts)) == pytest.approx(rate, rel=5e-3)
+
+
+def test_recipe_dino_is_left_alone() -> None:
+    assert [choice.key for choice in run_of(**CIFAR).choices] == ["data.bits"]
+
+
+WEIGHTS = WeightsFacts(
+    architecture={
+        "width": 64,
+        "depth": 3,
+        "heads": 4,
+        "patch_size": 8,
+        "registers": 0,
+        "stem": "patch",
+        "stem_width": None,
+        "resnet_layers": (3, 4, 9),
+        "resnet_width": 64,
+        "positions": "learned",
+        "qk_scale": None,
+        "channels": 3,
+        "image_size": (32, 32),
+    },
+    mean=(0.1, 0.2, 0.3),
+    std=(0.4, 0.5, 0.6),
+)
+
+
+def test_weights_decide_on_the_network_and_go_before_auto() -> None:
+    run = run_of("recipe=auto", "init.weights=x.pth", **CIFAR, weights=WEIGHTS)
+    config = run.config
+    assert config.model.shape == (64, 3, 4)
+    assert (config.optim.lr, config.optim.layer_decay, config.teacher.momentum) == (5e-5, 0.75, 0.9995)
+    assert (config.data.mean, config.model.patch_size, config.views.global_size) == ((0.1, 0.2, 0.3), 8, 32)
+    given = run_of("init.weights=x.pth", "teacher.momentum=0.99", **CIFAR, weights=WEIGHTS).config
+    assert (given.optim.lr, given.teacher.momentum, given.views.local_size) == (5e-5, 0.99, 96)
+    with pytest.raises(ValueError, match=r"model.width=32 \(there 64\) does not match init.weights=x.pth"):
+        run_of(
+            "init.weights=x.pth", "model.width=32", "model.depth=3", "model.heads=4", **CIFAR, weights=WEIGHTS
+        )
+
+
+def test_a_fixed_teacher_goes_before_weights() -> None:
+    pixels = {"data.channels": 3, "data.bits": 8, "data.mean": (0.7,) * 3, "data.std": (0.2,) * 3}
+    teacher = TeacherFacts(
+        pixels={**pixels, "data.range": None},
+        heads={"head.prototypes": 99, "head.shared": True},
+        has_patch_head=False,
+        has_patches=True,
+        patch=8,
+        image_size=(64, 64),
+    )
+    given = ["init.weights=x.pth", "teacher.weights=y"]
+    config = run_of(*given, **CIFAR, weights=WEIGHTS, teacher=teacher).config
+    assert (config.data.mean, config.head.prototypes, config.model.drop_path) == ((0.7,) * 3, 99, 0)
+    with pytest.raises(ValueError, match="has no head that learned masked patches"):
+        run_of(*given, "loss.patch_weight=1", **CIFAR, weights=WEIGHTS, teacher=teacher)
+
+
+def test_a_published_recipe_gets_shorter_phases_only_where_one_does_not_fit() -> None:
+    def phases(length: int, *settings: str) -> dict[str, object]:
+        run = run_of(f"budget.epochs={length}", *settings)
+        return {choice.key: choice.value for choice in run.choices if choice.key != "data.bits"}
+
+    assert phases(5) == {"optim.warmup_epochs": 0.5, "optim.freeze_last_layer_epochs": 0.25}
+    assert phases(11) == {}
+    assert phases(5, "optim.warmup_epochs=2") == {}  # the other one fits
+    shortened = phases(25, "method=dinov2")
+    assert shortened == {"optim.warmup_epochs": 2.5, "loss.warmup_teacher_temp_epochs": 2}
+
+
+def test_what_auto_leaves_contradictory_is_refused() -> None:
+    given = ["loss.warmup_teacher_temp_epochs=5", "budget.epochs=50"]  # auto leaves 0.04
+    with pytest.raises(ConfigError, match=r"loss\.teacher_temp=0\.04 must exceed 0\.04"):
+        run_of("recipe=auto", *given, images=20, size=32, processes=1, likeness=0.0, channels=3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "message"),
+    [
+        ([], {"images": 100, "processes": 2}, "100 images do not fill a global batch of 128"),
+        (["budget.steps=100", "optim.warmup_epochs=10"], {"images": 64_000}, "set optim.warmup_epochs=0.01"),
+        (
+            ["budget.steps=29", "optim.warmup_epochs=0.287", "optim.freeze_last_layer_epochs=0"],
+            {"images": 6400},
+            "0.287 is not shorter than the run (0.29 epochs, both of 29 steps)",
+        ),
+        (["optim.lr=5e-3"], {"images": 100_000, "processes": 16}, "is 0.02 at a global batch of 1024"),
+        (
+            ["optim.weight_decay_end=2000"],
+            {"images": 6400, "processes": 8},
+            "optim.weight_decay_end=2000 at a learning rate of 0.001 takes more than the weights in a step",
+        ),
+        (["loss.koleo_weight=0.1", "data.batch_size=1"], {"images": 640}, "is one image"),
+        (["optim.lr=2e-7", "optim.min_lr=0"], {}, "learns between"),
+        (["optim.lr=2e-6"], {}, "optim.min_lr=1e-06 is above the peak of 5e-07"),
+        (
+            ["data.channels=5", "data.mean=null", "data.std=null"],
+            {},
+            "but the images of photos have 3 channels",
+        ),
+        (
+            ["budget.minutes=1", "optim.warmup_epochs=50"],
+            {"step_time": StepTime(1.0)},
+            "or a larger budget.minutes",
+        ),
+    ],
+)
+def test_what_only_shows_with_the_facts_is_refused(
+    overrides: list[str], facts: dict[str, Any], message: str
+) -> None:
+    colours = [f"augment.{name}=0" for name in ("saturation", "hue", "grey")]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_of(*overrides, *colours, **facts)
+
+
+def minutes(step: float, *overrides: str, images: int = 400, size: int = 224) -> Run:
+    """Complete a run of ten minutes, of which a step of the smallest network takes some seconds."""
+    given = ["recipe=auto", "budget.minutes=10", "data.batch_size=8", *overrides]
+    return run_of(*given, images=images, size=size, step_time=StepTime(step, 15.0, 5.0))
+
+
+@pytest.mark.parametrize(("speed", "width"), [(10, 96), (1e9, 384)])
+def test_the_network_is_chosen_from_one_measured_step(speed: float, width: int) -> None:
+    run = minutes(8 / speed)
+    assert run.config.model.width == width
+    reasons = {choice.key: choice.reason for choice in run.choices}
+    assert "in 10 minutes on this machine" in reasons["model.width"]
+    if width == 96:
+        assert run.length == pytest.approx((600 - 5 - 4 * 15) * speed / 8, rel=0.02)
+        assert run.config.compute.eval_every == pytest.approx(run.length / run.steps_per_epoch / 3, rel=0.01)
+
+
+def test_the_network_is_the_largest_that_sees_enough_images() -> None:
+    def ladder(size: int, *given: str) -> list[Any]:
+        config = load(PretrainConfig, None, ["recipe=auto", "budget.minutes=10", *given])
+        return network_ladder(Draft(config), size)
+
+    rungs = ladder(500)
+    assert [one.cost for one in rungs] == sorted(one.cost for one in rungs)
+    assert rungs[0].settings["model.width"] == 96
+    assert rungs[-1].settings["views.global_size"] == 224
+    for size, view in {32: 24, 4: 4, 2: 4}.items():
+        assert {one.settings["views.global_size"] for one in ladder(size)} == {view}
+    assert (rungs[-1].settings["model.width"], rungs[-1].settings["model.heads"]) == (384, 6)  # ViT-S
+    assert all(one.settings["views.global_size"] % 14 == 0 for one in ladder(500, "model.patch_size=14"))
+    costs = [one.cost for one in ladder(500, "views.global_size=224")]
+    assert costs[-1] / costs[0] > 30, "the patches are those of the view, whatever the network"
+    assert ladder(500, "model.arch=vit_tiny") == []
+
+
+def test_a_run_that_sees_few_images_says_so() -> None:
+    given = [
+        "recipe=dino",
+        "optim.warmup_epochs=0",
+        "optim.freeze_last_layer_epochs=0",
+        "compute.eval_every=null",
+    ]
+    (note,) = minutes(170.0, *given, images=64).notes
+    assert note.startswith("budget.minutes=10 has time for about 3 steps of the 8 in an epoch")
+    assert note.endswith("budget.minutes=27 would be an epoch")
+
+
+def resumed(run: Run, *overrides: str, **changes: Any) -> Run:
+    """Complete the run that resumes from a checkpoint of another at its step 40, after 100 seconds."""
+    facts: dict[str, Any] = {"step": 40, "seconds": 100.0, "settings": values(run.config)}
+    facts |= {"chosen": run.chosen, "length": run.length, "global_batch": run.global_batch}
+    return run_of(*overrides, **changes, checkpoint=CheckpointFacts(**facts))
+
+
+def test_a_run_that_resumes_keeps_what_was_chosen_and_gives_way_to_what_is_given() -> None:
+    start = run_of("recipe=auto", "teacher.momentum=0.97", **CIFAR)
+    again = resumed(start, "recipe=auto", **CIFAR | {"images": 60_000, "likeness": 0.9})
+    assert again.config == start.config, "also what was given then, where auto would choose"
+    assert again.choices == ()
+    # An interval in steps instead of epochs, a length in another unit: not both.
+    other = resumed(start, "recipe=auto", "budget.steps=16000", "compute.eval_every_steps=8", **CIFAR)
+    assert (other.config.budget.epochs, other.config.compute.eval_every) == (None, None)
+    assert (other.length, other.config.teacher.momentum) == (16_000, 0.97)
+    reasons = {choice.key: choice.reason for choice in other.choices}
+    assert reasons["budget.steps"] == "changed at step 40"
+
+
+def test_a_run_that_resumes_keeps_its_global_batch() -> None:
+    start = run_of(**CIFAR)
+    again = resumed(start, **CIFAR | {"processes": 1})
+    assert (again.config.optim.accumulate, again.global_batch) == (2, 128)
+    third = resumed(again, **CIFAR)
+    assert (third.config.optim.accumulate, third.global_batch) == (1, 128)
+
+
+def test_minutes_that_change_change_the_length_in_proportion() -> None:
+    start = minutes(1.0, "model.arch=vit_tiny")
+    given = ["recipe=auto", "model.arch=vit_tiny", "data.batch_size=8"]
+    facts = {"images": 400, "size": 224}
+    assert resumed(start, *given, "budget.minutes=10", **facts).length == start.length
+    assert resumed(start, *given, "budget.minutes=20", **facts).length == 480, "at 40 steps in 100 seconds"
+
+
+def test_an_order_follows_from_where_shards_lie() -> None:
+    config = load(PretrainConfig, None, ["data.source=photos"])
+    base = facts_of()
+
+    def order(**changes: Any) -> object:
+        images = type(base.images)(**{**vars(base.images), **changes})
+        return decide(config, Facts(images=images))["data.order"]
+
+    assert order(shards=3) is None
+    assert order(shards=3, is_remote=True) == order(shards=3, total=2**27) == "window"
+
+
+def test_facts_and_a_run_are_values() -> None:
+    config = load(PretrainConfig, None, ["data.source=photos", "recipe=auto"])
+    assert facts_of(**CIFAR) == facts_of(**CIFAR)
+    assert "ImageFacts(count=50000" in repr(facts_of(**CIFAR))
+    first, second = (complete(config, facts_of(**CIFAR)) for _ in range(2))
+    assert first == second
+    assert first.digest == second.digest != complete(config, facts_of(**IMAGENET)).digest
+    assert len(config.given) == 2

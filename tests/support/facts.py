@@ -1,0 +1,34 @@
+"""Runs as values, from facts that a test makes up."""
+
+from typing import Any
+
+from dino_vit.config.complete import Run, complete
+from dino_vit.config.facts import ChannelStatistics, Facts, ImageFacts, LaunchFacts
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+
+
+def facts_of(
+    *,
+    images: int = 6400,
+    size: int = 224,
+    channels: int = 3,
+    processes: int = 1,
+    likeness: float = 0.0,
+    **more: Any,
+) -> Facts:
+    measured = ChannelStatistics((0.5,) * channels, (0.25,) * channels, 1.0, 64)
+    described = ImageFacts(
+        count=images,
+        size=size,
+        channels=channels,
+        readable_channels=frozenset({channels}),
+        likeness=likeness,
+        measured=measured,
+    )
+    return Facts(images=described, launch=LaunchFacts(processes=processes), **more)
+
+
+def run_of(*overrides: str, **facts: Any) -> Run:
+    """Complete a config with facts, as `facts_of` takes them."""
+    return complete(load(PretrainConfig, None, ["data.source=photos", *overrides]), facts_of(**facts))

@@ -1,0 +1,216 @@
+"""A run of some minutes: its schedules follow the clock, and it resumes where it was."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from types import MappingProxyType
+
+import pytest
+
+import dino_vit.training.trial
+from dino_vit.config.facts import StepTime
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.training import facts
+from dino_vit.training import plan as plan_module
+from dino_vit.training.pretrain import pretrain
+from tests.support.processes import finish, pair, torchrun_environs
+from tests.support.runs import ROOT, history
+from tests.support.training import configured, opened
+
+SETTINGS = {
+    "budget.steps": "null",
+    "budget.minutes": 4 / 60,
+    "compute.eval_every": "null",
+    "compute.log_every": 10,
+    # A busy machine takes few steps in so many seconds.
+    "optim.warmup_epochs": 0,
+    "optim.freeze_last_layer_epochs": 0,
+}
+TEN = {**SETTINGS, "budget.minutes": 10, "compute.log_every": 50, "optim.warmup_epochs": 2}
+
+
+def test_two_processes_end_after_the_same_step(tmp_path):
+    finish(pair(tmp_path / "run", SETTINGS, torchrun_environs()))
+    found = Checkpoints(tmp_path / "run").newest().metadata
+    assert found["step"] == found["total_steps"] == history(tmp_path / "run")[-1]["step"]
+    assert history(tmp_path / "run")[-1]["lr"] == pytest.approx(1e-6)
+
+
+class Played:
+    """A run of ten minutes whose steps are played, each with its time."""
+
+    def __init__(self, tmp_path, monkeypatch, settings=MappingProxyType({}), measured=0.5):
+        self.now = 100.0
+        monkeypatch.setattr(plan_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(dino_vit.training.trial, "time_step", lambda *_: StepTime(measured))
+        self.state = opened(tmp_path / "run", TEN | settings).state
+        self.state.clock.start()
+        self.lr, self.positions, self.logged, self.evaluated = [], [], [], []
+
+    def step(self, seconds):
+        state = self.state
+        state.begin_step()
+        self.lr.append(state.rates.lr)
+        self.positions.append(state.position)
+        state.step, self.now = state.step + 1, self.now + seconds
+        state.clock.agree(state.clock.seconds)
+        if state.position.is_logged:
+            self.logged.append(state.clock.share)
+        if state.position.is_evaluated:
+            self.evaluated.append(state.clock.share)
+
+    def play(self, seconds):
+        """Take steps to the end, each of `seconds(step, time)`."""
+        while not self.state.is_done:
+            self.step(seconds(self.state.step, self.state.clock.seconds))
+
+
+def stalling(every, seconds):
+    """Return a source that gives images for some seconds and then none for others."""
+    due = every
+
+    def step(_, time):
+        nonlocal due
+        if time < due:
+            return 0.5
+        due = time + seconds + every
+        return 0.5 + seconds
+
+    return step
+
+
+# With the seconds of the longest step.
+PACES = {
+    "as measured": (lambda step, time: 0.5, 0.5),
+    "four times slower": (lambda step, time: 2.0, 2.0),
+    "three times faster": (lambda step, time: 0.17, 0.17),
+    "slow at first": (lambda step, time: 25.0 if step < 2 else 0.5, 25.0),
+    "stalls": (stalling(20, 20), 20.5),
+    "an outage of a minute": (lambda step, time: 60.0 if step == 200 else 0.5, 60.0),
+    "an outage near the end": (lambda step, time: 60.0 if 595 < time < 600 else 0.5, 60.5),
+    "ever slower": (lambda step, time: 0.4 + 0.4 * time / 600, 0.8),
+    "steps of a minute": (lambda step, time: 60.0, 60.0),
+}
+
+
+@pytest.mark.parametrize("name", PACES)
+def test_a_run_ends_within_a_step_of_its_minutes_with_its_rates_at_their_ends(tmp_path, monkeypatch, name):
+    pace, longest = PACES[name]
+    run = Played(tmp_path, monkeypatch)
+    run.play(pace)
+    assert 600 - longest <= run.state.clock.seconds <= 600 + longest
+    rates, plan = run.state.rates, run.state.plan
+    assert rates == plan.rates(plan.length)
+    assert (rates.lr, rates.momentum) == (1e-6, 1.0)
+    assert run.state.total_steps == run.state.step
+    positions = [position.at for position in run.positions]
+    assert all(after >= before for before, after in pairwise(positions)), "the schedule never goes back"
+    warmup = plan.warmup_steps / plan.length
+    assert all(lr <= plan.lr for lr in run.lr)
+    if longest < 20:
+        reached = next(n for n, at in enumerate(positions) if at >= plan.warmup_steps)
+        assert run.lr[reached] == pytest.approx(plan.lr, rel=0.01)
+        assert positions[reached] / plan.length == pytest.approx(warmup, abs=0.01)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0])
+def test_lines_and_evaluations_come_by_share_of_the_time(tmp_path, monkeypatch, seconds):
+    run = Played(tmp_path, monkeypatch, {"compute.eval_every_steps": 200})  # of 1,200 that are expected
+    run.play(lambda *_: seconds)
+    shares = [number / 6 for number in range(1, 7)]
+    assert run.evaluated == pytest.approx(shares, abs=0.02)
+    assert len(run.logged) == pytest.approx(24, abs=1)
+    assert {position.is_last for position in run.positions[:-1]} == {False}
+
+
+def test_the_evaluation_at_the_end_is_part_of_the_minutes(tmp_path, monkeypatch):
+    run = Played(tmp_path, monkeypatch)
+    run.state.clock.reserve = 30.0
+    run.play(lambda *_: 0.5)
+    assert run.state.clock.seconds == pytest.approx(570, abs=1)
+
+
+def test_a_run_that_resumes_goes_on_where_it_was_unless_its_minutes_change(tmp_path, monkeypatch):
+    run = Played(tmp_path, monkeypatch)
+    for _ in range(60):
+        run.step(2.0)
+    before, plan = run.state.clock.seconds, run.state.plan
+    run.state.begin_save()
+    run.state.writer.finish(wait=True)
+    again = Played(tmp_path, monkeypatch)
+    assert (again.state.clock.seconds, again.state.plan.length) == (before, plan.length) == (120, 1200)
+    again.step(2.0)
+    assert again.lr == [plan.rates(120 / 600 * 1200).lr]
+    again.play(lambda *_: 2.0)
+    assert 598 <= again.state.clock.seconds <= 602
+    changed = Played(tmp_path, monkeypatch, {"budget.minutes": 20, "compute.resume": "changed"})
+    assert changed.state.plan.length == 600, "at 60 steps in 120 seconds"
+    changed.step(2.0)
+    assert changed.positions[0].at == pytest.approx(60)
+    in_steps = {"budget.minutes": "null", "budget.steps": 400, "compute.resume": "changed"}
+    state = opened(tmp_path / "run", {**TEN, **in_steps}).state
+    assert (state.total_steps, state.is_done) == (400, False)
+
+
+def test_a_run_that_is_done_learns_again_with_more_minutes(tmp_path, monkeypatch):
+    run = Played(tmp_path, monkeypatch)
+    run.play(lambda *_: 2.0)
+    run.state.begin_save()
+    run.state.writer.finish(wait=True)
+    assert opened(tmp_path / "run", TEN).state.is_done
+    more = Played(tmp_path, monkeypatch, {"budget.minutes": 20, "compute.resume": "changed"})
+    assert not more.state.is_done
+    more.step(2.0)
+    assert more.state.rates.momentum < 0.999, "with that of the end, 1, the teacher would stay as it is"
+
+
+def test_a_config_is_validated_twice_and_images_are_looked_at_once(tmp_path, monkeypatch):
+    done = []
+
+    def noting(name, work):
+        def noted(*arguments, **keywords):
+            done.append(name)
+            return work(*arguments, **keywords)
+
+        return noted
+
+    for name in ("open_images", "inspect_images", "channel_statistics"):
+        monkeypatch.setattr(facts, name, noting(name, getattr(facts, name)))
+    settings = {**SETTINGS, "budget.minutes": 1 / 60, "recipe": "auto", "data.mean": "null"}
+    validate = PretrainConfig.model_validate
+    monkeypatch.setattr(PretrainConfig, "model_validate", noting("validated", validate))
+    pretrain(configured(tmp_path / "run", settings))
+    once = ["channel_statistics", "inspect_images", "open_images"]
+    assert sorted(done) == [*once, "validated", "validated"]
+    lines = history(tmp_path / "run")
+    assert lines[-1]["step"] == lines[-1]["total_steps"]
+    start = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[0])
+    assert start["total_steps"] >= 1
+
+
+def test_the_networks_of_a_trial_are_gone_after_it(tmp_path):
+    """In a process of its own: what PyTorch imports with its first optimiser keeps frames."""
+    code = f"""
+import gc, weakref
+from accelerate import Accelerator
+from dino_vit.training import facts, setup, trial
+from tests.support.training import configured
+
+def build(run):
+    state = setup.build_state(run, inputs, accelerator)
+    states.append(weakref.ref(state))
+    assert run.config.compute.compile is False, "it would be most of so few steps"
+    return state
+
+states = []
+config, accelerator = configured({str(tmp_path / "run")!r}, {SETTINGS!r}), Accelerator()
+inputs = facts.open_inputs(config, None)
+known = facts.inspect(config, inputs, accelerator.device)
+gc.disable()
+trial.time_step(config, known, build)
+assert [state() for state in states] == [None]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert not (tmp_path / "run").exists()
