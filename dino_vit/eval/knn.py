@@ -38,7 +38,7 @@ from dino_vit.eval.results import (
     judge,
     score,
 )
-from dino_vit.eval.sets import LabelledFeatures, given_sets, labelled_features
+from dino_vit.eval.sets import LabelledFeatures, labelled_features, open_sets
 from dino_vit.models.backbone import FeatureSpec
 
 _CLASSES_SHOWN = 10
@@ -55,10 +55,9 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> EvaluationResult:
     """Do the same with a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     path = asked_output(config, frozen.model.provenance.source)
-    train, val = given_sets(config)
+    learned, val = open_sets(config, blocks=None)
     queries = labelled_features(frozen, val, spec, "features of the query images")
-    bank = queries if train is None else labelled_features(frozen, train, spec, "features of the bank")
-    learned = val if train is None else train
+    bank = queries if learned is val else labelled_features(frozen, learned, spec, "features of the bank")
     if config.shots:
         learned.require_one_class(f"shots={config.shots}")
         bank, queries = few_shots(bank, queries, config.shots, config.seed)

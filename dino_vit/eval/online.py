@@ -1,9 +1,7 @@
 """Evaluation during training: accuracies or mAP by labels, always the rank and what colours explain."""
 
 import math
-from collections.abc import Container
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +17,12 @@ from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
-from dino_vit.data.image_set import ImageSet, choose_splits, count_shared
+from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.eval.batches import Features, missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
+from dino_vit.eval.sets import divide, labelled_subset
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
@@ -123,27 +122,19 @@ class OnlineEvaluation:
         self.batch_size, self.autocast = batch_size, autocast
         self.warned = False  # that some images cannot be read
         order = random_indices(source, seed)
-
-        def choose(count: int, among: Container[int]) -> list[int]:
-            labelled = (index for index in order if index in among and source.label(index) is not None)
-            return list(islice(labelled, count))
-
-        self.bank: Tensor | None = None  # the images that vote; None: all vote on each other
-        if splits := choose_splits(source):
-            train, held_out = splits
-            queries = choose(images // _QUERIES_SHARE, {*held_out.indices.tolist()})
-            bank = choose(images - len(queries), {*train.indices.tolist()})
-            self.bank, labelled = torch.tensor(bank), bank + queries
-        else:
-            labelled = choose(images, range(len(source)))
-        self.has_labels = len({source.label(index) for index in labelled}) > 1
-        self.indices = labelled if self.has_labels else order[:images]
+        learn, judge = divide(labelled_subset("", source.subset(order)))
+        chosen, self.bank = [judge.first(images)], None  # the images that vote; None: all vote on each other
+        if learn is not judge:
+            queries = judge.first(images // _QUERIES_SHARE)
+            chosen = [learn.first(images - len(queries)), queries]
+        rows = np.concatenate([each.indices for each in chosen])
+        targets = np.concatenate([each.targets for each in chosen])
+        self.has_labels = bool((targets != targets[:1]).any())
+        self.indices = [order[row] for row in rows] if self.has_labels else order[:images]
+        if learn is not judge:
+            self.bank = torch.tensor(self.indices[: len(chosen[0])])
         self.row = {index: row for row, index in enumerate(self.indices)}
-        codes = source.codes(self.indices)
-        self.task, self.targets = (
-            source.labels.task,
-            torch.from_numpy(source.labels.values(codes[codes >= 0])),
-        )
+        self.task, self.targets = judge.task, torch.from_numpy(targets)
         agree("images to evaluate", lambda: self, OnlineEvaluation._describe)
 
     def _describe(self) -> str:

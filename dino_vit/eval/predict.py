@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 from pyarrow.csv import write_csv
@@ -24,13 +23,13 @@ from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.data.image_set import ImageSet, count_shared
+from dino_vit.data.image_set import count_shared
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
+from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.learn import TrainedClassifier, learn
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
-from dino_vit.eval.sets import LabelledSubset, open_subset
+from dino_vit.eval.sets import LabelledSubset, divide, labelled_features, labelled_subset, open_subset
 from dino_vit.weights.classifier import (
     label_texts,
     read_classifier,
@@ -58,19 +57,12 @@ def run(config: PredictConfig) -> LabelPredictions:
     frozen = frozen_backbone(config)
     output, files = _files(config)
     check_outputs(config, *files)
-    source, labelled, rows = agree("images", lambda: open_images(config), _describe)
-    fitted = _read(config, frozen) if labelled is None else learn(frozen, labelled)
-    features, kept = cached_features(
-        frozen,
-        source,
-        spec=fitted.classifier.spec,
-        indices=None if len(rows) == len(source) else rows.tolist(),
-        title=f"features of {public(config.source)}",
-    )
-    queries = torch.from_numpy(features).to(frozen.device)
-    facts = fitted.classifier.facts
+    learned, images = agree("images", lambda: open_images(config), _describe)
+    fitted = _read(config, frozen) if learned is None else learn(frozen, learned)
+    features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
+    queries, facts = features.features.to(frozen.device), fitted.classifier.facts
     outputs = fitted.classifier.of_features(queries)
-    names = [source.name(index) for index in kept.tolist()]
+    names = [images.source.name(index) for index in features.indices.tolist()]
     columns = tabulate(names, outputs, queries, fitted)
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), _summary(columns, facts.task)]
     if fitted.doubts:
@@ -114,44 +106,38 @@ def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
     return output, files + ([Path(config.head)] if config.head else [])
 
 
-Images = tuple[ImageSet, LabelledSubset | None, NDArray[np.int64]]
-
-
-def open_images(config: PredictConfig) -> Images:
-    """Open the images: all, those to learn from, and which are to be labelled."""
+def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
+    """Open the images to learn from, none where weights are a classifier, and those to label."""
+    name = public(config.source)
     if config.train is None and config.labels is None and read_classifier_facts(config.weights):
         if config.several:
             raise ValueError("several=true is of labels to learn from; the classifier in weights has its own")
-        source = open_source(config.source)
-        return source, None, np.arange(len(source))
+        images = labelled_subset(name, open_source(config.source))
+        return None, divide(images, images, unlabelled=True)[1]
     if config.train is None:
-        source = open_source(config.source, config.labels, several=config.several)
-        labelled = open_subset(config.source, source)
-        rows = np.setdiff1d(np.arange(len(source)), labelled.indices)
-        if not len(rows):
-            text = f"all {plural(len(source), 'image')} of {public(config.source)} have labels"
-            raise ValueError(f"{text}: give others, and these as train=")
-        counts = f"{len(labelled):,} of {plural(len(source), 'image')}"
-        log.info("%s have labels; the other %s get them", counts, f"{len(rows):,}")
+        images = open_subset(name, open_source(config.source, config.labels, several=config.several))
+        learned, others = divide(images, unlabelled=True)
+        count = plural(len(images.source), "image")
+        if not len(others):
+            raise ValueError(f"all {count} of {name} have labels: give others, and these as train=")
+        log.info("%s have labels; the other %s get them", f"{len(learned):,} of {count}", f"{len(others):,}")
     else:
-        source, name = open_source(config.source), public(config.train)
-        train = open_source(config.train, config.labels, several=config.several)
-        labelled = open_subset(config.train, train)
-        rows = np.arange(len(source))
-        shared = count_shared(source, labelled.images)
-        if shared == len(source):
-            text = f"all {plural(shared, 'image')} of {public(config.source)} are among those of train={name}"
+        train = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
+        learned, others = divide(labelled_subset(name, open_source(config.source)), train, unlabelled=True)
+        shared = count_shared(others.source, learned.images)
+        if shared == len(others):
+            text = f"all {plural(shared, 'image')} of {name} are among those of train={train.name}"
             raise ValueError(f"{text}: there is nothing left to label")
         if shared:
-            log.warning("%d of the %d images to label are in train=%s too", shared, len(source), name)
-    labelled.require_two_classes()
-    return source, labelled, rows
+            log.warning("%d of the %d images to label are in train=%s too", shared, len(others), train.name)
+    learned.require_two_classes()
+    return learned, others
 
 
-def _describe(images: Images) -> str:
-    source, labelled, rows = images
-    learned = labelled.fingerprint if labelled else "a classifier"
-    return f"{len(rows):,} of {source.fingerprint} by {learned}"
+def _describe(images: tuple[LabelledSubset | None, LabelledSubset]) -> str:
+    learned, others = images
+    by = "a classifier" if learned is None else learned.fingerprint
+    return f"{len(others):,} of {others.fingerprint} by {by}"
 
 
 def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:

@@ -32,7 +32,7 @@ _DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
 
 @dataclass(frozen=True)
 class LabelledSubset:
-    """Images of a source that have a label, and what is to be predicted of them."""
+    """Images of a source that have a label, and what is to be predicted of them; −1 where nobody knows."""
 
     name: str  # for messages
     source: ImageSet
@@ -43,6 +43,9 @@ class LabelledSubset:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def first(self, count: int) -> "LabelledSubset":
+        return replace(self, indices=self.indices[:count], targets=self.targets[:count])
 
     def part(self, rows: NDArray[np.bool_], name: str) -> "LabelledSubset":
         return replace(self, name=name, indices=self.indices[rows], targets=self.targets[rows])
@@ -103,48 +106,86 @@ class LabelledSubset:
         return replace(self, targets=numbers[self.targets], classes=train.classes)
 
 
-def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
-    """Open the training and the validation set: those given, or splits; with neither, all images are one.
+def divide(
+    images: LabelledSubset,
+    train: LabelledSubset | None = None,
+    *,
+    unlabelled: bool = False,
+    blocks: int | None = None,
+    seed: int = 0,
+) -> tuple[LabelledSubset, LabelledSubset]:
+    """Decide who learns and who is judged; where both are the same set, each image is told by the others.
 
-    All processes must see the same.
+    - `unlabelled`: the images without a label are judged, all of them with `train`; the labelled ones learn
+    - `train`: its images learn
+    - splits: those of train learn, those of val or test are judged, if there are both
+    - `blocks`: one in so many is judged, in blocks of neighbours that the seed draws; the others learn
     """
+    name, source = images.name, images.source
+    if unlabelled:
+        learn, rows = images if train is None else train, np.arange(len(source))
+        rows = np.setdiff1d(rows, images.indices) if train is None else rows
+        none = np.full(len(rows), -1, np.int64)
+        return learn, LabelledSubset(name, source, rows, none, learn.classes, learn.task)
+    if train is not None:
+        return train, images
+    if splits := choose_splits(source):
+        learn, judge = (
+            images.part(np.isin(images.indices, indices), f"{name}/{split}") for split, indices in splits
+        )
+        return learn, judge
+    if blocks:
+        chosen = images.folds(blocks, seed) == 0
+        return images.part(~chosen, f"the rest of {name}"), images.part(chosen, f"a fifth of {name}")
+    return images, images
 
-    def describe(sets: tuple[LabelledSubset | None, LabelledSubset]) -> str:
+
+def _with_same_names(learn: LabelledSubset, judge: LabelledSubset) -> tuple[LabelledSubset, LabelledSubset]:
+    """Return both with the same numbers for the same names of classes or labels."""
+    if judge.task == "multiclass":
+        return learn, judge.with_classes_of(learn)
+    names = (*learn.classes, *sorted({*judge.classes} - {*learn.classes}))
+    return learn.with_columns(names), judge.with_columns(names)
+
+
+def open_sets(
+    config: SupervisedConfig, blocks: int | None = _VAL_SHARE
+) -> tuple[LabelledSubset, LabelledSubset]:
+    """Open the images to learn from and those to judge by; all processes must see the same."""
+
+    def describe(sets: tuple[LabelledSubset, LabelledSubset]) -> str:
         counts = (
             (plural(len(each), "image"), plural(len(each.classes), "class", "classes"), each.fingerprint)
             for each in sets
-            if each
         )
         return " and ".join(
             f"{images} of {classes} ({fingerprint})" for images, classes, fingerprint in counts
         )
 
-    return agree("labelled images", lambda: _given_sets(config), describe)
+    return agree("labelled images", lambda: _open_sets(config, blocks), describe)
 
 
-def _given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
+def _open_sets(config: SupervisedConfig, blocks: int | None) -> tuple[LabelledSubset, LabelledSubset]:
     several = config.several and (config.train is None or has_cells(config.source, config.labels))
     source, train = open_source(config.source, config.labels, several=several), None
-    if config.train is None:
-        val = open_subset(config.source, source)
-    else:
+    if config.train is not None:
         several = config.several and has_cells(config.train, config.train_labels)
         train_source = open_source(config.train, config.train_labels, several=several)
         if {source.labels.task, train_source.labels.task} == {"multiclass", "multilabel"}:
             source, train_source = (each.with_sets() for each in (source, train_source))
-        train, val = open_subset(config.train, train_source), open_subset(config.source, source)
-        refuse_same_images(config.source, val.images, f"train={public(config.train)}", train.images)
-    if train is None and (splits := choose_splits(source)):
-        log.info("%s", describe_use(source, *splits, val.name))
-        train, val = (
-            val.part(np.isin(val.indices, indices), f"{val.name}/{name}") for name, indices in splits
-        )
-        refuse_same_images(val.name, val.images, train.name, train.images)
-    (val if train is None else train).require_two_classes()
-    if train is None or val.task == "multiclass":
-        return train, val if train is None else val.with_classes_of(train)
-    names = (*train.classes, *sorted({*val.classes} - {*train.classes}))
-    return train.with_columns(names), val.with_columns(names)
+        train = open_subset(config.train, train_source)
+    images = open_subset(config.source, source)
+    (images if train is None else train).require_two_classes()
+    splits = choose_splits(source) if train is None else None
+    if splits:
+        log.info("%s", describe_use(source, *splits, images.name))
+    learn, judge = divide(images, train, blocks=blocks, seed=config.seed)
+    learn.require_two_classes()
+    if train is not None or splits:
+        name = learn.name if train is None else f"train={learn.name}"
+        refuse_same_images(judge.name, judge.images, name, learn.images)
+        return _with_same_names(learn, judge)
+    return learn, judge
 
 
 def refuse_same_images(name: str, source: ImageSet, train_name: str, train: ImageSet) -> None:
@@ -159,31 +200,26 @@ def refuse_same_images(name: str, source: ImageSet, train_name: str, train: Imag
         log.warning(text, shared, len(source), name, train_name)
 
 
-def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]:
-    """Open both sets; of a source without splits a fifth, in blocks by the seed, is for validation."""
-    train, val = given_sets(config)
-    if train is not None:
-        return train, val
-    chosen = val.folds(_VAL_SHARE, config.seed) == 0
-    train = val.part(~chosen, f"the rest of {val.name}")
-    train.require_two_classes()
-    return train, val.part(chosen, f"a fifth of {val.name}")
+def labelled_subset(name: str, source: ImageSet) -> LabelledSubset:
+    """Return the labelled images of a source, which may be none."""
+    codes, labels = source.codes(), source.labels
+    indices = np.flatnonzero(codes >= 0)
+    values = labels.values(codes[indices])
+    return LabelledSubset(public(name), source, indices, values, labels.names, labels.task)
 
 
 def open_subset(name: str, source: ImageSet) -> LabelledSubset:
-    """Return the labelled images of a source."""
-    name, codes, labels = public(name), source.codes(), source.labels
-    indices = np.flatnonzero(codes >= 0)
-    unlabelled = len(source) - len(indices)
+    """Return the labelled images of a source, say what their labels are, or raise if there are none."""
+    labelled = labelled_subset(name, source)
+    unlabelled = len(source) - len(labelled)
     if unlabelled == len(source):
         advice = "sort them into one folder per class (a folder that all share is none), or give a CSV of "
         advice += "names and labels: labels=FILE (train_labels=FILE for the train= of knn and linear)"
         advice = "let it have `targets` or `label(i)`, or " + advice if is_object(name) else advice
-        raise ValueError(f"none of the {len(source)} images of {name} has a label; {advice}")
+        raise ValueError(f"none of the {len(source)} images of {labelled.name} has a label; {advice}")
     left_out = f"; {plural(unlabelled, 'image')} without a label" if unlabelled else ""
-    codes = codes[indices]
-    log.info("%s: %s%s", name, labels.describe(codes), left_out)
-    return LabelledSubset(name, source, indices, labels.values(codes), labels.names, labels.task)
+    log.info("%s: %s%s", labelled.name, source.labels.describe(source.codes(labelled.indices)), left_out)
+    return labelled
 
 
 @dataclass(frozen=True)
