@@ -1,21 +1,17 @@
 """Attention maps: of the CLS token, as masks, colours, pictures and sheets."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.eval import attention
-from dino_vit.eval.attention import cls_attention, file_stem, pad
+from dino_vit.eval.attention import cls_attention, pad
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone
 from tests.support.close import assert_close_to_scale
-from tests.support.kernels import Kernels
 
 
 def trained(**changes):
@@ -152,18 +148,6 @@ def test_large_images_are_shrunk_to_twice_the_trained_side(weights, tmp_path, ca
     assert caplog.text.count("are far from") == 1
 
 
-def test_many_images_are_on_several_sheets(weights, monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.attention.SHEET_ROWS", 3)
-    drawn = dino_vit.attention("synthetic:5:32", weights, count=None, verbose=False)
-    assert "5 images on 2 sheets" in str(drawn)
-    assert (len(drawn.sheets), len(drawn.maps)) == (2, 5)
-
-
-def test_file_names_are_safe():
-    for name in ("../../etc/passwd.png", "a/<b>.png", "....", "x" * 300 + ".png"):
-        assert re.fullmatch(r"7-[\w-]{0,100}", file_stem(7, name))
-
-
 def test_mistakes_are_explained(weights, tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
@@ -176,16 +160,3 @@ def test_mistakes_are_explained(weights, tmp_path, capsys):
         assert main(["attention", f"output={tmp_path / 'out'}", *arguments]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
-
-
-def test_a_large_image_needs_little_memory():
-    model = VisionTransformer(image_size=512, patch_size=8, width=24, depth=2, heads=2)
-    with Kernels() as kernels:
-        cls_attention(model, torch.zeros(1, 3, 512, 512))
-    # Of 64 × 64 patches and CLS, the weights of one block would be 2 × 4097² numbers of 4 bytes.
-    assert 0 < kernels.peak < 2 * 4097**2 * 4
-
-
-def test_an_image_may_become_one_pixel(weights, photos, tmp_path):
-    given = ["attention", str(photos), f"weights={weights}", f"output={tmp_path / 'o'}", "longest=1"]
-    assert main(given) == 0

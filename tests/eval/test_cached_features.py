@@ -12,13 +12,12 @@ from PIL import Image
 from pyarrow.parquet import read_table
 
 from dino_vit import VisionTransformer, save_backbone
-from dino_vit.core.storage import StorageError, read_tensors
+from dino_vit.core.storage import read_tensors
 from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
-from dino_vit.eval.batches import warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
@@ -66,14 +65,6 @@ def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
     expected = extracted(backbone(), source, spec=spec, transform=TRANSFORM, batch_size=4)
     assert np.array_equal(stored, expected.numpy())
     assert indices.tolist() == list(range(50))
-
-
-def test_small_images_that_are_enlarged_are_said(tmp_path, caplog):
-    source = make_textures(length=9, size=16)
-    store_in(tmp_path, source, transform=replace(TRANSFORM, size=(32, 32)))
-    assert "enlarged" not in caplog.text
-    store_in(tmp_path, source, transform=replace(TRANSFORM, size=(36, 36)))
-    assert "images of about 16 pixels are enlarged to 36" in caplog.text
 
 
 def test_chosen_images_come_in_the_order_asked_for(tmp_path):
@@ -213,18 +204,6 @@ def test_damaged_features_are_computed_again(tmp_path, computed):
     assert sum(computed) == 50
 
 
-def test_features_that_cannot_be_kept_are_used(tmp_path, monkeypatch, caplog):
-    expected = store_in(tmp_path)
-
-    def full(*_):
-        raise StorageError("no space left on device")
-
-    monkeypatch.setattr("dino_vit.eval.features.write_tensors", full)
-    values = store_in(tmp_path / "full")
-    assert all(np.array_equal(a, b) for a, b in zip(values, expected, strict=True))
-    assert "the features could not be cached: no space left" in caplog.text
-
-
 def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
     for _ in range(2):  # computed, and from the cache
         caplog.clear()
@@ -233,13 +212,6 @@ def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
         assert len(indices) == len(stored) == 37
         assert "3 of 40 images cannot be read and are left out:\n  even/04.png: " in caplog.text
         assert [source.name(row)[-6:-4] for row in indices[:4]] == ["00", "02", "06", "08"]
-
-
-def test_an_unreadable_image_is_named_once_for_all_features_of_a_backbone(tmp_path, folder, caplog):
-    frozen = FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path)
-    for indices in (range(0, 40, 2), None, range(20)):
-        cached_features(frozen, open_folder(folder), indices=indices)
-    assert [caplog.text.count(path) for path in ("even/04.png", "2 of 40 images cannot be read")] == [1, 1]
 
 
 def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, monkeypatch, computed):
@@ -280,21 +252,3 @@ def test_two_processes_write_what_one_does(tmp_path):
     ours, theirs = (read_table(tmp_path / f"{name}.parquet") for name in ("one", "two"))
     assert ours.drop_columns("embedding").equals(theirs.drop_columns("embedding"))
     assert_close_to_scale(*(torch.tensor(table["embedding"].to_pylist()) for table in (ours, theirs)))
-
-
-def test_images_that_lose_bits_are_said(tmp_path, caplog):
-    (tmp_path / "deep").mkdir()
-    for number in range(3):
-        values = np.full((16, 16), 4000 + number, np.uint16)
-        Image.fromarray(values).save(tmp_path / "deep" / f"{number}.png")
-    store_in(tmp_path / "cache", open_folder(tmp_path / "deep"))
-    converted = "3 repeated from grey to RGB, 3 scaled down to 8 bits"
-    assert f"of 3 images that were inspected, {converted}, as the weights need them" in caplog.text
-
-
-def test_an_image_that_is_read_the_second_time_is_named_without_a_reason(tmp_path, caplog):
-    write_synthetic(tmp_path / "a.png", 0)
-    (tmp_path / "b.png").write_bytes(b"")
-    warn_of_unreadable(open_folder(tmp_path), TRANSFORM, [0, 1], 500)
-    said = "2 of 500 images cannot be read and are left out:\n  a.png\n  b.png: the file is empty"
-    assert said in caplog.text

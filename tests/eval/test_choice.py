@@ -10,9 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 
-from dino_vit.config.commands import STANDARD_CS
 from dino_vit.eval.choice import (
-    NEIGHBOURS,
     SIGNIFICANT,
     Candidate,
     Trials,
@@ -49,15 +47,6 @@ def trials_of(right, *, targets=None, classes=2):
     folds, tested = torch.arange(len(targets)) % 5, torch.ones(len(targets), dtype=torch.bool)
     tried = [Candidate("k-NN", k) for k in range(1, len(right) + 1)]
     return Trials(tried, scores, targets, "multiclass", folds, tested, range(len(targets)))
-
-
-def test_all_penalties_and_numbers_of_neighbours_are_tried():
-    tried = candidates("multiclass", 300)
-    assert {(each.kind, each.value) for each in tried} == {
-        *(("logistic regression", c) for c in STANDARD_CS),
-        *(("k-NN", k) for k in NEIGHBOURS),
-    }
-    assert len(tried) == 13 + 6
 
 
 def test_cross_validation_is_that_of_scikit_learn():

@@ -10,16 +10,14 @@ from PIL import Image
 
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
-from dino_vit.config.commands import BackboneConfig, CompareConfig
+from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.compare import (
-    choose_evaluators,
     names_of,
     untrained_like,
 )
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.online import rankme
-from tests.support.images import write_synthetic
 from tests.support.runs import arguments, command_here
 
 pytestmark = pytest.mark.usefixtures("few_penalties")
@@ -151,26 +149,6 @@ def test_images_without_labels_are_compared_by_the_rank_which_does_not_tell(tmp_
     assert found.picture is None, "there are no figures to draw"
     with pytest.raises(ValueError, match="measures=knn: the images need labels of two classes or more"):
         dino_vit.compare(tmp_path / "scenes.npy", weights=["a", "b"], measures=["knn"], **SETTINGS)
-
-
-def test_two_images_are_compared_by_k_nn_and_are_too_few_for_a_linear_classifier(tmp_path, others):
-    for number, name in enumerate("ab"):
-        write_synthetic(tmp_path / "two" / name / "0.png", number)
-    settings = {"weights": others, "output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
-    found = dino_vit.compare(tmp_path / "two", measures=["knn"], **settings)
-    figures = found.figures["k-NN top-1"].values()  # each image by the other alone
-    assert [figure.value for figure in figures] == [0, 0]
-    assert "no significant difference on these images by" in found.verdict
-    message = r"linear: all labelled images .* of one class, a; two or more .* measures= chooses"
-    with pytest.raises(ValueError, match=message):
-        dino_vit.compare(tmp_path / "two", overwrite=True, **settings)
-
-
-def test_one_labelled_image_is_not_classified(tmp_path, others):
-    for number, name in enumerate(("photos/a/0.png", "photos/1.png")):
-        write_synthetic(tmp_path / name, number)
-    config = CompareConfig(source=str(tmp_path / "photos"), weights=others)
-    assert choose_evaluators(config, open_source(config.source)) == []
 
 
 def test_names_are_short_and_differ():

@@ -7,14 +7,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
+from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
-from tests.support.backbones import backbone, extracted
-from tests.support.hub import offline, snapshot
+from tests.support.backbones import extracted
 from tests.support.images import write_synthetic
 
 
@@ -91,15 +90,6 @@ def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, cap
         assert main(list(map(str, argv))) == 2, argv
         assert message in capsys.readouterr().err, argv
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_weights_of_a_name_are_found_again_by_it(tmp_path, folder, monkeypatch):
-    offline(tmp_path / "hub", monkeypatch)
-    exported = snapshot(tmp_path / "hub", "owner/name")
-    export_backbone(backbone(), tmp_path / "vit", "huggingface")
-    shutil.copytree(tmp_path / "vit", exported, dirs_exist_ok=True)
-    embed(tmp_path, "hf:owner/name", folder, f"output={tmp_path / 'e.parquet'}")
-    assert read(tmp_path / "e.parquet")[2]["weights"]["path"] == "hf:owner/name"
 
 
 @pytest.mark.parametrize("command", ["embed synthetic:40:16", "attention synthetic:2:16"])

@@ -62,14 +62,6 @@ def test_the_mean_and_the_interval_leave_out_what_cannot_be_judged():
     )
 
 
-def test_a_label_that_no_image_has_is_in_no_figure():
-    scores, targets = torch.tensor([[0.9, 0.9], [0.1, 0.1]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
-    for metric in (average_precision, f1):
-        figures = metric(torch.ones(1, 2), scores, targets)[0]
-        assert figures[0] == 1
-        assert figures[1].isnan()
-
-
 RANDOM = np.random.default_rng(0)
 
 

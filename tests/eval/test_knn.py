@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 import dino_vit.eval.knn
-from dino_vit.data.image_set import evenly_spaced
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.knn import few_shots, rank_all
@@ -130,14 +129,6 @@ def test_one_set_is_classified_by_the_others(tmp_path, weights):
     assert_ranking(found, list(among_the_others(bank, labels, range(24))))
 
 
-def test_an_image_alone_in_its_class_has_nothing_to_be_ranked_or_learned_by(tmp_path, weights):
-    images = write_classes(tmp_path / "images", "ab", 8)
-    write_classes(images, "c", 1)
-    found, said = evaluate(weights, images, "k=[5]")
-    assert (found["images"], found["ranking"]["queries"]) == (17, 16)
-    assert "1 class without an image to learn from, so only guessed: c" in said
-
-
 def test_the_others_are_classified_by_few_images_of_each_class(tmp_path, weights):
     images = write_classes(tmp_path / "images", "abc", 8)
     found, said = evaluate(weights, images, "k=[5]", "shots=2", "seed=4")
@@ -150,27 +141,6 @@ def test_the_others_are_classified_by_few_images_of_each_class(tmp_path, weights
     assert found["results"][0]["top1"]["correct"] == sum(right)
     assert (found["bank"], found["images"]) == (6, 18)
     assert "on 18 images" in said
-
-
-def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(dino_vit.eval.knn, "_PAIRS_RANKED", 5 * 24 + 23)
-    images = write_classes(tmp_path / "images", "abc", 8)
-    settings = {"weights": weights, "k": 5, "output": tmp_path / "few.json", "precision": "no"}
-    result = dino_vit.knn(images, **settings, verbose=False)
-    assert (result.details["images"], result.details["ranking"]["queries"]) == (24, 5)
-    precision, recall = ranking_of(among_the_others(*features_of(weights, images), evenly_spaced(24, 5)))
-    assert result.details["ranking"]["map"]["percent"] == pytest.approx(precision)
-    assert result.details["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
-    assert "by cosine for 5 queries: mAP" in str(result)
-
-
-@pytest.mark.parametrize("command", ["knn", "linear"])
-def test_two_classes_of_which_one_is_judged_have_no_auroc(tmp_path, weights, command):
-    write_classes(tmp_path / "set" / "train", ["cat", "dog"], 5)
-    write_classes(tmp_path / "set" / "val", ["cat"], 4, first=50)
-    said = command_here(command, tmp_path / "set", f"weights={weights}", "precision=no")
-    assert "top-1" in said
-    assert "AUROC" not in said
 
 
 def test_labels_of_a_training_set_that_is_not_given_are_refused(tmp_path, weights):
@@ -194,12 +164,6 @@ def test_two_processes_of_the_program_find_what_the_command_does(tmp_path, weigh
     assert "top-1" in first
     assert str(output) in first
     assert "top-1" not in second, "only the first process speaks"
-
-
-def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):
-    two, output = write_classes(tmp_path / "two", "ab", 3), tmp_path / "none.json"
-    assert "shots=3 takes all 6 images" in command_here(*arguments(weights, two, output, "shots=3"), code=2)
-    assert not output.exists()
 
 
 @pytest.mark.parametrize("self_offset", [None, 0, 30])

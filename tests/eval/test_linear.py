@@ -1,11 +1,8 @@
 """The linear evaluations as programs, on cached features."""
 
 import json
-import math
-from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 import dino_vit
@@ -13,8 +10,7 @@ from dino_vit import load_backbone
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.figures import accuracy
-from dino_vit.eval.linear import _best_head
-from dino_vit.eval.probes import LinearHeads, count_correct, train_logistic
+from dino_vit.eval.probes import count_correct, train_logistic
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
 from tests.support.backbones import extracted
 from tests.support.images import write_classes
@@ -103,17 +99,6 @@ def test_random_labels_are_told_by_chance_unless_heads_are_chosen_by_the_answers
     assert by_source.value > 54, "this test would see it"
 
 
-def test_of_heads_that_are_alike_on_few_images_the_loss_decides():
-    """Or where nothing can be judged by the figure, as by labels that no image has."""
-    weight = torch.tensor([[-1.0, 1.0], [-3.0, 3.0], [-2.0, 2.0], [5.0, -5.0]])[:, :, None]
-    heads = LinearHeads(weight, torch.zeros(4, 2))
-    few = LabelledFeatures(torch.ones(2, 1), torch.tensor([1, 1]), np.arange(2), ("a", "b"))
-    assert _best_head([heads], [accuracy(correct, 2) for correct in (2, 2, 2, 0)], few) == 1
-    assert _best_head([heads], [accuracy(correct, 2) for correct in (1, 1, 2, 2)], few) == 2
-    none = replace(few, targets=torch.zeros(2, 2), task="multilabel")
-    assert _best_head([heads], [math.nan] * 4, none) == 0
-
-
 def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_path):
     train, val = write_classes(tmp_path / "train", "abc", 8), write_classes(tmp_path / "val", "bc", 4)
     (train / "a" / "0.png").write_bytes(b"no image")
@@ -161,17 +146,3 @@ def test_by_default_regressions_on_standardised_features_are_chosen_on_training_
     assert evaluate(weights, "steps=20")[0]["method"] == "grid"
     said = command_here(*arguments(weights, "method=logistic", "steps=20"), code=2)
     assert "steps are for method=grid" in said
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "linear method=logistic cs=[1e-300]",
-        "linear method=logistic cs=[1e300]",
-        "linear rates=[1e300]",
-    ],
-)
-def test_numbers_that_float32_does_not_hold_are_refused(weights, settings):
-    command, *more = settings.split()
-    said = command_here(command, "synthetic:20:16", f"weights={weights}", *more, code=2)
-    assert "must be" in said

@@ -135,11 +135,6 @@ def test_means_are_those_of_scikit_learn(self_offset):
             assert found[query].numpy() == pytest.approx(expected[0], abs=1e-4)
 
 
-def test_a_process_without_queries_predicts_nothing():
-    bank, targets = torch.randn(6, 4), torch.rand(6, 3)
-    assert neighbour_means(bank, targets, torch.empty(0, 4), k=[2])[2].shape == (0, 3)
-
-
 def test_means_of_neighbours_that_agree_are_equal_whatever_they_weigh():
     bank = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
     means = neighbour_means(bank, torch.ones(200, 1), bank, k=[3, 20], self_offset=0)

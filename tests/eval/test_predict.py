@@ -2,7 +2,6 @@
 
 import csv
 import json
-import resource
 
 import numpy as np
 import onnxruntime
@@ -191,22 +190,6 @@ def test_neighbours_are_kept_too(photos, weights, monkeypatch):
     files = [photos / "photos" / name for name in found.names]
     assert classifier.predict(files)[0] == found.labels
     command_here("export", str(head), str(photos / "head.onnx"), "--format", "onnx", "--head")
-
-
-def test_a_full_disk_leaves_what_fits_on_it(photos, weights):
-    """A limit on the size of files stands in for the full disk; a classifier holds its backbone too."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    given = ["output=rest.csv", "head=c.safetensors"]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (weights.stat().st_size, limits[1]))
-    try:
-        said = predict(photos, weights, *given, code=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "c.safetensors could not be written and was left as it was: File too large" in said
-    assert "About 100 of 100 labels will be right" in said
-    assert "c.safetensors: the classifier" not in said
-    assert len(rows_of(photos / "rest.csv")) == IMAGES // 2
-    assert not [*photos.glob("*c.safetensors*")]
 
 
 def test_two_processes_say_the_same(photos, weights):

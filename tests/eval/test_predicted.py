@@ -133,12 +133,6 @@ def test_few_images_of_a_class_are_said(tmp_path, weights):
     assert "1 class with fewer than 10 images to judge by, too few to be reliable: b" in text
 
 
-def test_few_images_of_each_class_need_one_class_an_image(photos, weights):
-    message = "shots=1 needs one class for each image; .* has several"
-    with pytest.raises(ValueError, match=message):
-        dino_vit.knn(photos, weights, labels=photos / "tags.csv", several=True, shots=1, verbose=False)
-
-
 def test_one_set_by_another_reads_labels_alike(photos, weights):
     (photos / "one.csv").write_text("path,tags\n" + "".join(f"{row}.png,red\n" for row in range(60, 90)))
     (photos / "two.csv").write_text(

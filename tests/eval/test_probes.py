@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from dino_vit.eval import probes
 from dino_vit.eval.probes import (
     count_correct,
-    grid_steps,
     head_losses,
     head_scores,
     initial_weight,
@@ -135,18 +134,6 @@ def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores)
         for _ in range(5):
             other = weight + 0.01 * weight.norm() * torch.randn_like(weight)
             assert objective(features, targets, other, bias, c) > value
-
-
-def test_a_logistic_regression_that_is_not_at_its_optimum_is_named(caplog):
-    features, targets = shifted(60)
-    train_logistic(features, targets, cs=[10], classes=4)
-    assert not caplog.records
-    train_logistic(features, targets, cs=[10], classes=4, max_iterations=2)
-    assert "L-BFGS stopped before the optimum for C = 1.0e+01: the largest gradient is" in caplog.text
-
-
-def test_a_grid_trains_ten_epochs_but_neither_too_few_nor_too_many_steps():
-    assert [grid_steps(images, 100) for images in (100, 50_000, 10_000_000)] == [1250, 5000, 12_500]
 
 
 def test_several_labels_are_logistic_regressions_of_their_own():

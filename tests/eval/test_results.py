@@ -53,13 +53,6 @@ def test_another_command_has_another_file(changes):
     assert default(**changes) != default()
 
 
-def test_what_changes_no_result_changes_no_file(tmp_path, monkeypatch):
-    assert default(batch_size=7, num_workers=1, cache="here", output="there.json") == default()
-    (tmp_path / "photos" / "test").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert default(source=str(tmp_path / "photos" / "test")) == default()
-
-
 def test_the_list_is_read_from_the_files(tmp_path, caplog):
     folder = tmp_path / "eval"
     settings = KnnConfig(**GIVEN, train="photos/train", k=(5, 20), batch_size=7).model_dump(mode="json")

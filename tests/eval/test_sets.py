@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,12 +12,11 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets, open_subset
+from dino_vit.eval.sets import open_sets, open_subset
 from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
 from tests.support.backbones import backbone
-from tests.support.image_sets import image_file, write_parquet, write_tar
 from tests.support.images import write_classes
 
 
@@ -87,15 +85,6 @@ def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
         sets_of(str(tmp_path / "flat"))
     with pytest.raises(ValueError, match="not among the 2 of the training set: c"):
         sets_of(folder("three", "abc"), train=two)
-
-
-def test_images_in_two_tables_are_the_same_images(tmp_path):
-    names = [f"{label}/{number}.png" for label in "ab" for number in range(3)]
-    files = {name: image_file(number, name) for number, name in enumerate(names)}
-    write_parquet(tmp_path / "all.parquet", files, classes=["a", "b"])
-    write_parquet(tmp_path / "test.parquet", dict([*files.items()][1:5]), classes=["a", "b"])
-    with pytest.raises(ValueError, match=r"all 4 images of .* are in train="):
-        sets_of(str(tmp_path / "test.parquet"), train=str(tmp_path / "all.parquet"))
 
 
 def feed_of(train, batch_size, **settings):
@@ -171,29 +160,12 @@ def test_images_of_two_splits_are_counted_too(folder, tmp_path, caplog):
         sets_of(photos)
 
 
-def test_shards_are_compared_too(tmp_path, caplog):
-    for number, name in enumerate("ab"):
-        files = [f"{label}/{name}{i}.png" for i in range(3) for label in "xy"]
-        write_tar(tmp_path / f"{name}.tar", {file: image_file(number, file) for file in files})
-    with pytest.raises(ValueError, match=r"all 6 images of .*a\.tar are in"):
-        sets_of(str(tmp_path / "a.tar"), train=str(tmp_path / "*.tar"))
-    sets_of(str(tmp_path / "*.tar"), train=str(tmp_path / "a.tar"))
-    assert "6 of the 12 images of" in caplog.text
-
-
 def test_a_fifth_of_few_images_leaves_two_classes_to_learn_from(folder, tmp_path):
     images = Path(folder("images", "ab"))
     for path in sorted(images.rglob("*.png"))[1:5]:
         path.unlink()
     with pytest.raises(ValueError, match=r"all labelled images of the rest of .* are of one class"):
         sets_of(str(images))
-
-
-def test_one_image_cannot_be_held_out():
-    target = torch.zeros(1, dtype=torch.long)
-    one = LabelledFeatures(torch.zeros(1, 3), target, np.zeros(1, np.int64), ("a",))
-    with pytest.raises(ValueError, match="one image to train on, and none to choose the best head by"):
-        hold_out(one, 0)
 
 
 @pytest.mark.parametrize("keep_last", [False, True])
