@@ -201,7 +201,8 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
     if figure is None or name is None or baselines[name].value < figure.value:
         return
     options = {"train": config.train, "labels": config.labels, "output": f"{name}.csv"}
-    given = (f"{key}={public(str(value))}" for key, value in options.items() if value)
+    given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
+    given += ["several=true"] * config.several
     command = shlex.join(["dino-vit", "predict", public(config.source), name, *given])
     yield (
         f"{name}, which nothing has learned, are as good or better: {command}. For better features train "
