@@ -238,7 +238,7 @@ def _choose_for_short(draft: Draft, likeness: float) -> None:
     draft.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     if not (draft["init.weights"] or draft.config.model.timm):
         reason = "patches learn shapes from the gradients around them, before CLS tokens do"
-        draft.choose("loss.gradient_weight", 1.0, reason)
+        draft.choose("loss.gradient_weight", 2.0, reason)
     scales, reason = ((0.25, 1.0), (0.1, 0.4)), "a short run learns faster from views with more of the image"
     alike = likeness >= ALIKE
     if alike:
