@@ -131,7 +131,8 @@ class Objective:
             loss = loss + self.gram_weight * gram
         if out.gradients is not None:
             kept = None if out.kept_patches is None else out.kept_patches[:rows]
-            gradients = gradient_loss(out.gradients[:rows], views[0][:rows], self.grid, kept)
+            predicted = out.gradients.unflatten(0, (len(views[0]), -1))[:rows]
+            gradients = gradient_loss(predicted, views[0][:rows], self.grid, kept)
             loss = loss + self.gradient_weight * gradients
         return LossTerms(loss, cls, patch, koleo, gram, gradients), teacher_out
 

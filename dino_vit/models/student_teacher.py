@@ -54,7 +54,7 @@ class NetworkOutput(NamedTuple):
     patch_features: Tensor | None = None  # (patches, bottleneck): of the masked patches, or of all
     patch_prototypes: Tensor | None = None
     tokens: Tensor | None = None  # (v·b, N, width): all patches of the views of the first size, if asked for
-    gradients: Tensor | None = None  # (v·b, kept, n): predicted around patches of the views of the first size
+    gradients: Tensor | None = None  # (v·b·kept, n): predicted around patches of the views of the first size
     kept_patches: Tensor | None = None  # (v·b, kept): indices of these patches; None for all
 
 
@@ -102,7 +102,7 @@ class Network(nn.Module):
         if self.gradient_head is not None and middle is not None:
             kept, first = drops.kept_tokens, self.backbone.first_patch
             kept_patches = None if kept is None else kept[:, first:] - first
-            out = out._replace(gradients=self.gradient_head(middle), kept_patches=kept_patches)
+            out = out._replace(gradients=self.gradient_head(middle.flatten(0, 1)), kept_patches=kept_patches)
         if tokens is None:
             return out
         patches = tokens if masks is None else tokens.flatten(0, 1)[masks.mask_indices]
