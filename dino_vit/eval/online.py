@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size
-from dino_vit.core.blocks import choose_blocks
 from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
+from dino_vit.data.holdout import choose_blocks
 from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.eval.batches import Features, missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline

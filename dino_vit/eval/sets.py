@@ -14,9 +14,9 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Task
 from dino_vit.core import log
-from dino_vit.core.blocks import choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
+from dino_vit.data.holdout import choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.data.image_set import ImageSet, choose_splits, count_shared, describe_use
 from dino_vit.data.sources.open import has_cells, open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features
