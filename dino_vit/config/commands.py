@@ -159,7 +159,10 @@ class PredictConfig(CachedConfig):
 class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare the weights of several trainings on the same images, and say which to take."""
 
-    examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a gradients pixels untrained")
+    examples: ClassVar = (
+        "compare photos runs/a runs/b",
+        "compare photos runs/a gradients pixels untrained output=baselines",
+    )
     # Several, where the other commands take one.
     weights: NonEmpty[str] = Field(  # type: ignore[assignment]
         description="run folders, weights files, gradients, pixels, untrained (the network of the first)"

@@ -229,7 +229,7 @@ def output_sums(
 ) -> dict[str, Tensor]:
     """Return what `output_statistics` takes of a micro-batch; those of several add up."""
     sums = {"embedding_std": embedding_std(teacher_out.cls)}
-    optional = {"koleo": terms.koleo, "gram": terms.gram, "gradients": terms.gradients}
+    optional = {"koleo": terms.koleo, "gram": terms.gram, "gradient_loss": terms.gradients}
     for name, term in {**optional, "patch_loss": terms.patch}.items():
         sums |= {} if term is None else {name: term.detach()}
     for name, logits in teacher_out.logits.items():

@@ -96,7 +96,7 @@ class MetricsRecord(OnlineFigures):
     nonfinite_steps: Count  # since the start of the run
     koleo: Number | None = None  # at this step, summed over the global views
     gram: Number | None = None  # at this step
-    gradients: Number | None = None  # at this step
+    gradient_loss: Number | None = None  # at this step
     patch_loss: Number | None = None  # at this step, like the entropies of the teacher's masked patches
     patch_mean_output_entropy: Number | None = None
     patch_output_entropy: Number | None = None

@@ -38,7 +38,11 @@ SINGLE = [  # field of a record, title, caption
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
     ("koleo", "KoLeo", "Minus the mean log distance to the nearest other image of a batch."),
     ("gram", "Gram", "Distance of the patch Gram matrices from those of the Gram teacher."),
-    ("gradients", "Shapes", "1 minus the cosine of the gradients around a patch and what it predicts."),
+    (
+        "gradient_loss",
+        "Gradients around patches",
+        "Of the loss: 1 minus the cosine of what a patch predicts and what is there.",
+    ),
     ("gradient_norm", "Gradient norm", "Of the student, before clipping."),
     ("lr", "Learning rate", ""),
     ("momentum", "Teacher momentum", "At 1 the teacher does not change."),

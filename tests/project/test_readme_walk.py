@@ -103,6 +103,7 @@ def inputs(tmp_path_factory):
     published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
     export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")
     write_published(folder / "hub")
+    (folder / "turned.yaml").write_text("augment: {vertical_flip: 0.5, rotation: 90}\n")
     (folder / "configs").symlink_to(ROOT / "configs")
     with chdir(folder):
         assert main(small(["dino-vit", "pretrain", "photos", "runs/pretrain"])[1:]) == 0

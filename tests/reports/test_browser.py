@@ -96,7 +96,7 @@ def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page
     for element in page.find_elements(By.CSS_SELECTOR, ".chart"):
         points = element.find_element(By.TAG_NAME, "polyline").get_attribute("points").split()
         xs = [float(point.split(",")[0]) for point in points]
-        assert len(xs) >= 2
+        assert len(xs) >= 2, element.text
         assert xs == sorted(xs)
         assert element.find_elements(By.CSS_SELECTOR, ".grid")
     knn, _ = chart(page, "k-NN accuracy")
