@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.core import Size
@@ -131,7 +132,7 @@ class Objective:
             loss = loss + self.gram_weight * gram
         if out.gradients is not None:
             kept = None if out.kept_patches is None else out.kept_patches[:rows]
-            predicted = out.gradients.unflatten(0, (len(views[0]), -1))[:rows]
+            predicted = rearrange(out.gradients, "(b n) d -> b n d", b=len(views[0]))[:rows]
             gradients = gradient_loss(predicted, views[0][:rows], self.grid, kept)
             loss = loss + self.gradient_weight * gradients
         return LossTerms(loss, cls, patch, koleo, gram, gradients), teacher_out
