@@ -1,5 +1,8 @@
 """Decide every setting of a run, each with its reason: what was given, what a checkpoint keeps, what weights
-decide, `recipe=auto`, the defaults, in this order. The first that decides on a setting counts.
+decide, `recipe=auto`, the defaults, in this order. The first that decides on a setting counts: `Draft.choose`
+respects what was decided, `Draft.override` does not.
+
+A run of some minutes is decided twice: for the trial that times a step (`sketch`), then with its time.
 
 Every formula of `auto` runs through two points: the published recipe (1.28 million images of 224 pixels,
 batch 512 to 1024, where nothing changes) and what learns from 20,000 images of 32 pixels within minutes.
@@ -20,22 +23,18 @@ from dino_vit.config.earlier import (
     choose_channels,
 )
 from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
+from dino_vit.config.length import SEEN_IN_SHORT, SHORT, global_batch, may_see_less, run_length
 from dino_vit.config.loading import load, write_yaml
-from dino_vit.config.pretrain import (
-    PHASES,
-    PretrainConfig,
-    fitting_phase,
-    needing_all_patches,
-    scaled_lr,
-)
+from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, scaled_lr
 from dino_vit.config.sections import START_TEACHER_TEMPERATURE, stem_problem
 from dino_vit.config.settings import ConfigError, values
-from dino_vit.config.sizes import choose_rung, choose_sizes, network_ladder
+from dino_vit.config.sizes import ENOUGH_IMAGES, choose_rung, choose_sizes, network_ladder
 from dino_vit.core import height_width
 from dino_vit.core.text import plural
 
 IMAGENET = 1_280_000  # images
 PUBLISHED_STEPS = 125_000  # 100 epochs of ImageNet at batch 1024
+PUBLISHED_LR = 1e-3  # at batch 512
 PUBLISHED_HALF_LIFE = 173  # steps; an EMA of 0.996
 PUBLISHED_WIDTH = 384  # ViT-S
 # What method=dinov2 regularises long runs with.
@@ -43,10 +42,8 @@ REGULARISATION = (
     *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
     *("optim.layer_decay", "optim.patch_embed_lr"),
 )
-EVALUATIONS = 6  # in a short run
-EVALUATED = 0.1  # share of the time of a run of some minutes, at most
-ALIKE = 0.25  # mean correlation of two images from which all are of one kind of thing at one place
-SHORT = 30_000  # steps; shorter runs may never leave the uniform state without BatchNorm in the head
+# Mean correlation of two images; from here on, all show the same kind of thing in the same place.
+ALIKE = 0.25
 GLOBAL_ORDER = 2**26  # images: an order of all takes 16 bytes of each in every process
 # What may differ between the processes of a run.
 HOST_SETTINGS = {"output", "data.source", "data.labels", "data.workers", "data.cache"}
@@ -58,8 +55,8 @@ class Run:
     """A run as a value: every setting, why each was chosen, and what follows from both."""
 
     config: PretrainConfig
-    choices: tuple[Choice, ...]  # of this start
-    chosen: frozenset[str]  # settings that nobody gave, which the run keeps when it resumes
+    choices: tuple[Choice, ...]  # to print; of a run that resumes only what changed
+    chosen: frozenset[str]  # keys of all choices; the run keeps their values when it resumes
     notes: tuple[str, ...]
     precision: str  # what compute.precision means here
     global_batch: int
@@ -77,30 +74,30 @@ def complete(config: PretrainConfig, facts: Facts) -> Run:
     """Decide every setting, and refuse a run that cannot be."""
     draft, images = decide(config, facts), facts.images
     check_images(draft.config, images)
-    completed, batch = load(PretrainConfig, None, draft.values), _batch(draft, facts)
-    length, _ = _length(draft, facts)
-    if problems := list(refused_by_facts(completed, facts, length, batch)):
+    completed, batch = load(PretrainConfig, None, draft.values), global_batch(draft, facts)
+    steps, _ = run_length(draft, facts)
+    if problems := list(refused_by_facts(completed, facts, steps, batch)):
         raise ConfigError(problem.text for problem in problems)
-    return _as_run(draft, completed, facts, length)
+    return _as_run(draft, completed, facts, steps)
 
 
 def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) -> Run:
     """Return a run to time a step of, with some other settings: of the smallest network, unvalidated."""
     draft = decide(config, facts)
     check_images(draft.config, facts.images)
-    if problems := list(check_batch(draft.config, facts, _batch(draft, facts))):
+    if problems := list(check_batch(draft.config, facts, global_batch(draft, facts))):
         raise ConfigError(problem.text for problem in problems)
     for key, value in changes.items():
-        draft.set(key, value, "to time a step")
-    return _as_run(draft, draft.config, facts, SHORT)
+        draft.override(key, value, "to time a step")
+    return _as_run(draft, draft.config, facts, SHORT)  # its first steps lie before model.patch_drop_until
 
 
-def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: int) -> Run:
-    launch, batch = facts.launch, _batch(draft, facts)
+def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> Run:
+    launch, batch = facts.launch, global_batch(draft, facts)
     per_epoch = facts.images.count // batch
     precision = launch.precision if config.compute.precision == "auto" else config.compute.precision
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}
-    shared |= {"compute.precision": precision, "the length of the run": str(length)}
+    shared |= {"compute.precision": precision, "the length of the run": str(steps)}
     shared |= {f"the version of {name}": version for name, version in launch.versions.items()}
     shared |= {f"the image {name}": digest for name, digest in facts.samples.items()}
     news = choices_since(draft, facts.checkpoint) if facts.checkpoint else draft.choices.values()
@@ -108,11 +105,11 @@ def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: int) -> 
         config=config,
         choices=tuple(news),
         chosen=frozenset(draft.choices),
-        notes=tuple(_notes(config, facts, length, per_epoch)),
+        notes=tuple(_notes(config, facts, steps, per_epoch)),
         precision=precision,
         global_batch=batch,
         steps_per_epoch=per_epoch,
-        length=length,
+        length=steps,
         shared=shared,
     )
 
@@ -120,7 +117,7 @@ def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: int) -> 
 def decide(config: PretrainConfig, facts: Facts) -> Draft:
     """Decide every setting, so far as facts are known; nothing is validated."""
     draft = Draft(config, facts.checkpoint.settings if facts.checkpoint else None)
-    if facts.checkpoint:
+    if facts.checkpoint:  # what was chosen stays; Draft.choose keeps the rest
         choose_by_checkpoint(draft, facts.checkpoint, facts.launch.processes)
     if facts.teacher:
         choose_by_teacher(draft, facts.teacher)
@@ -137,9 +134,9 @@ def decide(config: PretrainConfig, facts: Facts) -> Draft:
 
 
 def _choose_gentle_rates(draft: Draft) -> None:
-    """Keep what trained weights have learned."""
+    """Learn slowly from trained weights; SGD keeps its rate."""
     if draft["optim.name"] == "adamw":
-        draft.choose("optim.lr", 5e-5, "a tenth of the recipe's, to keep what the weights have learned")
+        draft.choose("optim.lr", 5e-5, "a tenth of DINO's, to keep what the weights have learned")
     draft.choose("optim.layer_decay", 0.75, "early blocks are general already and move least")
     draft.choose("teacher.momentum", 0.9995, "a slow teacher stays near the weights it started from")
 
@@ -149,12 +146,12 @@ def _choose_all(draft: Draft, facts: Facts) -> None:
     images, method = facts.images, draft["method"]
     _choose_network(draft, facts)
     choose_sizes(draft, images)
-    steps = _choose_length(draft, facts)
+    steps = _choose_schedule(draft, facts)
     _choose_head(draft, images.count)
     if steps < SHORT:
         _choose_for_short(draft, images.likeness)
-    if method == "dino" or steps < SHORT:  # for a long run DINOv2 has published its own
-        _choose_rates(draft, steps, _batch(draft, facts))
+    if method == "dino" or steps < SHORT:  # a short DINOv2 run takes DINO's
+        _choose_rates(draft, steps, global_batch(draft, facts))
     elif "loss.teacher_temp" in draft.given and draft["loss.teacher_temp"] <= START_TEACHER_TEMPERATURE:
         reason = f"a temperature is given that does not rise from {START_TEACHER_TEMPERATURE}"
         draft.choose("loss.warmup_teacher_temp_epochs", 0, reason)
@@ -162,59 +159,42 @@ def _choose_all(draft: Draft, facts: Facts) -> None:
 
 
 def _choose_network(draft: Draft, facts: Facts) -> None:
-    """Choose the largest network that sees enough images in the minutes; the smallest, to time its step."""
-    minutes = draft["budget.minutes"]
+    """Choose the largest network that sees ENOUGH_IMAGES.
+
+    Before a step is timed, and where none does, the smallest.
+    """
+    minutes, time = draft["budget.minutes"], facts.step_time
     ladder = network_ladder(draft, facts.images.size) if minutes and not facts.checkpoint else []
     if not ladder:
         return
-    chosen, count = ladder[0], 0.0
-    if facts.step_time:
-        seen = 60 * minutes / facts.step_time.step * _batch(draft, facts)  # by the smallest
-        chosen = choose_rung(ladder, seen)
-        count = float(f"{seen * ladder[0].cost / chosen.cost:.2g}")
-    for key, value in chosen.settings.items():
-        draft.choose(key, value, f"sees about {count:,.0f} images in {minutes:g} minutes on this machine")
-    draft.slowdown = chosen.cost / ladder[0].cost
+    rung, reason = ladder[0], "the smallest, of which a step is timed"
+    if time:
+        images = 60 * minutes / time.step_seconds * global_batch(draft, facts)  # that the smallest sees
+        rung = choose_rung(ladder, images)
+        draft.slowdown = rung.cost / ladder[0].cost
+        count = float(f"{run_length(draft, facts)[0] * global_batch(draft, facts):.2g}")
+        reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
+        if rung is ladder[0] and count < ENOUGH_IMAGES:
+            reason = f"the smallest: {reason}, fewer than the {ENOUGH_IMAGES:,} it needs"
+    for key, value in rung.settings.items():
+        draft.choose(key, value, reason)
 
 
-def _length(draft: Draft, facts: Facts) -> tuple[int, int]:
-    """Return the steps of a run, and its evaluations; with `budget.minutes` as many as are expected."""
-    minutes, checkpoint, time = draft["budget.minutes"], facts.checkpoint, facts.step_time
-    if minutes is None or (time is None and checkpoint is None):
-        batch = min(_batch(draft, facts), facts.images.count)  # more is refused
-        return max(1, draft.config.budget.total_steps(facts.images.count, batch)), EVALUATIONS
-    if checkpoint:
-        if minutes == checkpoint.settings["budget.minutes"]:
-            return checkpoint.length, EVALUATIONS
-        return max(1, round(60 * minutes * checkpoint.step / max(checkpoint.seconds, 1e-6))), EVALUATIONS
-    assert time is not None
-    step, evaluation = draft.slowdown * time.step, draft.slowdown * time.evaluation
-    count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
-    # Measuring and evaluations, of which one is before the first step, are part of the minutes.
-    seconds = 60 * minutes - time.measuring - (count + 1) * evaluation
-    return max(1, int(seconds / step)), count
-
-
-def _batch(draft: Draft, facts: Facts) -> int:
-    """Return the images of a step."""
-    return draft["data.batch_size"] * draft["optim.accumulate"] * facts.launch.processes
-
-
-def _choose_length(draft: Draft, facts: Facts) -> int:
-    """Choose the length of the run, of its warm-up and between evaluations; return the number of steps."""
-    images, batch = facts.images.count, _batch(draft, facts)
+def _choose_schedule(draft: Draft, facts: Facts) -> int:
+    """Choose the length of the run, its warm-up, the freeze and evaluations; return the steps."""
+    images, batch = facts.images.count, global_batch(draft, facts)
     if all(map(draft.is_open, ("budget.epochs", "budget.steps", "budget.images", "budget.minutes"))):
-        epochs = min(max(10 * round(10 * (IMAGENET / images) ** 0.25), 30), 800)
+        passes = 10 * round(10 * (IMAGENET / images) ** 0.25)
         reason = f"more passes over fewer images: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
-        draft.choose("budget.epochs", epochs, reason)
-    steps, evaluations = _length(draft, facts)
-    length = steps / max(1, images // batch)  # in epochs
-    warmup, freeze = _round(min(10.0, length / 10)), _round(min(1.0, length / 20))
+        draft.choose("budget.epochs", min(max(passes, 30), 800), reason)
+    steps, evaluations = run_length(draft, facts)
+    epochs = steps / max(1, images // batch)
+    warmup, freeze = _round(min(10.0, epochs / 10)), _round(min(1.0, epochs / 20))
     draft.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
     draft.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
     if draft.is_open("compute.eval_every_steps"):
         reason = f"{plural(evaluations, 'time')} in a run, at least every 10 epochs"
-        draft.choose("compute.eval_every", _round(min(10.0, length / evaluations)), reason)
+        draft.choose("compute.eval_every", _round(min(10.0, epochs / evaluations)), reason)
     return steps
 
 
@@ -249,15 +229,14 @@ def _choose_for_short(draft: Draft, likeness: float) -> None:
     config = draft.config
     if alike:
         _choose_stem(draft, config)
-    sizes = {height_width(draft[f"views.{kind}_size"]) for kind in ("global", "local")}
-    if not (config.model.timm or needing_all_patches(config)) and len(sizes) == 2:
+    if may_see_less(config):
         reason = "a short run sees more images where most of their patches are left out"
-        dropped = draft.choose("model.patch_drop", 0.75, reason)
+        dropped = draft.choose("model.patch_drop", SEEN_IN_SHORT["model.patch_drop"], reason)
         if dropped and alike:
             reason = "then all patches, as features are read from all"
             draft.choose("model.patch_drop_until", 0.8, reason)
         reason = "a short run learns more from more images than from more views of each"
-        draft.choose("views.local_count", 4, reason)
+        draft.choose("views.local_count", SEEN_IN_SHORT["views.local_count"], reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     draft.choose("head.batch_norm", True, reason)
     defaults = values(PretrainConfig())
@@ -278,24 +257,48 @@ def _choose_stem(draft: Draft, config: PretrainConfig) -> None:
 
 
 def _choose_rates(draft: Draft, steps: int, batch: int) -> None:
-    """Let a short run move fast: temperature, half-life of the teacher and learning rate follow its steps."""
-    shortness, config = max(1.0, PUBLISHED_STEPS / steps), draft.config
-    if draft.is_open("loss.warmup_teacher_temp_epochs"):
-        if config.loss.warmup_teacher_temp_epochs:
-            draft.choose("loss.warmup_teacher_temp_epochs", 0, "one temperature in a short run")
-        reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
-        draft.choose("loss.teacher_temp", _round(max(0.02, 0.04 / shortness ** (1 / 9))), reason)
+    """Choose temperature, momentum and learning rate by the steps; from 125,000 on, the published."""
+    shortness = max(1.0, PUBLISHED_STEPS / steps)
+    _choose_temperature(draft, shortness)
     half_life = max(20.0, PUBLISHED_HALF_LIFE / shortness**0.4)
     reason = f"half-life of {half_life:.0f} steps for a run of {steps:,}: 173 x (steps / 125,000) ^ 0.4"
     draft.choose("teacher.momentum", round(2 ** (-1 / half_life), 4), reason)
-    if config.optim.name != "adamw":
+    if draft["optim.name"] == "adamw":
+        _choose_learning_rate(draft, steps, batch)
+
+
+def _choose_temperature(draft: Draft, shortness: float) -> None:
+    """Sharpen the targets of a short run, which at the published temperature may stay uniform.
+
+    It has no time for a warm-up. A warm-up that was given rises to the temperature of the user.
+    """
+    if not draft.is_open("loss.warmup_teacher_temp_epochs"):
         return
-    published = min(max(batch, 512), 1024)  # the batches for which linear scaling was published
-    rate = 1e-3 * published / 512 * sqrt(batch / published)
-    rate *= sqrt(max(1.0, PUBLISHED_WIDTH / _width(config)))
-    rate = min(rate * shortness ** (1 / 6), 5e-3)
-    reason = f"{rate:.2g} at batch {batch}: the recipe's, raised below width 384 and below 125,000 steps"
-    draft.choose("optim.lr", _round(rate / scaled_lr(1.0, batch, config.optim.lr_scaling)), reason)
+    if draft["loss.warmup_teacher_temp_epochs"]:
+        draft.choose("loss.warmup_teacher_temp_epochs", 0, "one temperature in a short run")
+    reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
+    draft.choose("loss.teacher_temp", _round(max(0.02, 0.04 / shortness ** (1 / 9))), reason)
+
+
+def _choose_learning_rate(draft: Draft, steps: int, batch: int) -> None:
+    """Raise the published learning rate for a narrow network and for a short run."""
+    width, scaling = _width(draft.config), draft["optim.lr_scaling"]
+    # Linear scaling was published for batches of 512 to 1024; beyond them the rate grows as the root.
+    nearest_published_batch = min(max(batch, 512), 1024)
+    rate = PUBLISHED_LR * nearest_published_batch / 512 * sqrt(batch / nearest_published_batch)
+    rate *= sqrt(max(1.0, PUBLISHED_WIDTH / width))
+    rate = min(rate * max(1.0, PUBLISHED_STEPS / steps) ** (1 / 6), 5e-3)
+    factors = {
+        f" x {nearest_published_batch} / 512": nearest_published_batch > 512,
+        f" x sqrt({batch} / {nearest_published_batch})": batch != nearest_published_batch,
+        f" x sqrt({PUBLISHED_WIDTH} / {width})": width < PUBLISHED_WIDTH,
+        f" x ({PUBLISHED_STEPS:,} / {steps:,}) ^ 1/6": steps < PUBLISHED_STEPS,
+    }
+    stated = "" if scaling == "none" else " (optim.lr is for 256)"
+    formula = "".join(factor for factor, counts in factors.items() if counts)
+    reason = f"{rate:.2g} at batch {batch}{stated}: 1e-3{formula}, at most 5e-3"
+    lr = rate / scaled_lr(1.0, batch, scaling)  # as optim.lr is stated for batch 256
+    draft.choose("optim.lr", _round(lr), reason)
 
 
 def _width(config: PretrainConfig) -> int:
@@ -305,36 +308,36 @@ def _width(config: PretrainConfig) -> int:
 
 def _shorten_phases(draft: Draft, facts: Facts) -> None:
     """Shorten the phases that were not given, in a run that one of them does not fit."""
-    steps, images = _length(draft, facts)[0], facts.images.count
-    length = steps / max(1, images // min(_batch(draft, facts), images))
+    steps, images = run_length(draft, facts)[0], facts.images.count
+    epochs = steps / max(1, images // min(global_batch(draft, facts), images))
     phases = {key: draft[key] for key in PHASES if draft.is_open(key) and draft[key]}
-    if all(value < length for value in phases.values()):
+    if all(value < epochs for value in phases.values()):
         return
     for key, value in phases.items():
-        half = length / 2 if "freeze" in key else length  # as recipe=auto has them
-        shorter = min(value, fitting_phase(key, half))
+        longest = epochs / 2 if "freeze" in key else epochs  # as recipe=auto has them
+        shorter = min(value, fitting_phase(key, longest))
         if shorter != value:
-            draft.choose(key, shorter, f"in proportion to a run of {length:.3g} epochs")
+            draft.choose(key, shorter, f"in proportion to a run of {epochs:.3g} epochs")
 
 
 def _choose_reading(draft: Draft, facts: Facts) -> None:
     """Choose how images are read, in which order, and normalise them as they are where that is open."""
     images, measured = facts.images, facts.images.measured
     if draft["data.bits"] is None:
-        draft.set("data.bits", images.bits, "as the images have")
+        draft.override("data.bits", images.bits, "as the images have")
     # Through remote shards one after another, as their copies on the disk come, and through very many images.
     by_shard = images.shards and (images.is_remote or (images.total or images.count) > GLOBAL_ORDER)
     if by_shard and draft["data.order"] is None and not facts.checkpoint:
         shards = plural(images.shards, "remote shard" if images.is_remote else "local shard")
         reason = f"of {shards}, {draft['data.window']} at a time are mixed (data.window)"
-        draft.set("data.order", "window", reason)
+        draft.override("data.order", "window", reason)
     for name in ("mean", "std"):
         if draft[f"data.{name}"] is None and measured:
             numbers = tuple(float(f"{number:.4g}") for number in getattr(measured, name))
-            draft.set(f"data.{name}", numbers, f"measured on {measured.images} images")
+            draft.override(f"data.{name}", numbers, f"measured on {measured.images} images")
 
 
-def _notes(config: PretrainConfig, facts: Facts, length: int, per_epoch: int) -> Iterator[str]:
+def _notes(config: PretrainConfig, facts: Facts, steps: int, per_epoch: int) -> Iterator[str]:
     """Yield what a user should know of images and minutes before the first step."""
     measured, minutes, time = facts.images.measured, config.budget.minutes, facts.step_time
     if measured and measured.highest < 0.25:
@@ -342,10 +345,10 @@ def _notes(config: PretrainConfig, facts: Facts, length: int, per_epoch: int) ->
             f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
             "have little effect; data.range=[low, high] sets the values of black and white"
         )
-    if minutes and time and length < per_epoch:
-        needed = float(f"{minutes * per_epoch / length:.2g}")
+    if minutes and time and steps < per_epoch:
+        needed = float(f"{minutes * per_epoch / steps:.2g}")
         yield (
-            f"budget.minutes={minutes:g} has time for about {plural(length, 'step')} of the {per_epoch:,} in "
+            f"budget.minutes={minutes:g} has time for about {plural(steps, 'step')} of the {per_epoch:,} in "
             f"an epoch, so not every image is seen; budget.minutes={needed:g} would be an epoch"
         )
 

@@ -45,13 +45,13 @@ class Draft:
         """
         if self.is_open(key):
             if self.before is not None and (self.before.get(key) is not None or not _rivals(key)):
-                self.set(key, self.before.get(key), "as the run started")
+                self.override(key, self.before.get(key), "as the run started")
             else:
-                self.set(key, value, reason)
+                self.override(key, value, reason)
         return self.values[key]
 
-    def set(self, key: str, value: object, reason: str) -> None:
-        """Choose a value, whatever it was before."""
+    def override(self, key: str, value: object, reason: str) -> None:
+        """Choose a value, whatever was given or chosen before."""
         if value is not None:
             self.values |= dict.fromkeys(_rivals(key))
         self.values[key] = value

@@ -18,11 +18,11 @@ def choose_by_checkpoint(draft: Draft, checkpoint: CheckpointFacts, processes: i
     for key in sorted(keys & checkpoint.settings.keys()):
         excluded = settings_of(PretrainConfig)[key].rivals & draft.given
         if not excluded and (draft[key] is None or key not in draft.given):
-            draft.set(key, checkpoint.settings[key], "as the run started")
+            draft.override(key, checkpoint.settings[key], "as the run started")
     batch = checkpoint.global_batch
     accumulate = batch // (draft["data.batch_size"] * processes)
     if accumulate not in (0, draft["optim.accumulate"]):
-        draft.set("optim.accumulate", accumulate, f"keeps the global batch of {batch}")
+        draft.override("optim.accumulate", accumulate, f"keeps the global batch of {batch}")
 
 
 def choices_since(draft: Draft, checkpoint: CheckpointFacts) -> Iterator[Choice]:
@@ -48,7 +48,7 @@ def choose_by_teacher(draft: Draft, teacher: TeacherFacts) -> None:
         if value != draft[key] or (
             is_auto and draft.is_open(key)
         ):  # auto might choose other than the default
-            draft.set(key, value, "as the teacher of teacher.weights has")
+            draft.override(key, value, "as the teacher of teacher.weights has")
     if is_auto and teacher.has_patches:  # up to 224 pixels, in patches of its size
         side = max(min(224, *teacher.image_size) // teacher.patch, 2) * teacher.patch
         draft.choose("views.global_size", side, "as teacher.weights have")
@@ -82,7 +82,7 @@ def choose_by_weights(draft: Draft, weights: WeightsFacts) -> None:
     choose_channels(draft, trained["channels"], reason)
     for key, value in settings.items():
         if draft.is_open(key) or draft[key] is None:
-            draft.set(key, value, reason)
+            draft.override(key, value, reason)
 
 
 def _vit_settings(draft: Draft, trained: Mapping[str, Any], name: str) -> dict[str, Any]:

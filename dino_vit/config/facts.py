@@ -84,11 +84,11 @@ class TeacherFacts:
 
 
 class StepTime(NamedTuple):
-    """How long a step and an evaluation take, in seconds."""
+    """How long a step and an evaluation take."""
 
-    step: float
-    evaluation: float = 0.0
-    measuring: float = 0.0  # that it took to measure them
+    step_seconds: float
+    evaluation_seconds: float = 0.0
+    measuring_seconds: float = 0.0  # that it took to measure them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Facts:
     checkpoint: CheckpointFacts | None = None
     weights: WeightsFacts | None = None
     teacher: TeacherFacts | None = None
-    step_time: StepTime | None = None  # of the smallest network that fits `budget.minutes`
+    step_time: StepTime | None = None  # of the smallest rung, or of the network that was given
     samples: Mapping[str, str] = field(default_factory=dict)  # digests of some images, by name
 
 
@@ -117,7 +117,7 @@ def check_images(config: PretrainConfig, images: ImageFacts) -> None:
         raise ValueError(f"{text}, so its std is 0; leave the channel out, or give data.std")
 
 
-def refused_by_facts(config: PretrainConfig, facts: Facts, length: int, batch: int) -> Iterator[Problem]:
+def refused_by_facts(config: PretrainConfig, facts: Facts, steps: int, batch: int) -> Iterator[Problem]:
     """Yield what does not fit the number of images and processes."""
     if problems := list(check_batch(config, facts, batch)):
         yield from problems
@@ -125,7 +125,7 @@ def refused_by_facts(config: PretrainConfig, facts: Facts, length: int, batch: i
     per_epoch = facts.images.count // batch
     yield from check_scaled_lr(config.optim, batch)
     if not (facts.checkpoint and config.budget.minutes):  # of which more may have been expected
-        yield from check_phases(config, length / per_epoch, steps_per_epoch=per_epoch)
+        yield from check_phases(config, steps / per_epoch, steps_per_epoch=per_epoch)
     if config.loss.koleo_weight and config.data.batch_size * facts.launch.processes == 1:
         text = f"loss.koleo_weight={config.loss.koleo_weight:g} keeps the images of a forward pass apart"
         text = f"{text}, but data.batch_size=1 is one image; raise it, or set loss.koleo_weight=0"

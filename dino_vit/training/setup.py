@@ -58,7 +58,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyToTrain:
     state = build_state(run, inputs, accelerator)
     run = state.run = replace(run, notes=(*run.notes, *_prepare(state, inputs)))
     if facts.step_time:
-        state.clock.before = state.clock.elapsed = facts.step_time.measuring
+        state.clock.before = state.clock.elapsed = facts.step_time.measuring_seconds
     return ReadyToTrain(run, state)
 
 

@@ -1,0 +1,53 @@
+"""The number of steps of a run, and what a short run sees less of."""
+
+from typing import Any
+
+from dino_vit.config.draft import Draft
+from dino_vit.config.facts import Facts, StepTime
+from dino_vit.config.pretrain import PretrainConfig, needing_all_patches
+
+EVALUATIONS = 6  # in a run of fewer than 60 epochs
+# Share of the minutes that evaluations take, at most; but two are always made: before the first step and
+# after the last one.
+EVALUATED = 0.1
+SHORT = 30_000  # steps; shorter runs get `_choose_for_short`
+# What the student sees of an image in a short run.
+SEEN_IN_SHORT: dict[str, Any] = {"views.local_count": 4, "model.patch_drop": 0.75}
+
+
+def run_length(draft: Draft, facts: Facts) -> tuple[int, int]:
+    """Return the steps of a run, and its evaluations; with `budget.minutes` as many as are expected."""
+    minutes, checkpoint, time = draft["budget.minutes"], facts.checkpoint, facts.step_time
+    if minutes is None:
+        batch = min(global_batch(draft, facts), facts.images.count)  # more is refused
+        return max(1, draft.config.budget.total_steps(facts.images.count, batch)), EVALUATIONS
+    if checkpoint:
+        if minutes == checkpoint.settings["budget.minutes"]:
+            return checkpoint.length, EVALUATIONS
+        return max(1, round(60 * minutes * checkpoint.step / max(checkpoint.seconds, 1e-6))), EVALUATIONS
+    if time is None:
+        return 1, EVALUATIONS  # unknown yet; the step that is timed is a short run's
+    return _in_time(draft, 60 * minutes, time)
+
+
+def _in_time(draft: Draft, seconds: float, time: StepTime) -> tuple[int, int]:
+    """Return the steps and the evaluations that are expected in some seconds."""
+    step_seconds = draft.slowdown * time.step_seconds
+    evaluation_seconds = draft.slowdown * time.evaluation_seconds
+    affordable = int(EVALUATED * seconds / max(evaluation_seconds, 1e-6)) - 1
+    evaluations = max(1, min(EVALUATIONS, affordable))
+    # Measuring and evaluations, of which one is before the first step, are part of the minutes.
+    seconds -= time.measuring_seconds + (evaluations + 1) * evaluation_seconds
+    steps = max(1, int(seconds / step_seconds))
+    return steps, evaluations
+
+
+def global_batch(draft: Draft, facts: Facts) -> int:
+    """Return the images of a step."""
+    return draft["data.batch_size"] * draft["optim.accumulate"] * facts.launch.processes
+
+
+def may_see_less(config: PretrainConfig) -> bool:
+    """Tell whether a short run gets SEEN_IN_SHORT: where patches can be left out of global views."""
+    same_size = config.views.global_shape == config.views.local_shape
+    return not (config.model.timm or needing_all_patches(config) or same_size)
