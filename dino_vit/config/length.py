@@ -5,14 +5,16 @@ from typing import Any
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import Facts, StepTime
 from dino_vit.config.pretrain import PretrainConfig, needing_all_patches
+from dino_vit.config.sizes import view_cost
 
 EVALUATIONS = 6  # in a run of fewer than 60 epochs
 # Share of the minutes that evaluations take, at most; but two are always made: before the first step and
 # after the last one.
 EVALUATED = 0.1
 SHORT = 30_000  # steps; shorter runs get `_choose_for_short`
-# What the student sees of an image in a short run.
+# What the student sees of an image in a short run, and in others.
 SEEN_IN_SHORT: dict[str, Any] = {"views.local_count": 4, "model.patch_drop": 0.75}
+SEEN_IN_LONG: dict[str, Any] = {"views.local_count": 8, "model.patch_drop": 0.0}
 
 
 def run_length(draft: Draft, facts: Facts) -> tuple[int, int]:
@@ -39,7 +41,20 @@ def _in_time(draft: Draft, seconds: float, time: StepTime) -> tuple[int, int]:
     # Measuring and evaluations, of which one is before the first step, are part of the minutes.
     seconds -= time.measuring_seconds + (evaluations + 1) * evaluation_seconds
     steps = max(1, int(seconds / step_seconds))
+    if steps >= SHORT:  # a step of a long run takes longer than that of a short run, which was timed
+        steps = max(SHORT - 1, int(steps / _long_step(draft)))
     return steps, evaluations
+
+
+def _long_step(draft: Draft) -> float:
+    """Return what a step of a long run costs, in steps of a short one; heads and stem are not counted."""
+    if draft["recipe"] != "auto" or not may_see_less(draft.config):
+        return 1.0
+    costs = []
+    for chosen in (SEEN_IN_LONG, SEEN_IN_SHORT):
+        local, drop = (draft[key] if key in draft.given else value for key, value in chosen.items())
+        costs.append(view_cost(draft["views.global_count"], local, drop))
+    return costs[0] / costs[1]
 
 
 def global_batch(draft: Draft, facts: Facts) -> int:

@@ -50,12 +50,19 @@ def network_ladder(draft: Draft, image_size: int) -> list[Rung]:
             patch = config.model.patch_size if its_own else nearest_patch(_patches(config), side)
             settings["views.global_size"] = max(side // patch, 2) * patch
         tokens = (side / (config.model.patch_size if its_own else fitting_patch(side))) ** 2
-        # A global view passes the teacher and, three times as long, the student; local ones are 3/7 as wide.
-        # Of the views of a long run: 8 local ones, and all patches. Those of a short run
+        # As in `view_cost`, of the views of a long run: 8 local ones, and all patches. Those of a short run
         # cost less, but on each rung alike: the ratios between rungs differ by at most 2%.
         passes = 4 * views.global_count * (1 + tokens / (6 * width)) + 3 * views.local_count * (3 / 7) ** 2
         rungs.append(Rung(settings, tokens * passes * width**2 * depth))
     return rungs
+
+
+def view_cost(global_count: int, local_count: int, patch_drop: float) -> float:
+    """Return what the views of an image cost, in passes of a global view through the teacher.
+
+    A global view passes the teacher and, three times as long, the student; local ones are 3/7 as wide.
+    """
+    return global_count * (1 + 3 * (1 - patch_drop)) + 3 * local_count * (3 / 7) ** 2
 
 
 def choose_rung(ladder: Sequence[Rung], images: float) -> Rung:

@@ -327,6 +327,21 @@ def test_the_network_is_chosen_from_one_measured_step(speed: float, width: int) 
         assert run.config.compute.eval_every == pytest.approx(run.length / run.steps_per_epoch / 3, rel=0.01)
 
 
+def test_a_long_run_of_minutes_has_the_steps_that_it_takes_and_not_those_of_a_short_one() -> None:
+    """The step that is timed is a short run's: 4 local views, a quarter of the patches of global ones."""
+
+    def run(step: float, *given: str) -> Run:
+        return minutes(step, "model.arch=vit_tiny", *given)
+
+    full = ["views.local_count=8", "model.patch_drop=0"]
+    short, long = 1e-4 * run(1e-4, *full).length, 1e-4 * run(1e-4).length
+    passes = {"short": 2 * (1 + 3 / 4) + 4 * 3 * (3 / 7) ** 2, "long": 2 * (1 + 3) + 8 * 3 * (3 / 7) ** 2}
+    assert short / long == pytest.approx(passes["long"] / passes["short"], rel=1e-3)
+    between = run(0.012)  # 44,600 steps of a short run, 20,500 of a long one
+    assert (between.length, between.config.model.patch_drop) == (29_999, 0.75)
+    assert run(0.012, *full).length == run(0.012, "recipe=dino", "compute.eval_every=5").length > 40_000
+
+
 def test_the_network_is_the_largest_that_sees_enough_images() -> None:
     def ladder(size: int, *given: str) -> list[Any]:
         config = load(PretrainConfig, None, ["recipe=auto", "budget.minutes=10", *given])
