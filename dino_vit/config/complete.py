@@ -3,47 +3,26 @@ decide, `recipe=auto`, the defaults, in this order. The first that decides on a 
 respects what was decided, `Draft.override` does not.
 
 A run of some minutes is decided twice: for the trial that times a step (`sketch`), then with its time.
-
-Every formula of `auto` runs through two points: the published recipe (1.28 million images of 224 pixels,
-batch 512 to 1024, where nothing changes) and what learns from 20,000 images of 32 pixels within minutes.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
-from math import log2, sqrt
 
+from dino_vit.config.auto import choose_all
 from dino_vit.config.draft import Choice, Draft
 from dino_vit.config.earlier import (
     choices_since,
     choose_by_checkpoint,
     choose_by_teacher,
     choose_by_weights,
-    choose_channels,
 )
 from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
-from dino_vit.config.length import SEEN_IN_SHORT, SHORT, global_batch, may_see_less, run_length
+from dino_vit.config.length import SHORT, global_batch, run_length
 from dino_vit.config.loading import load, write_yaml
-from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, scaled_lr
-from dino_vit.config.sections import START_TEACHER_TEMPERATURE, stem_problem
-from dino_vit.config.settings import ConfigError, values
-from dino_vit.config.sizes import ENOUGH_IMAGES, choose_rung, choose_sizes, network_ladder
-from dino_vit.core import height_width
+from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase
+from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import plural
 
-IMAGENET = 1_280_000  # images
-PUBLISHED_STEPS = 125_000  # 100 epochs of ImageNet at batch 1024
-PUBLISHED_LR = 1e-3  # at batch 512
-PUBLISHED_HALF_LIFE = 173  # steps; an EMA of 0.996
-PUBLISHED_WIDTH = 384  # ViT-S
-# What method=dinov2 regularises long runs with.
-REGULARISATION = (
-    *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
-    *("optim.layer_decay", "optim.patch_embed_lr"),
-)
-# Mean correlation of two images; from here on, all show the same kind of thing in the same place.
-ALIKE = 0.25
 GLOBAL_ORDER = 2**26  # images: an order of all takes 16 bytes of each in every process
 # What may differ between the processes of a run.
 HOST_SETTINGS = {"output", "data.source", "data.labels", "data.workers", "data.cache"}
@@ -63,11 +42,6 @@ class Run:
     steps_per_epoch: int
     length: int  # in steps; with budget.minutes as many as are expected
     shared: Mapping[str, str]  # what all ranks must have alike, by the name of each
-
-    @property
-    def digest(self) -> str:
-        """The digest of what all ranks must have alike."""
-        return sha256(json.dumps(self.shared, sort_keys=True).encode()).hexdigest()
 
 
 def complete(config: PretrainConfig, facts: Facts) -> Run:
@@ -126,7 +100,7 @@ def decide(config: PretrainConfig, facts: Facts) -> Draft:
     if config.init:
         _choose_gentle_rates(draft)
     if config.recipe == "auto":
-        _choose_all(draft, facts)
+        choose_all(draft, facts)
     if not facts.checkpoint:
         _shorten_phases(draft, facts)
     _choose_reading(draft, facts)
@@ -139,171 +113,6 @@ def _choose_gentle_rates(draft: Draft) -> None:
         draft.choose("optim.lr", 5e-5, "a tenth of DINO's, to keep what the weights have learned")
     draft.choose("optim.layer_decay", 0.75, "early blocks are general already and move least")
     draft.choose("teacher.momentum", 0.9995, "a slow teacher stays near the weights it started from")
-
-
-def _choose_all(draft: Draft, facts: Facts) -> None:
-    """Fit to the images and to the length of the run whatever is open (`recipe=auto`)."""
-    images, method = facts.images, draft["method"]
-    _choose_network(draft, facts)
-    choose_sizes(draft, images)
-    steps = _choose_schedule(draft, facts)
-    _choose_head(draft, images.count)
-    if steps < SHORT:
-        _choose_for_short(draft, images.likeness)
-    if method == "dino" or steps < SHORT:  # a short DINOv2 run takes DINO's
-        _choose_rates(draft, steps, global_batch(draft, facts))
-    elif "loss.teacher_temp" in draft.given and draft["loss.teacher_temp"] <= START_TEACHER_TEMPERATURE:
-        reason = f"a temperature is given that does not rise from {START_TEACHER_TEMPERATURE}"
-        draft.choose("loss.warmup_teacher_temp_epochs", 0, reason)
-    choose_channels(draft, images.channels, "as the images have")
-
-
-def _choose_network(draft: Draft, facts: Facts) -> None:
-    """Choose the largest network that sees ENOUGH_IMAGES.
-
-    Before a step is timed, and where none does, the smallest.
-    """
-    minutes, time = draft["budget.minutes"], facts.step_time
-    ladder = network_ladder(draft, facts.images.size) if minutes and not facts.checkpoint else []
-    if not ladder:
-        return
-    rung, reason = ladder[0], "the smallest, of which a step is timed"
-    if time:
-        images = 60 * minutes / time.step_seconds * global_batch(draft, facts)  # that the smallest sees
-        rung = choose_rung(ladder, images)
-        draft.slowdown = rung.cost / ladder[0].cost
-        count = float(f"{run_length(draft, facts)[0] * global_batch(draft, facts):.2g}")
-        reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
-        if rung is ladder[0] and count < ENOUGH_IMAGES:
-            reason = f"the smallest: {reason}, fewer than the {ENOUGH_IMAGES:,} it needs"
-    for key, value in rung.settings.items():
-        draft.choose(key, value, reason)
-
-
-def _choose_schedule(draft: Draft, facts: Facts) -> int:
-    """Choose the length of the run, its warm-up, the freeze and evaluations; return the steps."""
-    images, batch = facts.images.count, global_batch(draft, facts)
-    if all(map(draft.is_open, ("budget.epochs", "budget.steps", "budget.images", "budget.minutes"))):
-        passes = 10 * round(10 * (IMAGENET / images) ** 0.25)
-        reason = f"more passes over fewer images: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
-        draft.choose("budget.epochs", min(max(passes, 30), 800), reason)
-    steps, evaluations = run_length(draft, facts)
-    epochs = steps / max(1, images // batch)
-    warmup, freeze = _round(min(10.0, epochs / 10)), _round(min(1.0, epochs / 20))
-    draft.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
-    draft.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
-    if draft.is_open("compute.eval_every_steps"):
-        reason = f"{plural(evaluations, 'time')} in a run, at least every 10 epochs"
-        draft.choose("compute.eval_every", _round(min(10.0, epochs / evaluations)), reason)
-    return steps
-
-
-def _choose_head(draft: Draft, images: int) -> None:
-    """Give few images few prototypes, and a narrow network a narrow head and a start from larger weights."""
-    prototypes = min(max(2 ** round(log2(65536 * images / IMAGENET)), 256), 65536)
-    draft.choose("head.prototypes", prototypes, f"near {images:,} images / 20, from 256 to 65536")
-    config = draft.config
-    narrow = min(1.0, _width(config) / PUBLISHED_WIDTH)
-    for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
-        size = max(2 ** round(log2(published * narrow)), least)
-        draft.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
-    if not (config.model.timm or config.init):
-        std = _round(0.02 * narrow ** (-2 / 3))  # the sums of a narrow network have fewer terms
-        draft.choose("model.init_std", std, "0.02 at width 384, more below: x (384 / width) ^ 2/3")
-
-
-def _choose_for_short(draft: Draft, likeness: float) -> None:
-    """Keep a short run from the uniform state, and regularise it little; see docs/small-sets.md."""
-    draft.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
-    draft.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
-    if not (draft["init.weights"] or draft.config.model.timm):
-        reason = "patches learn shapes from the gradients around them, before CLS tokens do"
-        draft.choose("loss.gradient_weight", 2.0, reason)
-    scales, reason = ((0.25, 1.0), (0.1, 0.4)), "a short run learns faster from views with more of the image"
-    alike = likeness >= ALIKE
-    if alike:
-        scales = (0.6, 1.0), (0.3, 0.7)
-        reason = f"images lie alike (correlation {likeness:.2f}), so they differ in where small parts are"
-    draft.choose("views.global_scale", scales[0], reason)
-    draft.choose("views.local_scale", scales[1], reason)
-    config = draft.config
-    if alike:
-        _choose_stem(draft, config)
-    if may_see_less(config):
-        reason = "a short run sees more images where most of their patches are left out"
-        dropped = draft.choose("model.patch_drop", SEEN_IN_SHORT["model.patch_drop"], reason)
-        if dropped and alike:
-            reason = "then all patches, as features are read from all"
-            draft.choose("model.patch_drop_until", 0.8, reason)
-        reason = "a short run learns more from more images than from more views of each"
-        draft.choose("views.local_count", SEEN_IN_SHORT["views.local_count"], reason)
-    reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
-    draft.choose("head.batch_norm", True, reason)
-    defaults = values(PretrainConfig())
-    for key in REGULARISATION:
-        if draft[key] != defaults[key]:
-            draft.choose(key, defaults[key], f"DINO's, for a run of fewer than {SHORT:,} steps")
-
-
-def _choose_stem(draft: Draft, config: PretrainConfig) -> None:
-    """Begin with convolutions, which learn shapes in minutes; narrow ones, as their time is that of steps."""
-    patch = height_width(draft["model.patch_size"])
-    if config.model.timm or config.init or stem_problem("conv", patch, config.model.resnet_width):
-        return
-    reason = "images that lie alike differ by shapes, which a short run learns by early convolutions"
-    if draft.choose("model.stem", "conv", reason) == "conv":
-        reason = "half the width of the tokens: as good, in less than half the time"
-        draft.choose("model.stem_width", max(1, config.model.shape[0] // 2), reason)
-
-
-def _choose_rates(draft: Draft, steps: int, batch: int) -> None:
-    """Choose temperature, momentum and learning rate by the steps; from 125,000 on, the published."""
-    shortness = max(1.0, PUBLISHED_STEPS / steps)
-    _choose_temperature(draft, shortness)
-    half_life = max(20.0, PUBLISHED_HALF_LIFE / shortness**0.4)
-    reason = f"half-life of {half_life:.0f} steps for a run of {steps:,}: 173 x (steps / 125,000) ^ 0.4"
-    draft.choose("teacher.momentum", round(2 ** (-1 / half_life), 4), reason)
-    if draft["optim.name"] == "adamw":
-        _choose_learning_rate(draft, steps, batch)
-
-
-def _choose_temperature(draft: Draft, shortness: float) -> None:
-    """Sharpen the targets of a short run, which at the published temperature may stay uniform.
-
-    It has no time for a warm-up. A warm-up that was given rises to the temperature of the user.
-    """
-    if not draft.is_open("loss.warmup_teacher_temp_epochs"):
-        return
-    if draft["loss.warmup_teacher_temp_epochs"]:
-        draft.choose("loss.warmup_teacher_temp_epochs", 0, "one temperature in a short run")
-    reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
-    draft.choose("loss.teacher_temp", _round(max(0.02, 0.04 / shortness ** (1 / 9))), reason)
-
-
-def _choose_learning_rate(draft: Draft, steps: int, batch: int) -> None:
-    """Raise the published learning rate for a narrow network and for a short run."""
-    width, scaling = _width(draft.config), draft["optim.lr_scaling"]
-    # Linear scaling was published for batches of 512 to 1024; beyond them the rate grows as the root.
-    nearest_published_batch = min(max(batch, 512), 1024)
-    rate = PUBLISHED_LR * nearest_published_batch / 512 * sqrt(batch / nearest_published_batch)
-    rate *= sqrt(max(1.0, PUBLISHED_WIDTH / width))
-    rate = min(rate * max(1.0, PUBLISHED_STEPS / steps) ** (1 / 6), 5e-3)
-    factors = {
-        f" x {nearest_published_batch} / 512": nearest_published_batch > 512,
-        f" x sqrt({batch} / {nearest_published_batch})": batch != nearest_published_batch,
-        f" x sqrt({PUBLISHED_WIDTH} / {width})": width < PUBLISHED_WIDTH,
-        f" x ({PUBLISHED_STEPS:,} / {steps:,}) ^ 1/6": steps < PUBLISHED_STEPS,
-    }
-    stated = "" if scaling == "none" else " (optim.lr is for 256)"
-    formula = "".join(factor for factor, counts in factors.items() if counts)
-    reason = f"{rate:.2g} at batch {batch}{stated}: 1e-3{formula}, at most 5e-3"
-    lr = rate / scaled_lr(1.0, batch, scaling)  # as optim.lr is stated for batch 256
-    draft.choose("optim.lr", _round(lr), reason)
-
-
-def _width(config: PretrainConfig) -> int:
-    """Return the width of the backbone; that of timm's, still unknown, counts as the published one."""
-    return PUBLISHED_WIDTH if config.model.timm else config.model.shape[0]
 
 
 def _shorten_phases(draft: Draft, facts: Facts) -> None:
@@ -351,7 +160,3 @@ def _notes(config: PretrainConfig, facts: Facts, steps: int, per_epoch: int) -> 
             f"budget.minutes={minutes:g} has time for about {plural(steps, 'step')} of the {per_epoch:,} in "
             f"an epoch, so not every image is seen; budget.minutes={needed:g} would be an epoch"
         )
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.3g}")

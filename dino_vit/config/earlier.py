@@ -38,16 +38,15 @@ def choices_since(draft: Draft, checkpoint: CheckpointFacts) -> Iterator[Choice]
 def choose_by_teacher(draft: Draft, teacher: TeacherFacts) -> None:
     """Take from a fixed teacher what its student must share; settings that the user gave must agree."""
     name, is_auto = f"teacher.weights={draft['teacher.weights']}", draft["recipe"] == "auto"
-    shared = dict(teacher.pixels) | {key: teacher.heads[key] for key in teacher.heads}
+    shared = {**teacher.pixels, **teacher.heads}
     if not draft["loss.patch_weight"]:
         shared.pop("head.shared", None)
     elif not teacher.has_patch_head:
         raise ValueError(f"{name} has no head that learned masked patches; set loss.patch_weight=0")
     _check_agreement(draft, shared, name)
     for key, value in shared.items():
-        if value != draft[key] or (
-            is_auto and draft.is_open(key)
-        ):  # auto might choose other than the default
+        might_change = is_auto and draft.is_open(key)
+        if value != draft[key] or might_change:
             draft.override(key, value, "as the teacher of teacher.weights has")
     if is_auto and teacher.has_patches:  # up to 224 pixels, in patches of its size
         side = max(min(224, *teacher.image_size) // teacher.patch, 2) * teacher.patch

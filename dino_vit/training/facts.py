@@ -4,7 +4,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchvision
@@ -43,7 +43,6 @@ from dino_vit.views.eval_transform import eval_transform_of
 if TYPE_CHECKING:
     from dino_vit.weights.loading import TrainedTeacher
 
-T = TypeVar("T")
 SAMPLES = 8  # images whose bytes all ranks compare
 
 
