@@ -9,23 +9,12 @@ from dino_vit.config.complete import Run, complete, decide
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import CheckpointFacts, Facts, StepTime, TeacherFacts, WeightsFacts
 from dino_vit.config.loading import load
-from dino_vit.config.pretrain import PretrainConfig, scaled_lr
+from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, values
 from dino_vit.config.sizes import network_ladder
 from tests.support.facts import facts_of, run_of
 
-IMAGENET = {"size": 400, "images": 1_281_167, "processes": 8}
 CIFAR = {"size": 32, "images": 50_000, "processes": 2}
-
-
-def auto(*overrides: str, **facts: Any) -> tuple[PretrainConfig, dict[str, str]]:
-    run = run_of("recipe=auto", *overrides, **facts)
-    return run.config, {choice.key: choice.reason for choice in run.choices}
-
-
-def peak(run: Run) -> float:
-    optim = run.config.optim
-    return scaled_lr(optim.lr, run.global_batch, optim.lr_scaling)
 
 
 def test_recipe_dino_is_left_alone() -> None:
@@ -257,5 +246,5 @@ def test_facts_and_a_run_are_values() -> None:
     assert "ImageFacts(count=50000" in repr(facts_of(**CIFAR))
     first, second = (complete(config, facts_of(**CIFAR)) for _ in range(2))
     assert first == second
-    assert first.shared == second.shared != complete(config, facts_of(**IMAGENET)).shared
+    assert first.shared == second.shared != complete(config, facts_of(size=400, images=1_281_167)).shared
     assert len(config.given) == 2

@@ -20,6 +20,23 @@ def test_the_loss_has_the_term_and_only_the_student_has_its_head(tmp_path):
         assert not any("gradient" in name for name in load_backbone(tmp_path, network=network).state_dict())
 
 
+def test_the_loss_counts_the_term_of_the_patches_that_were_seen_by_its_weight(tmp_path):
+    state = opened(tmp_path, {**GRADIENTS, "loss.gradient_weight": 3}).state
+    state.student.train()
+    batch = next(iter(state.loader.batches()))
+    views, images = state.views_of(batch), len(batch.samples)
+    state.student.generator = torch.Generator().manual_seed(1)
+    terms, _ = state.objective(
+        state.student, state.teacher, views, None, images=images, teacher_temperature=0.04
+    )
+    state.student.generator = torch.Generator().manual_seed(1)  # the same patches
+    out, grid = state.student(views), state.student.backbone.grid_of(*views[0].shape[-2:])
+    predicted = out.gradients.unflatten(0, (len(views[0]), -1))
+    expected = gradient_loss(predicted, views[0], grid, out.kept_patches)
+    torch.testing.assert_close(terms.gradients, expected)
+    torch.testing.assert_close(terms.loss, terms.cls + 3 * expected)
+
+
 def test_the_first_half_of_the_blocks_learns_gradients(tmp_path):
     state = opened(tmp_path, {**GRADIENTS, "model.depth": 4}).state
     state.student.train()
