@@ -270,9 +270,7 @@ def tables(jobs: Sequence[Job], judged: Sequence[Figures], options: argparse.Nam
     figures = [figure for figure in judged[0]["untrained"] if figure != "k-NN"]
     others = [row_of(name, figure, found) for (name, found), figure in product(by_row.items(), figures)]
     above = mean(row.speed["trained"] - max(row.speed[name] for name in BASELINES) for row in neighbours)
-    note = f"Mean of the seeds; above the better baseline by {above:.1f} points on average over the sets. "
-    note += "What the runs said of themselves at their end: "
-    note += " ".join(f"{job.output.name}: {said(job.output)}" for job in jobs)
+    note = f"Mean of the seeds; above the better baseline by {above:.1f} points on average over the sets."
     minutes = " and ".join(f"{one:g}" for one in options.minutes) or "all"
     recipe = "recipe=auto" if options.config is None else options.config.name
     cores = "one core" if options.cores == 1 else f"{options.cores} cores"
