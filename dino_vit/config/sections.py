@@ -48,7 +48,6 @@ Stem = Literal["patch", "conv", "hybrid"]
 REDUCTION, GROUPS = 16, 32  # of the feature map of the ResNet of a hybrid stem, and of its norms
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
-VOTE_TEMPERATURE = 0.07  # of neighbours, as published with DINO
 START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
 PositiveShare = Annotated[Positive, Field(le=1)]
 # Of the area of an image: less than a pixel would be the whole image.

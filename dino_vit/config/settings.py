@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 Task = Literal["multiclass", "multilabel"]
+Title = Literal["top-1", "mAP"]  # what an accuracy is, by the task
 
 
 def several(value: object) -> object:

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.settings import Task
+from dino_vit.config.settings import Task, Title
 from dino_vit.core.text import plural
-from dino_vit.reports.metrics import Title
 from dino_vit.reports.significance import wilson_interval
 
 RESAMPLES = 1000  # of the images

@@ -1,4 +1,4 @@
-"""Predictions that need no training: by exact nearest neighbours by cosine, and by ridge regression.
+"""Exact nearest neighbours by cosine, and what they vote for.
 
 FAISS finds neighbours, on CPUs and on GPUs. Where it is not installed, products and topk do.
 """
@@ -15,9 +15,9 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.sections import VOTE_TEMPERATURE
 from dino_vit.core import log
 from dino_vit.core.text import plural
+from dino_vit.models.classifiers import vote_weights
 
 Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the memory
 
@@ -145,7 +145,7 @@ def neighbour_means(
     cosines, rows = nearest(bank, queries, k=max(k), self_offset=self_offset)
     # In float64, which a Mac's GPU lacks: images whose neighbours all agree have equal means, and tie.
     dtype = torch.float32 if cosines.device.type == "mps" else torch.float64
-    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp().to(dtype)
+    weights = vote_weights(cosines).to(dtype)
     values = targets.to(rows.device).to(dtype)
     if not len(queries):  # of one process of many
         return {wanted: weights.new_zeros(0, values.shape[1]).float() for wanted in k}
@@ -159,11 +159,8 @@ def neighbour_means(
 def class_scores(
     cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int
 ) -> dict[int, Tensor]:
-    """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first.
-
-    They are divided by the weight of the nearest neighbour, so that they stay finite.
-    """
-    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp()
+    """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first."""
+    weights = vote_weights(cosines)
     # CUDA adds in any order: in float64 the order does not change the sums in float32.
     weights = weights.double() if weights.is_cuda else weights
     scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0
@@ -178,12 +175,3 @@ def _best(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the labels of the classes with the greatest scores, the lower label first among equals."""
     best, order = scores.sort(dim=1, descending=True, stable=True)
     return labels[order[:, :RANKED]].masked_fill(best[:, :RANKED] <= 0, NO_CLASS)
-
-
-def ridge(x: Tensor, y: Tensor, penalties: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the weights (r, c, d) and biases (r, c) of y (n, c) on x (n, d) for each penalty."""
-    mean, offset = x.mean(dim=0), y.mean(dim=0)
-    gram, moments = (x - mean).T @ (x - mean), (x - mean).T @ (y - offset)
-    unit = torch.eye(len(gram), dtype=x.dtype)
-    weight = torch.stack([torch.linalg.solve(gram + penalty * unit, moments).T for penalty in penalties])
-    return weight, offset - weight @ mean

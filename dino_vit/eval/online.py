@@ -21,7 +21,7 @@ from dino_vit.data.image_set import ImageSet, count_shared
 from dino_vit.eval.batches import Features, missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
-from dino_vit.eval.neighbours import neighbour_means, ridge, weighted_knn
+from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.sets import divide, labelled_subset
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
@@ -50,9 +50,12 @@ def colours(images: Tensor) -> Tensor:
 def ridge_predictions(values: Tensor, targets: Tensor, train: Tensor) -> Tensor:
     """Predict the targets (n, t) of the images outside `train` by a ridge regression on values (n, d)."""
     std, mean = torch.std_mean(values[train], dim=0, correction=0)
-    x = (values - mean) / std.clamp(min=1e-6)
-    weight, bias = ridge(x[train], targets[train], [_RIDGE * int(train.sum())])
-    return x[~train] @ weight[0].T + bias[0]
+    x, y = (values - mean) / std.clamp(min=1e-6), targets[train]
+    center, offset = x[train].mean(dim=0), y.mean(dim=0)
+    gram, moments = (x[train] - center).T @ (x[train] - center), (x[train] - center).T @ (y - offset)
+    penalty = _RIDGE * int(train.sum()) * torch.eye(len(gram), dtype=x.dtype)
+    weight = torch.linalg.solve(gram + penalty, moments).T
+    return x[~train] @ weight.T + offset - weight @ center
 
 
 def cross_predictions(values: Tensor, targets: Tensor, first_half: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.image_set import count_shared
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.learn import TrainedClassifier, learn
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import LabelledSubset, divide, labelled_features, labelled_subset, open_subset
@@ -58,7 +58,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     output, files = _files(config)
     check_outputs(config, *files)
     learned, images = agree("images", lambda: open_images(config), _describe)
-    fitted = _read(config, frozen) if learned is None else learn(frozen, learned)
+    fitted = _read(config, frozen) if learned is None else train_classifier(frozen, learned)
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
     outputs = fitted.classifier.of_features(queries)

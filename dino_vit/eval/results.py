@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.outputs import check_outputs
+from dino_vit.config.outputs import RESULTS_FOLDER, RESULTS_VERSION, check_outputs
 from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.invocation import after_figures, on_console
@@ -33,7 +33,6 @@ from dino_vit.eval.figures import (
     number_text,
 )
 from dino_vit.eval.sets import LabelledFeatures
-from dino_vit.reports.record import FOLDER, RESULTS_VERSION
 
 RARE = 10  # of fewer images the figures of a class say little
 _SHOWN = 10
@@ -44,7 +43,7 @@ def output_of(config: Settings, loaded: str) -> Path:
     """Return the file for the results of weights that were loaded from a file: as given, or by default."""
     given = get(config, "output")
     path = default_output(config, loaded) if given is None else Path(str(given))
-    if given is not None or path.parent.name != FOLDER:  # what lies in eval/ of a run is its own
+    if given is not None or path.parent.name != RESULTS_FOLDER:  # what lies in eval/ of a run is its own
         check_outputs(config, path)
     return path
 
@@ -79,9 +78,9 @@ def _beside(weights: str, loaded: str, name: str) -> Path:
         return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}")
     path = Path(loaded)
     if path.parent.name == "checkpoints":
-        return path.parent.parent / FOLDER / f"{path.stem}.{name}"
+        return path.parent.parent / RESULTS_FOLDER / f"{path.stem}.{name}"
     if Path(weights).is_dir():
-        return Path(weights) / FOLDER / name
+        return Path(weights) / RESULTS_FOLDER / name
     return path.with_name(f"{path.stem}.{name}")
 
 

@@ -1,4 +1,4 @@
-"""Labelled images as sets and as features: who is train, who is test."""
+"""Labelled images and their roles: who learns, and who is judged (`divide`); and their features."""
 
 import hashlib
 from collections.abc import Sequence

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
+from dino_vit.config.settings import Title
 from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
 
@@ -21,8 +22,6 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 # The first of these that is measured tells which step was the best.
 DECISIVE = ("knn", "rankme")
 
-
-Title = Literal["top-1", "mAP"]
 # Which images were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 

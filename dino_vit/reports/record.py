@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.config.loading import load, write_yaml
+from dino_vit.config.outputs import RESULTS_FOLDER, RESULTS_VERSION
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Settings, flat, settings_of, values
@@ -28,8 +29,6 @@ from dino_vit.reports.metrics import (
 from dino_vit.reports.verdict import Verdict, judge
 
 CONFIGS = {"knn": KnnConfig, "linear": LinearConfig}
-FOLDER = "eval"  # in that of a run
-RESULTS_VERSION = 1  # of files of results
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
 
 
@@ -48,7 +47,7 @@ class Evaluation(NamedTuple):
 def read_evaluations(run: Path) -> list[Evaluation]:
     """Return the results in the folder of a run, the newest first."""
     evaluations = []
-    for path in sorted((run / FOLDER).glob("*.json")):
+    for path in sorted((run / RESULTS_FOLDER).glob("*.json")):
         try:
             evaluations.append(_read(path))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -11,24 +11,26 @@ from typing import NamedTuple
 
 from dino_vit.config.loading import write_yaml
 from dino_vit.config.pretrain import PretrainConfig, in_steps
-from dino_vit.reports.metrics import Baseline, MetricsRecord
-from dino_vit.reports.significance import (
-    FEW_ROWS,
-    NONFINITE,
-    PATIENCE,
-    STUCK_AT_LN,
+from dino_vit.reports.accuracies import (
     UNLIKELY,
-    Diagnosis,
-    DiagnosisName,
     Reading,
     above_baseline,
     better_baseline,
     chance,
-    collapse,
     evaluations_of,
     figures_text,
     readings_of,
 )
+from dino_vit.reports.collapse import (
+    FEW_ROWS,
+    NONFINITE,
+    PATIENCE,
+    STUCK_AT_LN,
+    Diagnosis,
+    DiagnosisName,
+    collapse,
+)
+from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 BAD: tuple[DiagnosisName, ...] = ("stuck", "collapsed", "diverged")
 # Of a shorter run that has not seen each image once nothing bad is said, but of steps that are not finite.

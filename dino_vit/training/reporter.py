@@ -25,6 +25,7 @@ from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
 from dino_vit.data.image_set import evenly_spaced
+from dino_vit.reports.accuracies import FIGURES, better_baseline, levels_text
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -35,7 +36,6 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.reports.significance import FIGURES, better_baseline, levels_text
 from dino_vit.reports.verdict import FAR, WAITING_HELP, judge, published_advice, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside

@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from dino_vit.config.sections import VOTE_TEMPERATURE, Tokens
+from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Few, Positive, Task
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, read_texts, write_tensors
 from dino_vit.models.backbone import FeatureSpec
+from dino_vit.models.classifiers import LinearScores, NeighbourScores, Scores, score_in_blocks
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import Stated, WeightsError, check, parse
 from dino_vit.weights.read_file import CLASSIFIER, about_backbone, check_finite
-
-BLOCK, _PRODUCTS = 1024, 2**26  # images at a time, and their products with a bank
 
 
 class ClassifierFacts(Stated):
@@ -37,56 +35,6 @@ class ClassifierFacts(Stated):
     temperature: Positive = 1.0
     k: Count | None = None
     tested: tuple[str, ...] = ()  # how well it did in cross-validation, in sentences
-
-
-class LinearScores(nn.Module):
-    """Scores (n, c) that are linear in the features."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.float())
-        self.register_buffer("bias", bias.float())
-
-    def forward(self, features: Tensor) -> Tensor:
-        return F.linear(features, self.weight, self.bias)
-
-
-class NeighbourScores(nn.Module):
-    """Scores (n, c) from the nearest labelled images: the log of their votes."""
-
-    bank: Tensor
-    targets: Tensor
-
-    def __init__(self, bank: Tensor, targets: Tensor, *, k: int, classes: int) -> None:
-        super().__init__()
-        self.register_buffer("bank", F.normalize(bank.float()))  # (m, d)
-        self.register_buffer("targets", targets)  # (m,) classes; (m, c) 0 or 1 for each label
-        self.k, self.classes = min(k, len(bank)), classes
-
-    def forward(self, features: Tensor) -> Tensor:
-        cosines, rows = (F.normalize(features) @ self.bank.T).topk(self.k)
-        return vote(cosines, self.targets[rows], self.classes)
-
-
-def vote(cosines: Tensor, targets: Tensor, classes: int) -> Tensor:
-    """Return scores (n, c) from the cosines (n, k) and the targets of neighbours, the nearest first.
-
-    Neighbours weigh exp(cosine / 0.07), as in k-NN. A class without a vote counts as 1 / (k · c) of one, so
-    that no score is infinite.
-    """
-    weights = ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).softmax(dim=1)
-    unseen = 1 / (cosines.shape[1] * classes)
-    if targets.ndim == 2:
-        none = weights.new_zeros(weights.shape[0], classes)  # `len` would fix the batch of an ONNX graph
-        return (none.scatter_add(1, targets, weights) + unseen).log()
-    means = (weights[:, :, None] * targets).sum(dim=1)
-    return (means + unseen).log() - (1 - means + unseen).log()
-
-
-Scores = LinearScores | NeighbourScores
 
 
 class Classifier(nn.Module):
@@ -141,13 +89,6 @@ def label_texts(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str
         ";".join(name for name, p in zip(classes, row, strict=True) if p > 0.5) or ";"
         for row in outputs.tolist()
     ]
-
-
-def score_in_blocks(scores: Scores, features: Tensor) -> Tensor:
-    """Return the scores of many images, some at a time."""
-    bank = len(scores.bank) if isinstance(scores, NeighbourScores) else 1
-    size = max(1, min(BLOCK, _PRODUCTS // bank))
-    return torch.cat([scores(block) for block in torch.split(features, size)])
 
 
 def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform) -> None:

@@ -180,7 +180,7 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
 
 
 def test_neighbours_are_kept_too(photos, weights, monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.choice.LOGISTIC_IMAGES", 1)
+    monkeypatch.setattr("dino_vit.eval.cross_validation.LOGISTIC_IMAGES", 1)
     head = photos / "head.safetensors"
     found = dino_vit.predict(
         photos / "photos", weights, labels=photos / "labels.csv", head=head, verbose=False

@@ -23,8 +23,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import open_source
+from dino_vit.reports.collapse import DiagnosisName
 from dino_vit.reports.metrics import MetricsRecord
-from dino_vit.reports.significance import DiagnosisName
 from eval.dense import DenseConfig
 from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.facts import run_of

@@ -17,9 +17,9 @@ import pytest
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.eval.figures import accuracy
-from dino_vit.reports import significance
+from dino_vit.reports import collapse as collapses
+from dino_vit.reports.collapse import PATIENCE, collapse
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline
-from dino_vit.reports.significance import PATIENCE, collapse
 from dino_vit.reports.verdict import WAITING, judge, waits_for_images
 from dino_vit.training.loop import take_step
 from dino_vit.training.reporter import Reporter
@@ -238,14 +238,14 @@ FLAT_LOSS = {"loss": FLAT + 0.01}
     ("changes", "diagnosis"),
     [
         ({}, None),
-        (FLAT_OUTPUTS, significance.UNIFORM),
-        (ONE, significance.ONE_PROTOTYPE),
-        (ALIKE, significance.IMAGES_ALIKE),
-        (FLAT_LOSS, significance.STUCK_AT_LN),
+        (FLAT_OUTPUTS, collapses.UNIFORM),
+        (ONE, collapses.ONE_PROTOTYPE),
+        (ALIKE, collapses.IMAGES_ALIKE),
+        (FLAT_LOSS, collapses.STUCK_AT_LN),
         ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, None),
         ({**FLAT_OUTPUTS, "entropy_gap": 0.02, "loss": FLAT - 0.03}, None),  # hardly, but on its way
         ({**ALIKE, "rows": 8}, None),  # too few to tell
-        ({"patch_entropy_gap": 0.001, "patch_rows": 900}, significance.PATCHES_ALIKE),
+        ({"patch_entropy_gap": 0.001, "patch_rows": 900}, collapses.PATCHES_ALIKE),
         ({"patch_entropy_gap": 0.001, "patch_rows": 1}, None),  # too few to tell
         ({"patch_entropy_gap": 0.5, "patch_rows": 900}, None),
     ],
@@ -273,9 +273,9 @@ def test_lost_steps_are_named_even_before_it_has_settled():
         return diagnosis_of(history, settled_step=10**6)
 
     assert diagnosis([0, 0, 0, 0, 0, 50]) is None  # a fifth
-    assert diagnosis([0, 0, 0, 0, 0, 51]) == significance.NONFINITE
+    assert diagnosis([0, 0, 0, 0, 0, 51]) == collapses.NONFINITE
     assert diagnosis([51] * 6) is None  # long ago
-    assert diagnosis([0] * 6, loss=math.nan) == significance.NONFINITE
+    assert diagnosis([0] * 6, loss=math.nan) == collapses.NONFINITE
     assert diagnosis_of([replace(HEALTHY, nonfinite_steps=9)]) is None
 
 

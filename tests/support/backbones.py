@@ -3,7 +3,7 @@
 import torch
 
 from dino_vit import VisionTransformer
-from dino_vit.eval import choice, linear
+from dino_vit.eval import cross_validation, linear
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.backbone import CLS
 from dino_vit.views.eval_transform import eval_transform_of
@@ -24,5 +24,5 @@ def extracted(model, source, indices=None, spec=CLS, transform=None, **settings)
 
 def use_few_penalties(setattr=setattr):
     """Have logistic regressions choose between two penalties; with all thirteen they take most of a test."""
-    for module in (choice, linear):
+    for module in (cross_validation, linear):
         setattr(module, "STANDARD_CS", (0.001, 0.1))

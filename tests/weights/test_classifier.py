@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
+from dino_vit.models.classifiers import LinearScores, NeighbourScores
 from dino_vit.weights import WeightsError, load_backbone
 from dino_vit.weights.classifier import (
     Classifier,
     ClassifierFacts,
-    LinearScores,
-    NeighbourScores,
     load_classifier,
     save_classifier,
 )

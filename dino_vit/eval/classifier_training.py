@@ -1,4 +1,4 @@
-"""Learn labels from a few images: a classifier, how good its labels are, and which given ones look wrong."""
+"""Train the classifier of `predict`: say how good it is, and which of the given labels look wrong."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import brief, plural
-from dino_vit.eval.choice import (
+from dino_vit.eval.cross_validation import (
     FOLDS,
     SIGNIFICANT,
     Trials,
@@ -19,7 +19,7 @@ from dino_vit.eval.choice import (
     chance_of,
     cross_validate,
     tested_images,
-    train,
+    train_candidate,
 )
 from dino_vit.eval.features import FrozenBackbone, baseline_like
 from dino_vit.eval.figures import Figure, trivial_baselines
@@ -120,7 +120,7 @@ class TrainedClassifier:
     doubts: Sequence[Doubt] = ()
 
 
-def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier:
+def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier:
     """Choose and fit a classifier."""
     spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")
     learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
@@ -133,7 +133,7 @@ def learn(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier
     best = trials.best(trials.tested)
     candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
     temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
-    scores = train(candidate, learned)
+    scores = train_candidate(candidate, learned)
     chance = chance_of(learned, folds) if task == "multiclass" else None
     lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, folds)
     facts = ClassifierFacts(

@@ -19,7 +19,7 @@ from dino_vit.eval.figures import Figure, accuracy, average_precision, measure
 from dino_vit.eval.neighbours import class_scores, nearest
 from dino_vit.eval.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.sets import LabelledFeatures
-from dino_vit.weights.classifier import (
+from dino_vit.models.classifiers import (
     BLOCK,
     LinearScores,
     NeighbourScores,
@@ -131,7 +131,7 @@ def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> lis
     return [Candidate("logistic regression", c) for c in STANDARD_CS] + found
 
 
-def train(candidate: Candidate, learned: LabelledFeatures) -> Scores:
+def train_candidate(candidate: Candidate, learned: LabelledFeatures) -> Scores:
     """Return the scores of a candidate, learned from some images."""
     if candidate.kind == "k-NN":
         k, classes = int(candidate.value), len(learned.classes)

@@ -10,7 +10,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 
-from dino_vit.eval.choice import (
+from dino_vit.eval.classifier_training import DOUBTFUL, describe, doubtful_labels, untested_classes
+from dino_vit.eval.cross_validation import (
     SIGNIFICANT,
     Candidate,
     Trials,
@@ -20,7 +21,6 @@ from dino_vit.eval.choice import (
     cross_validate,
 )
 from dino_vit.eval.figures import accuracy
-from dino_vit.eval.learn import DOUBTFUL, describe, doubtful_labels, untested_classes
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.sets import LabelledFeatures
 
@@ -94,7 +94,7 @@ def noise(images, classes, seed):
 
 
 def test_noise_is_taken_for_more_than_chance_as_seldom_as_is_said(monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.choice.PERMUTATIONS", 39)
+    monkeypatch.setattr("dino_vit.eval.cross_validation.PERMUTATIONS", 39)
     folds = torch.arange(60) % 5
     found = np.array([chance_of(noise(60, 3, seed), folds) for seed in range(100)])
     assert (found <= SIGNIFICANT).sum() <= 8, "2.5 are expected; more than 8 have a probability of 0.1 %"
