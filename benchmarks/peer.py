@@ -27,7 +27,7 @@ from torchvision.transforms.functional import to_pil_image
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.reports.record import read_run
 
 BATCH = 128  # lightly-train's default

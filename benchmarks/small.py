@@ -38,8 +38,8 @@ from torch import Tensor
 from benchmarks.measure import Row, Table, arguments, report
 from dino_vit.config.sections import BASELINES
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import rankme

@@ -31,8 +31,8 @@ import pyarrow.parquet as pq
 from benchmarks.input import Photos
 from benchmarks.measure import Row, Table, arguments, compare, report
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.files import open_folder
 
 IMAGES = 1_000_000
 FOLDERS = 1000

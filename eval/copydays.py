@@ -36,7 +36,7 @@ from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.batches import in_batches, read_batches
 from dino_vit.eval.figures import micro_average_precision, trapezoid_precision
 from dino_vit.eval.results import output_of, write_results

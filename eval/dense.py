@@ -54,7 +54,7 @@ from dino_vit.core import Size, log
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.batches import in_batches, read_ahead
 from dino_vit.eval.features import FrozenBackbone, check_finite, frozen_backbone
 from dino_vit.eval.figures import PerImageMetric, summed

@@ -37,7 +37,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.figures import trapezoid_precision
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode

@@ -12,7 +12,7 @@ import torch
 
 from dino_vit import save_backbone
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import ema_update
 from dino_vit.models.student_teacher import build_networks

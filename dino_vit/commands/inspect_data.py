@@ -24,7 +24,7 @@ from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import doubts_about
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.reports.pictures import as_picture, draw_sheet
 from dino_vit.training.facts import image_facts

@@ -37,10 +37,10 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item
 from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
-from dino_vit.data.sources.archives import CLASS_NAMES
-from dino_vit.data.sources.open import archive_files, check_one_set, open_source
-from dino_vit.data.sources.paths import CATALOGUE, IMAGE_SUFFIXES
-from dino_vit.data.sources.remote import local_path
+from dino_vit.data.open import archive_files, check_one_set, open_source
+from dino_vit.data.paths import CATALOGUE, IMAGE_SUFFIXES
+from dino_vit.data.remote import local_path
+from dino_vit.data.stores.ranges import CLASS_NAMES
 from dino_vit.eval.batches import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
 

@@ -27,8 +27,8 @@ from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.label_files import join_labels
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.remote import SourceLost
+from dino_vit.data.open import open_source
+from dino_vit.data.remote import SourceLost
 from dino_vit.eval.attention import attention_of, whole_patches
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import nearest

@@ -28,9 +28,8 @@ from dino_vit.core.text import expand_braces, plural, public_text
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import Index
 from dino_vit.data.labels import Folders
-from dino_vit.data.sources.archives import CLASS_NAMES, FIELDS, ArchiveStore, class_names
-from dino_vit.data.sources.paths import CATALOGUE
-from dino_vit.data.sources.remote import (
+from dino_vit.data.paths import CATALOGUE
+from dino_vit.data.remote import (
     ChangedFile,
     Refused,
     file_signature,
@@ -38,6 +37,7 @@ from dino_vit.data.sources.remote import (
     is_url,
     read_file,
 )
+from dino_vit.data.stores.ranges import CLASS_NAMES, FIELDS, Ranges, class_names
 
 INDEX = ".arrow"  # what the name of an index ends in
 HELD = 256  # indexes in each process
@@ -155,7 +155,7 @@ class _Paths(Sequence[str]):
         return self.catalogue.path_of(shard)
 
 
-class CatalogueStore(ArchiveStore):
+class CataloguedRanges(Ranges):
     """Images in archives with a catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -176,7 +176,7 @@ def open_catalogued(folder: str, pattern: str, list_files: Callable[[], list[str
         return None
     signatures = from_rank_0(lambda: _check_files(catalogue, list_files))
     stamp = hashlib.sha256(catalogue.path.read_bytes() + signatures).hexdigest()
-    return catalogue.image_set(CatalogueStore(catalogue), stamp)
+    return catalogue.image_set(CataloguedRanges(catalogue), stamp)
 
 
 def _on_this_host(path: str) -> Path:

@@ -20,9 +20,9 @@ from dino_vit.core.text import brief, public
 from dino_vit.data.catalogue import INDEX, VERSION, names_digest, read_index
 from dino_vit.data.index import bytes_to_arrow, fingerprint_of, label_facts, to_arrow
 from dino_vit.data.labels import Column, Folders, encode_labels, folder_of_name
-from dino_vit.data.sources.archives import ARCHIVES, FIELDS, class_names, named
-from dino_vit.data.sources.paths import CATALOGUE, suffix_of
-from dino_vit.data.sources.remote import UNKNOWN, file_signature, is_url, remotely
+from dino_vit.data.paths import CATALOGUE, suffix_of
+from dino_vit.data.remote import UNKNOWN, file_signature, is_url, remotely
+from dino_vit.data.stores.ranges import ARCHIVES, FIELDS, class_names, named
 
 FINGERPRINTED = 2**24  # with more images, the fingerprint is that of the indexes, not of names and sizes
 

@@ -14,17 +14,18 @@ from torch.utils.data import Subset as TorchSubset
 from dino_vit.config.objects import find, title_of
 from dino_vit.core import log
 from dino_vit.core.text import plural, printable
-from dino_vit.data.image_set import ImageSet, Store, evenly_spaced
+from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels, encode_labels
-from dino_vit.data.sources.paths import is_image
+from dino_vit.data.paths import is_image
+from dino_vit.data.stores.calls import Calls
 
 FINGERPRINTED = 4  # images that tell a source from others with the same names
 TARGETS = ("targets", "labels", "_labels")  # where data sets, those of torchvision too, keep their labels
 
 
-class OwnStore(Store):
+class _Own:
     """An object with a length, and `read(i)` or `object[i]`, which return an image.
 
     An image is the bytes of a file, a path, a Pillow image (whose alpha is dropped), an array (H, W, C) or a
@@ -35,10 +36,9 @@ class OwnStore(Store):
     def __init__(self, given: Any) -> None:
         if not hasattr(given, "__len__") or not (hasattr(given, "read") or hasattr(given, "__getitem__")):
             raise ValueError(f"{title_of(given)} is no source of images: give it __len__, and read(i) or [i]")
-        self.given = given
         if not len(given):
             raise ValueError(f"{title_of(given)} has no images")
-        self.key = str(getattr(given, "fingerprint", None) or self._digest())
+        self.given = given
 
     def read(self, row: int) -> bytes | Tensor:
         read = _method(self.given, "read")
@@ -56,8 +56,10 @@ class OwnStore(Store):
             return str(name(row))
         return str(samples[row][0] if isinstance(samples, list) else row)
 
-    def _digest(self) -> str:
-        """Return a digest of the names and of a few images."""
+    def fingerprint(self) -> str:
+        """Return the object's own, or a digest of the names and of a few images."""
+        if stated := getattr(self.given, "fingerprint", None):
+            return str(stated)
         names = [printable(self.name(row)) for row in range(len(self.given))]
         digest = hashlib.sha256("\n".join(names).encode())
         for row in evenly_spaced(len(names), FINGERPRINTED):
@@ -75,7 +77,7 @@ class _HubRows:
     def __init__(self, dataset: Any) -> None:
         from datasets import Image
 
-        from dino_vit.data.sources.tables import find_columns, holds_paths
+        from dino_vit.data.stores.rows import find_columns, holds_paths
 
         if dataset.format["type"] == "custom":
             log.warning("the transform of the Dataset is not applied: its images are read as they are stored")
@@ -115,15 +117,17 @@ def wrap(given: Any) -> ImageSet:
         datasets: list[Any] = given.datasets
         parts = {str(number): wrap(part) for number, part in enumerate(datasets) if len(part)}
         return join_sets([*parts], [*parts.values()])
-    store = OwnStore(_HubRows(given) if hasattr(given, "cast_column") else given)
+    given = _HubRows(given) if hasattr(given, "cast_column") else given
+    own = _Own(given)
+    fingerprint = own.fingerprint()
     return ImageSet(
-        store=store,
-        rows=range(len(store.given)),
-        names=store.name,
-        labels=_labels_of(store.given),
-        fingerprint=store.key,
+        store=Calls(own.read, fingerprint),
+        rows=range(len(given)),
+        names=own.name,
+        labels=_labels_of(given),
+        fingerprint=fingerprint,
         # Images of code change without a trace.
-        stamp="" if getattr(store.given, "fingerprint", None) else None,
+        stamp="" if getattr(given, "fingerprint", None) else None,
     )
 
 

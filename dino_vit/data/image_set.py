@@ -1,4 +1,4 @@
-"""A set of images, wherever they are stored; parts of one, and several in one."""
+"""A set of images, wherever they are stored, and parts of one."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -60,9 +60,8 @@ class ShardLayout:
 
 
 class Store(ABC):
-    """Where images are stored, each in a row; all that a caller may ask of it."""
+    """Where images are stored, each in a row: one of the four in `data/stores/`."""
 
-    key = ""  # differs between stores whose rows are different images, where these are not files
     root: str | None = None  # the folder of images that are files
     shards: "Shards | None" = None  # the files that hold many images each
 
@@ -75,9 +74,9 @@ class Store(ABC):
         """Return which rows lie in which shard, if they lie in shards."""
         return None
 
+    @abstractmethod
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         """Return for each row what is the same for the same image elsewhere: its file and place there."""
-        return [(self.key, row) for row in rows]
 
 
 class Mix(NamedTuple):

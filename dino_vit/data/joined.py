@@ -14,8 +14,8 @@ from dino_vit.data.image_set import ImageSet, Mix, Store
 from dino_vit.data.labels import Column, Labels
 
 
-class _JoinedStore(Store):
-    """The images of several sets, one set after another."""
+class JoinedStores(Store):
+    """The stores of several sets, the rows of one after those of another."""
 
     def __init__(self, titles: Sequence[str], parts: Sequence[ImageSet]) -> None:
         self.titles, self.parts = [printable(public(title)) for title in titles], parts
@@ -83,7 +83,7 @@ def _join_splits(starts: NDArray[np.int64], parts: Sequence[ImageSet]) -> Column
 
 def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
     """Return the images of several sets as one, one set after another; `titles` precede their names."""
-    store = _JoinedStore(titles, parts)
+    store = JoinedStores(titles, parts)
     stamps = [part.stamp for part in parts]
     return ImageSet(
         store=store,

@@ -14,8 +14,8 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, SEPARATOR, ZERO_OR_ONE, encode_labels
-from dino_vit.data.sources.paths import IMAGE_SUFFIXES, suffix_of
-from dino_vit.data.sources.remote import read_file
+from dino_vit.data.paths import IMAGE_SUFFIXES, suffix_of
+from dino_vit.data.remote import read_file
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.cache import SHARDS, cache_folder
 from dino_vit.core.text import brief, public
-from dino_vit.data.sources.remote import (
+from dino_vit.data.remote import (
     UNKNOWN,
     ChangedFile,
     Refused,

@@ -20,7 +20,7 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_image, read_item
 from dino_vit.data.images.formats import format_of, has_other_colors
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
-from dino_vit.data.sources.remote import raise_if_lost
+from dino_vit.data.remote import raise_if_lost
 
 INSPECTED_IMAGES = 64  # at most, where nothing is measured
 MEASURED_IMAGES = 256  # at most, for mean, std and layout

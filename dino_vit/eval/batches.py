@@ -17,7 +17,7 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import LISTED, UnreadableImage, listed
-from dino_vit.data.sources.remote import SourceLost
+from dino_vit.data.remote import SourceLost
 from dino_vit.data.statistics import inspect_images
 from dino_vit.views.eval_transform import FAR, EvalTransform
 

@@ -29,7 +29,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.open import has_cells, open_source
+from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval import knn, linear
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.figures import Figure, PerImageMetric

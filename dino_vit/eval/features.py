@@ -34,7 +34,7 @@ from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.data.statistics import (
     INSPECTED_IMAGES,
     MEASURED_IMAGES,

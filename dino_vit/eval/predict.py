@@ -24,7 +24,7 @@ from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.image_set import count_shared
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import nearest

@@ -18,7 +18,7 @@ from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.holdout import choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.data.image_set import ImageSet, choose_splits, count_shared, describe_use
-from dino_vit.data.sources.open import has_cells, open_source
+from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.figures import Predictions
 from dino_vit.models.backbone import CLS, FeatureSpec

@@ -8,7 +8,7 @@ from dino_vit.core.cache import SHARDS, below_home, bound_caches, cache_folder
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.runtime import start_processes
-from dino_vit.data.sources.remote import retrying
+from dino_vit.data.remote import retrying
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter

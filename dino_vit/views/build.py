@@ -22,8 +22,8 @@ from dino_vit.core.text import printable, public
 from dino_vit.data.image_set import ImageSet, Mix, ShardLayout
 from dino_vit.data.images.decoded import expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels, reduced_size
+from dino_vit.data.open import open_source
 from dino_vit.data.shards import Prefetch
-from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import ImageSummary
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform

@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dino_vit.core import Size
 from dino_vit.core.process import is_foreseen, portable
+from dino_vit.data import remote
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.decoded import DecodedImages
 from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
-from dino_vit.data.sources import remote
-from dino_vit.data.sources.remote import raise_if_lost
 from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave

@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Event
 from dino_vit.core import log
 from dino_vit.core.process import STOP_SIGNALS, release_freed_memory
 from dino_vit.core.runtime import cores_of_a_process
-from dino_vit.data.sources import remote
+from dino_vit.data import remote
 
 MOST_WORKERS = 16  # more rarely help, but cost memory
 

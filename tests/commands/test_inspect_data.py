@@ -11,7 +11,7 @@ from dino_vit.commands.inspect_data import training_config
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.support.images import write_synthetic
 

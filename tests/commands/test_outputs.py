@@ -8,7 +8,7 @@ import pytest
 from dino_vit import VisionTransformer, knn, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import StorageError
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.synthetic import make_textures
 from tests.support.images import saved, smooth
 from tests.support.runs import arguments
 

@@ -11,7 +11,7 @@ from dino_vit.cli import main
 from dino_vit.commands.pack import pack
 from dino_vit.data.images.decode import decode
 from dino_vit.data.images.formats import format_of
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.image_sets import items
 from tests.support.images import png16, smooth
 

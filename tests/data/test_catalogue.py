@@ -10,8 +10,8 @@ import pytest
 
 import dino_vit
 from dino_vit.cli import main
-from dino_vit.data.catalogue import CatalogueStore, StaleIndex
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.catalogue import CataloguedRanges, StaleIndex
+from dino_vit.data.open import open_source
 from dino_vit.views.sampler import WindowOrder
 from tests.support.image_sets import FILES, ORDER, items, write_folder, write_tar, write_zip
 from tests.support.processes import command_in_two
@@ -36,7 +36,7 @@ def write_archives(folder, files, count=2, suffix=".tar"):
 def catalogue(folder):
     assert main(["pack", str(folder), "index_only=true"]) == 0
     source = open_source(str(folder))
-    assert isinstance(source.store, CatalogueStore)
+    assert isinstance(source.store, CataloguedRanges)
     return source
 
 
@@ -88,7 +88,7 @@ def test_some_archives_of_a_folder_have_a_catalogue(tmp_path, capsys):
     shutil.copy(folder / "000.tar", folder / "val.tar")
     assert main(["pack", str(folder / "00*.tar"), "index_only=true"]) == 0
     source = open_source(str(folder / "00*.tar"))
-    assert isinstance(source.store, CatalogueStore)
+    assert isinstance(source.store, CataloguedRanges)
     assert len(source) == len(SORTED)
     shutil.copy(folder / "000.tar", folder / "002.tar")
     with pytest.raises(StaleIndex, match=r"1 archive changed, such as 002\.tar"):
@@ -115,7 +115,7 @@ def test_a_name_that_looks_like_a_suffix_does_not_hide_a_catalogue(tmp_path, nam
     if name == "set.1.0":  # what is called a tar behind an address is a file
         fsspec.filesystem("memory").put(str(folder), f"/{name}", recursive=True)
         remote = open_source("memory://set.1.0")
-        assert isinstance(remote.store, CatalogueStore)
+        assert isinstance(remote.store, CataloguedRanges)
         assert list(items(remote)) == list(items(local))
 
 
@@ -203,7 +203,7 @@ def test_an_archive_without_images_is_one_of_those_in_the_catalogue(tmp_path):
     source = catalogue(folder)
     assert list(items(source)) == list(items(open_source(str(plain))))
     assert source.fingerprint == open_source(str(plain)).fingerprint
-    assert isinstance(open_source(str(folder / "{000,0005,001}.tar")).store, CatalogueStore)
+    assert isinstance(open_source(str(folder / "{000,0005,001}.tar")).store, CataloguedRanges)
     assert sorted(WindowOrder(source.layout, 0, 2).take(0, 0, 5)) == [0, 1, 2, 3, 4]
 
 
@@ -230,7 +230,7 @@ def test_a_remote_source_starts_from_its_catalogue(tmp_path):
     local = catalogue(tmp_path / "served")
     with serving(tmp_path / "served") as server:
         source = open_source(f"{server.url}/{{000..003}}.tar")
-        assert isinstance(source.store, CatalogueStore)
+        assert isinstance(source.store, CataloguedRanges)
         assert not server.requested()
         source.shards.copies.folder = tmp_path / "copies"
         assert source.shards.copies.copy(1)

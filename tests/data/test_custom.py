@@ -11,8 +11,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 import dino_vit
 from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone

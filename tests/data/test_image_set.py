@@ -10,7 +10,7 @@ from dino_vit.cli import main
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.image_sets import write_folder, write_tar, write_zip
 
 WORDS = ["cat", "dog", "x y", "é", "10", "9", "train", "val", "new\nline", "set.1.0"]

@@ -8,7 +8,7 @@ import pytest
 from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.data.label_files import join_labels, read_entries
 from dino_vit.data.labels import Folders, encode_labels, folder_columns
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.image_sets import FILES, write_folder
 from tests.support.images import write_classes, write_synthetic
 

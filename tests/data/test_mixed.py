@@ -8,7 +8,7 @@ from dino_vit.cli import main
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.joined import mix_sets
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.image_sets import FILES, ORDER, write_folder, write_tar
 from tests.support.images import write_synthetic
 from tests.support.remote import write_shards

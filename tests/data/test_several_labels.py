@@ -12,7 +12,7 @@ from PIL import Image
 from dino_vit.cli import main
 from dino_vit.data.custom import wrap
 from dino_vit.data.labels import doubts_about
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.images import saved
 
 PNG = saved(Image.new("RGB", (8, 8)), "PNG")

@@ -11,11 +11,11 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data import remote
 from dino_vit.data import shards as module
+from dino_vit.data.open import open_source
+from dino_vit.data.remote import ChangedFile, Refused, SourceLost
 from dino_vit.data.shards import Prefetch
-from dino_vit.data.sources import remote
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.remote import ChangedFile, Refused, SourceLost
 from dino_vit.views import build
 from dino_vit.views.sampler import Sampler
 from tests.support import runs

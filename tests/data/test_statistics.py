@@ -6,8 +6,8 @@ import torch
 
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB, Pixels
-from dino_vit.data.sources.folders import open_folder
 from dino_vit.data.statistics import channel_statistics, inspect_images
+from dino_vit.data.stores.files import open_folder
 from tests.support.images import npy, saved, smooth, tiff
 
 

@@ -15,9 +15,9 @@ from dino_vit import VisionTransformer, save_backbone
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.files import open_folder
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform

@@ -11,7 +11,7 @@ from PIL import Image
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.config.commands import BackboneConfig
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.compare import (
     names_of,
     untrained_like,

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.stores.files import open_folder
+from dino_vit.data.synthetic import make_textures
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 from tests.support.backbones import extracted

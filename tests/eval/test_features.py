@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dino_vit.config.commands import KnnConfig
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.files import open_folder
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec, eval_mode
 from dino_vit.models.vit import VisionTransformer

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import dino_vit.eval.knn
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.knn import few_shots, rank_all
 from dino_vit.eval.sets import LabelledFeatures

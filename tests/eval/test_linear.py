@@ -8,7 +8,7 @@ import torch
 import dino_vit
 from dino_vit import load_backbone
 from dino_vit.config.commands import SupervisedConfig
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.probes import count_correct, train_logistic
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from dino_vit.core.distributed import end_processes
 from dino_vit.data.labels import Labels
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.files import open_folder
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme

@@ -10,7 +10,7 @@ from sklearn.neighbors import KNeighborsRegressor
 from torch.nn.functional import normalize
 
 import dino_vit
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.sets import open_subset
 from tests.support.images import write_classes
 from tests.support.runs import command_here

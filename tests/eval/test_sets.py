@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from dino_vit.config.commands import SupervisedConfig
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.sets import open_sets, open_subset
 from dino_vit.eval.supervised import SupervisedLoader

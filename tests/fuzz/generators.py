@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from dino_vit.commands.inspect_data import as_text, describe
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
 from tests.fuzz.commands import resumes, runs, settings, weights

@@ -11,7 +11,7 @@ from sklearn.metrics import jaccard_score
 from torch import nn
 
 from dino_vit import VisionTransformer, load_backbone
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of

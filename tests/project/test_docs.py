@@ -22,7 +22,7 @@ from dino_vit.config.loading import add_config_arguments, config_from, load, par
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_tensors
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.reports.collapse import DiagnosisName
 from dino_vit.reports.metrics import MetricsRecord
 from eval.dense import DenseConfig

@@ -11,8 +11,8 @@ import pytest
 import dino_vit
 from dino_vit.cli import main
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.synthetic import make_textures
 from tests.support.image_sets import write_tar
 from tests.support.images import write_classes
 from tests.support.remote import as_png, serving

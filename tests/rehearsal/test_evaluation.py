@@ -6,8 +6,8 @@ import torch
 from dino_vit import VisionTransformer, save_backbone, vit_tiny
 from dino_vit.config.loading import load
 from dino_vit.core.device import to_device
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.stores.files import open_folder
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval import probes
 from dino_vit.eval.batches import in_batches
 from dino_vit.eval.features import FrozenBackbone

@@ -10,7 +10,7 @@ import pytest
 from dino_vit.cli import main
 from dino_vit.config.loading import load, to_yaml
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.results import evaluation
 from dino_vit.reports.metrics import append_record

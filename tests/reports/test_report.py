@@ -15,8 +15,8 @@ from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB
 from dino_vit.data.labels import Labels
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.reports.pictures import heat, overlay

@@ -3,7 +3,7 @@
 import torch._dynamo  # noqa: F401  # by making an optimiser, 2 s
 
 from dino_vit.cli import build_parser
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.training import pretrain  # noqa: F401
 from tests.support.textures import draw_once
 

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dino_vit.data.image_set import ImageSet, Store
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.stores.calls import Calls
 
 NAMES = ["cat/a.b.png", "cat/é.jpg", "dog/deep/1.webp", "dog-2/x.bmp", "dog/new\nline.tiff"]
 CLASSES = ("cat", "dog", "dog-2")
@@ -76,19 +77,9 @@ def write_parquet(
     return path
 
 
-class _Reading(Store):
-    """A store that reads by a function of the row."""
-
-    def __init__(self, read: Callable[[int], Any]) -> None:
-        self.read_row = read
-
-    def read(self, row: int) -> Any:
-        return self.read_row(row)
-
-
 def with_read(source: ImageSet, read: Callable[[int], Any]) -> ImageSet:
     """Return a set whose images are read by a function of their index."""
-    return replace(source, store=_Reading(read))
+    return replace(source, store=Calls(read, ""))
 
 
 def items(source: Any) -> list[tuple[str, bytes, str | None]]:

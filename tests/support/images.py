@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from PIL import Image
 
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.synthetic import make_textures
 
 CLEAR = ("LA", "RGBA")
 RANDOM = np.random.default_rng(0)

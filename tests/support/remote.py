@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.synthetic import make_textures
 from tests.support.image_sets import write_tar
 
 

@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from dino_vit.data.sources.synthetic import _Textures
+from dino_vit.data.synthetic import Textures
 
 LARGEST = 64  # pixels: larger ones would fill the memory, and are what shows that a row has one texture
 
 
 def draw_once() -> None:
-    drawn, read = dict[tuple[int, int, int], Tensor](), _Textures.read
+    drawn, read = dict[tuple[int, int, int], Tensor](), Textures.read
 
-    def read_once(self: _Textures, row: int) -> Tensor:
+    def read_once(self: Textures, row: int) -> Tensor:
         key = self.size, self.seed, row
         if self.size > LARGEST:
             return read(self, row)
@@ -18,4 +18,4 @@ def draw_once() -> None:
             drawn[key] = read(self, row)
         return drawn[key].clone()
 
-    _Textures.read = read_once
+    Textures.read = read_once

@@ -11,7 +11,7 @@ from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.synthetic import make_textures
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.runs import history, run
 

@@ -5,7 +5,7 @@ from torch.testing import assert_close
 
 from dino_vit.commands.pack import pack
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
 from tests.support.remote import s3_bucket, s3_environ, serving, write_shards
 from tests.support.runs import Run

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from dino_vit.core.checkpoint import read_checkpoint
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.images import write_synthetic
 from tests.support.runs import history, steps
 from tests.support.training import interrupted, opened, trained

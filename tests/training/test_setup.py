@@ -16,7 +16,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.reports.metrics import Baseline
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_baseline, describe_start, start_record

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import StorageError
-from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.stores.files import open_folder
 from dino_vit.eval.online import OnlineEvaluation, random_indices
 from dino_vit.training import networks
 from tests.support.images import write_synthetic

@@ -6,7 +6,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.synthetic import make_textures
 from dino_vit.models.backbone import Provenance
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize
 from tests.support.backbones import backbone

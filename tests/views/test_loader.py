@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from dino_vit.data import remote
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources import remote
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.remote import SourceLost
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.remote import SourceLost
+from dino_vit.data.stores.files import open_folder
+from dino_vit.data.synthetic import make_textures
 from dino_vit.views import loader
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import crop_views

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dino_vit.data.catalogue import VERSION, Catalogue, CatalogueStore
+from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedRanges
 from dino_vit.data.catalogue_writer import signature_column
-from dino_vit.data.sources.remote import UNKNOWN
+from dino_vit.data.remote import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 
 IMAGES, SHARD = 10**9, 1000  # in all, and of a shard
@@ -36,7 +36,7 @@ def write_catalogue(path):
 
 def opened(path):
     catalogue = Catalogue("s3://nowhere", path)
-    return catalogue.image_set(CatalogueStore(catalogue), stamp="")
+    return catalogue.image_set(CataloguedRanges(catalogue), stamp="")
 
 
 def sampler_of(source):

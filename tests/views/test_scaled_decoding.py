@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dino_vit.data.images.decode import decode
-from dino_vit.data.sources.folders import open_folder
+from dino_vit.data.stores.files import open_folder
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dino_vit.core.process import keep_freed_memory
-from dino_vit.data.sources.synthetic import make_textures
+from dino_vit.data.synthetic import make_textures
 from dino_vit.views import workers
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from dino_vit import load_backbone, save_backbone
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.models.backbone import FeatureSpec, Tokens
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone, extracted

@@ -10,7 +10,7 @@ from dino_vit.core.runtime import free_memory
 from dino_vit.data.images import decoded
 from dino_vit.data.images.decoded import DecodedImages, expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from dino_vit.data.statistics import inspect_images
 from dino_vit.views.build import keep_decoded
 from dino_vit.views.geometry import View

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 from tests.support.image_sets import (
     CLASSES,
     FILES,

@@ -9,10 +9,9 @@ from functools import lru_cache
 
 import pytest
 
-from dino_vit.data import shards
-from dino_vit.data.sources import remote
-from dino_vit.data.sources.archives import list_members
-from dino_vit.data.sources.open import open_source
+from dino_vit.data import remote, shards
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.ranges import list_members
 from tests.support.image_sets import FILES, items, write_tar, write_zip
 
 LONG = "deep/" * 60 + "x" * 120 + ".png"

@@ -4,7 +4,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
 
 ARRAYS = {
     "grey": ((7, 12, 9), (1, 12, 9)),

@@ -11,8 +11,8 @@ import dino_vit.data.index
 from dino_vit.core.cache import cache_folder
 from dino_vit.data.index import IndexContents, open_index
 from dino_vit.data.labels import encode_labels
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.files import open_folder
 from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
 
 

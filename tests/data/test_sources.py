@@ -6,9 +6,9 @@ import torch
 
 from dino_vit.data.image_set import evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import PATTERNS, make_textures
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.files import open_folder
+from dino_vit.data.synthetic import PATTERNS, make_textures
 from tests.support.image_sets import items, write_folder
 
 

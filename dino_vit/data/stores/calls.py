@@ -1,6 +1,7 @@
-"""Images in one array of a .npy file, mapped into memory: (N, H, W), (N, H, W, C) or (N, C, H, W)."""
+"""Images that a function returns, given their row; such as those of an array, mapped into memory."""
 
 import hashlib
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,34 @@ from torch import Tensor
 
 from dino_vit.core.text import brief, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.sources.remote import file_signature, is_url
+from dino_vit.data.remote import file_signature, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
 
-class ArrayStore(Store):
-    """The images of one array."""
+class Calls(Store):
+    """Images that a function returns; `key` differs between functions of different images."""
+
+    def __init__(self, function: Callable[[int], bytes | Tensor], key: str) -> None:
+        self.function, self.key = function, key
+
+    def read(self, row: int) -> bytes | Tensor:
+        return self.function(row)
+
+    def origins(self, rows: Iterable[int]) -> list[Hashable]:
+        return [(self.key, row) for row in rows]
+
+
+class _Array:
+    """The images of an array: (N, H, W), (N, H, W, C) or (N, C, H, W)."""
 
     def __init__(self, path: str) -> None:
         self.path, self.images = path, _load(path)
         self.channels_last = _channels_last(path, self.images.shape)
         self.dtype = self.images.dtype.newbyteorder("=")
-        self.key = _fingerprint(self.images)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArrayStore, (self.path,)  # NumPy would pickle the pixels
+        return _Array, (self.path,)  # NumPy would pickle the pixels
 
     def read(self, row: int) -> Tensor:
         image = self.images[row]
@@ -36,27 +49,27 @@ class ArrayStore(Store):
             image = np.moveaxis(image, -1, 0)
         return torch.from_numpy(np.array(image, dtype=self.dtype, order="C"))
 
+    def fingerprint(self) -> str:
+        count = len(self.images)
+        digest = hashlib.sha256(f"{self.images.shape} {self.images.dtype.str}".encode())
+        for row in np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist():
+            digest.update(np.ascontiguousarray(self.images[row]).data)
+        return f"array-{count}-{digest.hexdigest()[:16]}"
+
 
 def open_array(path: str) -> ImageSet:
     """Open the images of an array."""
     if is_url(path):
         raise ValueError(f"{public(path)} is remote, but arrays are mapped into memory: copy it here first.")
-    store = ArrayStore(path)
+    array = _Array(path)
+    fingerprint = array.fingerprint()
     return ImageSet(
-        store=store,
-        rows=range(len(store.images)),
+        store=Calls(array.read, fingerprint),
+        rows=range(len(array.images)),
         names="{:09d}".format,
-        fingerprint=store.key,
+        fingerprint=fingerprint,
         stamp=str(file_signature(path)),
     )
-
-
-def _fingerprint(images: NDArray[Any]) -> str:
-    count = len(images)
-    digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
-    for row in np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist():
-        digest.update(np.ascontiguousarray(images[row]).data)
-    return f"array-{count}-{digest.hexdigest()[:16]}"
 
 
 def _load(path: str) -> NDArray[Any]:

@@ -12,9 +12,8 @@ from dino_vit.config.objects import is_object
 from dino_vit.core.text import BRACES, brief, did_you_mean, expand_braces, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import HELD_OUT, TRAIN
-from dino_vit.data.sources.folders import NoImages, open_files, open_folder
-from dino_vit.data.sources.paths import CATALOGUE, IMAGE_SUFFIXES, list_local, suffix_of
-from dino_vit.data.sources.remote import (
+from dino_vit.data.paths import CATALOGUE, IMAGE_SUFFIXES, list_local, suffix_of
+from dino_vit.data.remote import (
     exists,
     is_folder,
     is_http,
@@ -24,6 +23,7 @@ from dino_vit.data.sources.remote import (
     remotely,
     retry,
 )
+from dino_vit.data.stores.files import NoImages, open_files, open_folder
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
@@ -56,7 +56,7 @@ def open_source(
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if several and labels is None:
-        from dino_vit.data.sources.lists import open_list
+        from dino_vit.data.stores.files import open_list
 
         return open_list(local_path(str(spec)), several=True)
     if not isinstance(spec, str):
@@ -104,14 +104,14 @@ def _open_named(spec: str) -> ImageSet | None:
 
         return open_custom(spec)
     if kind == "hf":
-        from dino_vit.data.sources.tables import open_hub
+        from dino_vit.data.stores.rows import open_hub
 
         return open_hub(rest)
     return None
 
 
 def _open_synthetic(spec: str) -> ImageSet:
-    from dino_vit.data.sources.synthetic import make_textures
+    from dino_vit.data.synthetic import make_textures
 
     match = re.fullmatch(r"synthetic(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
     if not match:
@@ -189,21 +189,21 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
         raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
     if suffix in ARCHIVE_SUFFIXES:
-        from dino_vit.data.sources.archives import open_archives
+        from dino_vit.data.stores.ranges import open_archives
 
         return open_archives(suffix, spec, files)
     if suffix == ".parquet":
-        from dino_vit.data.sources.tables import open_parquet
+        from dino_vit.data.stores.rows import open_parquet
 
         return open_parquet(spec, files)
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
-        from dino_vit.data.sources.lists import open_list
+        from dino_vit.data.stores.files import open_list
 
         return open_list(files[0])
     if suffix == ".npy":
-        from dino_vit.data.sources.arrays import open_array
+        from dino_vit.data.stores.calls import open_array
 
         return open_array(files[0])
     raise ValueError(f"{public(spec)!r} is of an unknown kind: {ALLOWED}.")

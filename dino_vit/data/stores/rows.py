@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.index import CachedIndex, IndexContents, WriteImages, open_index
+from dino_vit.data.index import UNPACKED, CachedIndex, IndexContents, WriteImages, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, encode_labels
-from dino_vit.data.sources.paths import short_names
-from dino_vit.data.sources.remote import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
+from dino_vit.data.paths import file_identity, short_names
+from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
@@ -47,7 +47,7 @@ class TableColumns:
 
 
 @dataclass
-class Rows:
+class Contents:
     """The names, labels and sizes of the images in the rows of tables."""
 
     columns: TableColumns
@@ -160,50 +160,60 @@ def holds_paths(table: pa.Table, columns: TableColumns) -> bool:
     return bool(pc.any(pc.and_(pc.is_null(data), pc.is_valid(paths))).as_py())
 
 
-class UnpackedStore(Store):
-    """Images that were unpacked into the index."""
+class Rows(Store):
+    """Images in a column of Arrow tables, or in the one that was unpacked into the index."""
 
-    def __init__(self, index: CachedIndex) -> None:
-        self.index = index
+    def __init__(self, index: CachedIndex, column: str, tables: Sequence[Any] = ()) -> None:
+        self.index, self.column, self.tables = index, column, tables
 
-    def _place(self, row: int) -> tuple[int, int]:
-        return int(self.index.columns["start"][row]), int(self.index.columns["size"][row])
+    def _image(self, row: int) -> tuple[pa.Buffer | None, str | None]:
+        """Return the bytes of an image, or without them the path of its file."""
+        table, at = (int(self.index.columns[name][row]) for name in ("table", "row"))
+        value = (self.tables[table] if self.tables else self.index.images).column(self.column)[at]
+        if not pa.types.is_struct(value.type) or not value.is_valid:
+            return value.as_buffer(), None
+        path = value["path"].as_py() if value.type.get_field_index("path") >= 0 else None
+        return value["bytes"].as_buffer(), path
 
     def read(self, row: int) -> bytes:
-        start, size = self._place(row)
-        return bytes(self.index.images[start : start + size])
+        data, path = self._image(row)
+        if data is None and path:
+            return read_image_file(path, PER_IMAGE_TIMEOUT_S)
+        return b"" if data is None else data.to_pybytes()
 
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
-        """Return sizes, and checksums of a piece from the middle on, where images differ."""
-        return [(size, self._checksum(start, size)) for start, size in map(self._place, rows)]
+        """Return sizes, and checksums of a piece from the middle on, where images differ; of files which."""
+        images = map(self._image, rows)
+        return [_piece(data) if data or not path else file_identity(path) for data, path in images]
 
-    def _checksum(self, start: int, size: int) -> int:
-        middle = start + size // 2
-        return zlib.crc32(self.index.images[middle : min(start + size, middle + PIECE)])
+
+def _piece(data: pa.Buffer | None) -> Hashable:
+    size = 0 if data is None else data.size
+    return size, zlib.crc32(data.slice(size // 2, min(PIECE, size - size // 2))) if data else 0
 
 
 def open_parquet(spec: str, files: Sequence[str]) -> ImageSet:
     """Open the images in Parquet files, unpacked into the index."""
     index = open_index("parquet", spec, partial(_unpack, public(spec), files), files)
-    return index.image_set(UnpackedStore(index), index.stamp)
+    return index.image_set(Rows(index, UNPACKED), index.stamp)
 
 
 def _unpack(spec: str, files: Sequence[str], write_images: WriteImages) -> IndexContents:
-    rows: Rows | None = None
+    rows: Contents | None = None
     tables = dict.fromkeys(files, 0)
     with progress(f"Unpacking {spec}") as advance:
         for path in files:
             for columns, batch in _read_batches(path):
-                rows = rows or Rows(columns)
+                rows = rows or Contents(columns)
                 if columns != rows.columns:
                     raise ValueError(f"{public(path)} has different columns from {public(files[0])}")
-                write_images(b"".join(filter(None, rows.add(batch).to_pylist())))
+                write_images(rows.add(batch))
                 tables[path] += len(batch)
                 advance(len(batch))
     if not rows or not any(rows.sizes):
         raise ValueError(f"{spec} has no image bytes, perhaps only paths; give the folder of the images")
-    size = np.array(rows.sizes, dtype=np.int64)
-    return rows.index_contents(tables, {"start": np.cumsum(size) - size, "size": size})
+    count = len(rows.sizes)
+    return rows.index_contents(tables, {"table": np.zeros(count, np.int64), "row": np.arange(count)})
 
 
 def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
@@ -221,23 +231,6 @@ def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
         raise ValueError(f"{public(path)} is damaged or not a Parquet file: {brief(error, 300)}") from error
 
 
-class HubStore(Store):
-    """Images in the Arrow files that `datasets` keeps."""
-
-    def __init__(self, index: CachedIndex, splits: Mapping[str, Any], column: str) -> None:
-        self.index, self.tables, self.column = index, [split.data for split in splits.values()], column
-        self.key = str(index.metadata["fingerprint"])
-
-    def read(self, row: int) -> bytes:
-        table, at = (int(self.index.columns[name][row]) for name in ("table", "row"))
-        image = self.tables[table].column(self.column)[at].as_py()
-        if isinstance(image, dict):
-            path, image = image.get("path"), image["bytes"]
-            if image is None and path:
-                return read_image_file(path, PER_IMAGE_TIMEOUT_S)
-        return bytes(image or b"")
-
-
 def open_hub(name: str) -> ImageSet:
     """Open a dataset of the Hugging Face hub, all its splits or one.
 
@@ -248,13 +241,14 @@ def open_hub(name: str) -> ImageSet:
     columns = find_columns(spec, first.features.arrow_schema)
     files = [str(file["filename"]) for data in splits.values() for file in data.cache_files]
     index = open_index("hub", spec, lambda _: _hub_contents(spec, splits, columns), files)
-    images = index.image_set(HubStore(index, splits, columns.image), index.stamp)
+    tables = [split.data for split in splits.values()]
+    images = index.image_set(Rows(index, columns.image, tables), index.stamp)
     elsewhere = any(holds_paths(data.data.table, columns) for data in splits.values())
     return replace(images, stamp=None) if elsewhere else images
 
 
 def _hub_contents(spec: str, splits: Mapping[str, Any], columns: TableColumns) -> IndexContents:
-    rows, counts = Rows(columns), {split: len(data) for split, data in splits.items()}
+    rows, counts = Contents(columns), {split: len(data) for split, data in splits.items()}
     for data in splits.values():
         for batch in data.data.table.to_batches():
             rows.add(batch)

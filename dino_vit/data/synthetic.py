@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.image_set import ImageSet, Store
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import Labels
+from dino_vit.data.stores.calls import Calls
 
 Plane = NDArray[np.floating[Any]]
 
@@ -27,7 +28,7 @@ PIECES = 4, 6  # of a quilt, at least and at most
 PERIODS = 2.2, 3.4  # of a pattern in half an image, at least and at most
 
 
-class _Textures(Store):
+class Textures:
     """Textures; that of a row is a function of (seed, row)."""
 
     def __init__(self, length: int, size: int, seed: int) -> None:
@@ -35,8 +36,7 @@ class _Textures(Store):
             raise ValueError(
                 f"a synthetic set has 1 to a billion images of 16 to 512 pixels, not {length} of {size}"
             )
-        self.size, self.seed = size, seed
-        self.classes, self.key = list(PATTERNS), f"synthetic-{VERSION}-{length}-{size}-{seed}"
+        self.size, self.seed, self.classes = size, seed, list(PATTERNS)
         axis = np.linspace(-1, 1, size, dtype=np.float32)
         self._y, self._x = axis[:, None], axis[None, :]
 
@@ -76,13 +76,13 @@ class _Textures(Store):
 
 def make_textures(*, length: int = 20_000, size: int = 32, seed: int = 0) -> ImageSet:
     """Return a labelled set of textures of any length."""
-    store = _Textures(length, size, seed)
+    textures, fingerprint = Textures(length, size, seed), f"synthetic-{VERSION}-{length}-{size}-{seed}"
     return ImageSet(
-        store=store,
+        store=Calls(textures.read, fingerprint),
         rows=range(length),
-        names=store.name,
-        labels=Labels(store, tuple(store.classes)),
-        fingerprint=store.key,
+        names=textures.name,
+        labels=Labels(textures, tuple(textures.classes)),
+        fingerprint=fingerprint,
         stamp="",
     )
 

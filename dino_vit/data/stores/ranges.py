@@ -20,9 +20,9 @@ from dino_vit.data.image_set import ImageSet, ShardLayout, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.label_files import is_label, parse_json
 from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels
+from dino_vit.data.paths import file_identity, folder_of, is_image, short_names
+from dino_vit.data.remote import changed, exists, open_file, read_file
 from dino_vit.data.shards import ByteRangeReader, Shards
-from dino_vit.data.sources.paths import file_identity, folder_of, is_image, short_names
-from dino_vit.data.sources.remote import changed, exists, open_file, read_file
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
@@ -50,7 +50,7 @@ class Member(NamedTuple):
     label: object = None
 
 
-class ArchiveStore(Store):
+class Ranges(Store):
     """Images in archives, whose names are never used as paths."""
 
     shards: Shards
@@ -96,7 +96,7 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     with indexing(spec):
         read = [*files, *filter(exists, beside)]
     index = open_index(suffix[1:], spec, lambda _: _contents(spec, files, listed), read, prepare=list_all)
-    return index.image_set(ArchiveStore(index, files, index.file_signatures[: len(files)]), index.stamp)
+    return index.image_set(Ranges(index, files, index.file_signatures[: len(files)]), index.stamp)
 
 
 def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -> IndexContents:

@@ -2,9 +2,9 @@ import os
 
 import pytest
 
-from dino_vit.data.sources.folders import open_folder
-from dino_vit.data.sources.open import expand
-from dino_vit.data.sources.paths import list_local
+from dino_vit.data.open import expand
+from dino_vit.data.paths import list_local
+from dino_vit.data.stores.files import open_folder
 
 
 @pytest.fixture

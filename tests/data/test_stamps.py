@@ -11,8 +11,8 @@ from PIL import Image
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.custom import wrap
 from dino_vit.data.joined import join_sets
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.tables import open_hub
+from dino_vit.data.open import open_source
+from dino_vit.data.stores.rows import open_hub
 from tests.support.image_sets import write_tar
 from tests.support.images import saved
 from tests.support.remote import serving
@@ -78,7 +78,7 @@ def test_a_data_set_of_the_hub_that_names_files_has_no_stamp(tmp_path, monkeypat
     path = str(tmp_path / "photos/a.bmp")
     for number, image in enumerate([{"bytes": None, "path": path}, {"bytes": b"", "path": path}, None]):
         rows = pa.table({"image": [{"bytes": b"x", "path": None}, image]})
-        monkeypatch.setattr("dino_vit.data.sources.tables._load_splits", lambda _, rows=rows: splits_of(rows))
+        monkeypatch.setattr("dino_vit.data.stores.rows._load_splits", lambda _, rows=rows: splits_of(rows))
         assert (open_hub(f"o/{number}").stamp is None) == (number == 0)
 
 

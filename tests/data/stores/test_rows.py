@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dino_vit.data.sources import remote
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.remote import SourceLost
-from dino_vit.data.sources.tables import find_columns
+from dino_vit.data import remote
+from dino_vit.data.open import open_source
+from dino_vit.data.remote import SourceLost
+from dino_vit.data.stores.rows import find_columns
 from tests.support.remote import serving
 
 PICTURES = [os.urandom(30) for _ in range(8)]

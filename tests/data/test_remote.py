@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from dino_vit.data.sources.remote import Refused, read_file, request, retry
+from dino_vit.data.remote import Refused, read_file, request, retry
 from tests.support.remote import serving
 
 

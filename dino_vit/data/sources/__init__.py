@@ -1,1 +1,0 @@
-"""Sets of images: folders, lists, archives, tables, arrays, the hub, and generated textures."""

@@ -1,0 +1,1 @@
+"""Where images are stored: files, byte ranges of archives, rows of tables, or whatever a function reads."""
