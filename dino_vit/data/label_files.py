@@ -1,21 +1,28 @@
-"""Lists of images and files of labels: text, CSV, TSV and JSON; labels joined to images by name."""
+"""Lists of images, and files of labels that are joined to images by name: text, CSV, TSV and JSON."""
 
 import csv
 import io
 import json
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import eq
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, SEPARATOR, ZERO_OR_ONE, encode_labels
-from dino_vit.data.paths import IMAGE_SUFFIXES, suffix_of
-from dino_vit.data.remote import read_file
+from dino_vit.data.index import IndexContents, WriteImages, indexing, open_index
+from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, ZERO_OR_ONE, encode_labels
+from dino_vit.data.paths import IMAGE_SUFFIXES, folder_of, suffix_of
+from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, file_signatures, is_url, read_file
+from dino_vit.data.stores.files import Files, join_path
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
@@ -23,15 +30,11 @@ PATH_COLUMNS = tuple(
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
 _LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
+SEPARATOR = ";"  # of several labels in a cell of text
 _TABBED = re.compile(r"([^\t]*)\t?(.*)", re.DOTALL)  # the same, without a suffix of an image
 
 
-class Entry(NamedTuple):
-    """A line of a list: a path or a name, and its label, or several."""
-
-    name: str
-    label: str | list[str] | None
+Entry = tuple[str, Any]  # a path or a name, and its label, or several in a list
 
 
 def read_entries(
@@ -42,53 +45,40 @@ def read_entries(
     A table without a column of labels is an error if they are needed, otherwise a warning. With `several`, a
     cell has several labels, as in `sea;sky`.
     """
-    entries = _read_entries(path, data, labels_needed)
-    return (entry._replace(label=split_cell(entry.label)) for entry in entries) if several else entries
-
-
-def split_cell(cell: object) -> Any:
-    """Return the labels in a cell of text; `;` has none."""
-    return cell.split(SEPARATOR) if cell and isinstance(cell, str) else cell
-
-
-def _read_entries(path: str, data: bytes, labels_needed: bool) -> Iterator[Entry]:
     if data.startswith(b"PAR1"):
         raise ValueError(f"{path} is Parquet; a list is text, CSV, TSV or, with a label for each name, JSON.")
     if b"\0" in data:
         raise ValueError(f"{path} is not text in UTF-8, perhaps in UTF-16; save it in UTF-8.")
     # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.
     text = data.decode("utf-8-sig", errors="surrogateescape")
-    suffix = suffix_of(path)
-    if suffix in _DELIMITERS:
-        rows = _rows(path, text, _DELIMITERS[suffix])
-        _check_delimiter(path, rows, _DELIMITERS[suffix])
-        return _table_entries(path, rows, labels_needed)
-    lines = (line.strip("\r") for line in text.split("\n") if line.strip())
-    matches = ((_LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)) for line in lines)
-    return (Entry(match[1], match[2] or None) for match in matches if match)
+    if suffix_of(path) in _DELIMITERS:
+        entries = _table_entries(path, _rows(path, text), labels_needed)
+    else:
+        lines = (line.strip("\r") for line in text.split("\n") if line.strip())
+        matches = ((_LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)) for line in lines)
+        entries = ((match[1], match[2] or None) for match in matches if match)
+    return _split_cells(entries) if several else entries
 
 
-def _rows(path: str, text: str, delimiter: str) -> list[list[str]]:
-    """Return the rows of a table that are not empty; a quote left open would hide all that follow."""
+def _split_cells(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield the labels in a cell of text as a list; `;` has none."""
+    for name, cell in entries:
+        yield name, cell.split(SEPARATOR) if cell and isinstance(cell, str) else cell
+
+
+def _rows(path: str, text: str) -> list[list[str]]:
+    """Return the rows of a table that are not empty; a quote left open would hide all that follow.
+
+    Where a comma is in numbers, spreadsheets separate the cells of a .csv by semicolons.
+    """
+    delimiter, first = _DELIMITERS[suffix_of(path)], text.partition("\n")[0]
+    if delimiter not in first and not _is_path(first):
+        delimiter = next((other for other in ";,\t" if other in first), delimiter)
     table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         return [row for row in table if any(row)]
     except csv.Error as error:
         raise ValueError(f"{path}, line {table.line_num}: {error}") from error
-
-
-def _check_delimiter(path: str, rows: list[list[str]], delimiter: str) -> None:
-    """Raise an error if the only cell of the first row holds the cells of a table, separated otherwise."""
-    first = rows[0][0] if rows and len(rows[0]) == 1 else ""
-    for other in _NAMES.keys() - {delimiter}:
-        cells = [cell.strip() for cell in first.split(other)]
-        is_header = _find_column([cell.lower() for cell in cells], PATH_COLUMNS) is not None
-        if len(cells) > 1 and not _is_path(first) and (is_header or any(map(_is_path, cells))):
-            line = brief(delimiter.join(cells))
-            raise ValueError(
-                f"{path} looks separated by {_NAMES[other]}: its first line is '{brief(first)}'. Save it "
-                f"separated by {_NAMES[delimiter]}, so that this line is '{line}'"
-            )
 
 
 def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Iterator[Entry]:
@@ -105,7 +95,7 @@ def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Ite
         title = header[1 - name] if header else "label"
         is_name = title in PATH_COLUMNS and len(beside) == len(rows) - start
         label = None if is_name or not title else 1 - name
-    problem = _why_no_labels(rows, header, name, _DELIMITERS[suffix_of(path)]) if label is None else ""
+    problem = _why_no_labels(rows, header, name) if label is None else ""
     if problem and labels_needed:
         raise ValueError(f"{path}: {problem}")
     if problem:
@@ -117,25 +107,23 @@ def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Ite
             shown = brief(public_values(row), 80)
             raise ValueError(f"{path}, row {number} has {len(row)} of {width} columns: {shown}{advice}")
         text = "" if label is None else row[label]
-        yield Entry(row[name], text.strip() or None)
+        yield row[name], text.strip() or None
 
 
-def _why_no_labels(rows: list[list[str]], header: list[str], name: int, delimiter: str) -> str:
+def _why_no_labels(rows: list[list[str]], header: list[str], name: int) -> str:
     """Say why no labels are read from a table without a column of that name."""
     others = [at for at, title in enumerate(header) if at != name and title not in ("", *PATH_COLUMNS)]
     values = {row[at].strip().lower() for row in rows[1:] for at in others if at < len(row)} - {"", "nan"}
-    titles = [rows[0][at].strip() for at in others]
     if len(others) > 1 and values and values <= ZERO_OR_ONE:
-        text = f"no labels are read from the columns {brief(', '.join(titles))}, which have only 0 and 1"
+        titles = brief(", ".join(rows[0][at].strip() for at in others))
+        text = f"no labels are read from the columns {titles}, which have only 0 and 1"
         return f"{text}; write the labels of an image in one column, as in sea;sky, and give several=true"
     if len(rows[0]) <= 2:
         return ""
-    line = [*rows[0]] if header else [f"column{at}" for at in range(1, len(rows[0]) + 1)]
-    line[name] = line[name] if header else "name"
-    line[others[0] if others else not name] = "label"
-    columns = f"its columns are {brief(', '.join(rows[0]), 200)}" if header else "no line names the columns"
-    advice = f"name one of them label in the first line, as in '{brief(delimiter.join(line), 200)}'"
-    return f"no labels are read, as {columns}; {advice}"
+    if not header:
+        return "no labels are read, as no line names the columns; write one first, as in 'name,label'"
+    columns = brief(", ".join(rows[0]), 200)
+    return f"no labels are read, as its columns are {columns}; call one of them label in the first line"
 
 
 def _header(rows: list[list[str]]) -> list[str]:
@@ -153,6 +141,52 @@ def _find_column(header: list[str], names: Sequence[str]) -> int | None:
 
 def _is_path(cell: str) -> bool:
     return public(cell.strip()).lower().endswith(IMAGE_SUFFIXES)
+
+
+def open_list(path: str, several: bool = False) -> ImageSet:
+    """Open the images in a list of paths, which are relative to the list's folder, absolute, or URLs.
+
+    With `several`, the labels of an image are in one cell, as in `sea;sky`.
+    """
+    root, shown = folder_of(path), public(path)
+    with indexing(path):
+        given = read_entries(shown, read_file(path), several=several)
+        entries = sorted(given, key=lambda entry: os.fsencode(entry[0]))
+    if not entries:
+        raise ValueError(f"{shown} lists no images. Write one path per line.")
+    if (named := len(by_name(shown, entries))) < len(entries):
+        text = "%s names %s in %s; one that is named twice comes twice in an epoch"
+        log.info(text, shown, plural(named, "image"), plural(len(entries), "line"))
+    paths = [join_path(root, name) for name, _ in entries]
+    # To ask for the size of each remote file would take long.
+    local = [row for row, path in enumerate(paths) if not is_url(path)]
+    files = [path, *(paths[row] for row in local)]
+    with indexing(path):
+        signatures = file_signatures(files)
+
+    def build(_: WriteImages) -> IndexContents:
+        sizes = np.zeros(len(paths), dtype=np.int64)
+        sizes[local] = signatures[1:, 0]
+        _check_missing(shown, paths, np.flatnonzero(sizes < 0))
+        names, labels = zip(*entries, strict=True)
+        return IndexContents(names=[*map(os.fsencode, names)], sizes=sizes, labels=encode_labels(labels))
+
+    index = open_index("list-several" if several else "list", path, build, files, signatures)
+    # Each remote image may be on another server.
+    images = index.image_set(Files(index, root, PER_IMAGE_TIMEOUT_S), index.stamp)
+    return images if len(local) == len(paths) else replace(images, stamp=None)
+
+
+def _check_missing(name: str, paths: Sequence[str], missing: NDArray[np.int64]) -> None:
+    """Refuse a list without any file that exists, and warn of those that do not."""
+    if len(missing) == len(paths):
+        raise ValueError(
+            f"none of the files listed in {name} exist, such as {brief(paths[0], 200)}; paths are "
+            "relative to the folder of the list"
+        )
+    if len(missing):
+        text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
+        log.warning(text, name, plural(len(missing), "file"), brief(paths[missing[0]], 200))
 
 
 def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> ImageSet:
@@ -238,17 +272,16 @@ def _read_table(path: str, several: bool) -> dict[str, object]:
     except FileNotFoundError:
         advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
         raise ValueError(f"{path} does not exist{advice}") from None
-    if suffix_of(path) == ".json":
-        entries = parse_json(data, path)
-        if not isinstance(entries, tuple):
-            raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-        for name, value in entries:
-            if value is not None and not is_label(value):
-                text = "is neither a text nor a number, nor a list of these"
-                raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
-    else:
-        entries = read_entries(path, data, labels_needed=True)
-    return by_name(path, ((name, split_cell(value) if several else value) for name, value in entries))
+    if suffix_of(path) != ".json":
+        return by_name(path, read_entries(path, data, labels_needed=True, several=several))
+    entries = parse_json(data, path)
+    if not isinstance(entries, tuple):
+        raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
+    for name, value in entries:
+        if value is not None and not is_label(value):
+            text = "is neither a text nor a number, nor a list of these"
+            raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
+    return by_name(path, _split_cells(entries) if several else entries)
 
 
 def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, object]:

@@ -31,7 +31,6 @@ TRAIN = ("train", "training")
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
-SEPARATOR = ";"  # of several labels in a cell of text
 ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
 
 

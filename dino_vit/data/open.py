@@ -56,7 +56,7 @@ def open_source(
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if several and labels is None:
-        from dino_vit.data.stores.files import open_list
+        from dino_vit.data.label_files import open_list
 
         return open_list(local_path(str(spec)), several=True)
     if not isinstance(spec, str):
@@ -199,7 +199,7 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
-        from dino_vit.data.stores.files import open_list
+        from dino_vit.data.label_files import open_list
 
         return open_list(files[0])
     if suffix == ".npy":

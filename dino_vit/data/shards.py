@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +42,6 @@ _COPY = re.compile(r"\d+-[0-9a-f]{24}\.(shard|partial)")  # nothing else in the 
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 RECENT_S = 600  # for which a copy that another run uses is spared
-OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 POLL_S = 0.2  # between two looks at the position of the run
 
 
@@ -59,13 +57,11 @@ class ByteRangeReader:
         path = self.paths[file]
         if is_url(path):
             return retry(lambda: self.request(file, start, size), path)
-        opened = _opened(self, file)  # kept until the read is done: another thread may push it out
-        status = os.fstat(opened.number)
-        # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
-        if status.st_size != self.file_signatures[file, 0]:
-            raise changed(path)
-        # Without moving a position, so that processes can share the open file.
-        return check_length(os.pread(opened.number, size, start), size, path)
+        with open(path, "rb", buffering=0) as opened:
+            # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
+            if os.fstat(opened.fileno()).st_size != self.file_signatures[file, 0]:
+                raise changed(path)
+            return check_length(os.pread(opened.fileno(), size, start), size, path)
 
     def request(self, file: int, start: int, size: int) -> bytes:
         """Read a range of a remote file by one request, after a look whether it is still the same."""
@@ -81,22 +77,6 @@ class ByteRangeReader:
         if now[0] != size or version not in (UNKNOWN, now[1]):
             raise changed(self.paths[file])
         self._unchanged.add(file)
-
-
-@lru_cache(OPEN_FILES)
-def _opened(reader: ByteRangeReader, file: int) -> "_Descriptor":
-    return _Descriptor(reader.paths[file])
-
-
-class _Descriptor:
-    """An open file, closed when it is no longer used: opening one takes a request to a file server."""
-
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
 
 
 class Shards:

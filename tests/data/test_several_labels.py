@@ -96,8 +96,8 @@ def test_several_is_about_cells(tmp_path):
 
 def test_other_columns_are_not_guessed_to_be_labels(read):
     for text, said in {
-        "path,age,split\na.png,3.5,train\nb.png,2,test\n": "its columns are path, age, split; name one",
-        "path,age,height\na.png,3,1.5\nb.png,4,2\n": "in the first line, as in 'path,label,height'",
+        "path,age,split\na.png,3.5,train\nb.png,2,test\n": "its columns are path, age, split; call one",
+        "path,age,height\na.png,3,1.5\nb.png,4,2\n": "of them label in the first line",
     }.items():
         with pytest.raises(ValueError, match=said):
             read(text)

@@ -22,10 +22,9 @@ from dino_vit.core.runtime import free_memory
 from dino_vit.data.images.formats import Reduction
 
 FACTORS = 1, 2, 4, 8  # by which an image may be reduced while it is decoded; each is kept by itself
-ALL_FACTORS = sum(1 / factor**2 for factor in FACTORS)
 SHARE = 0.25  # of the free memory of a host, at most
 SPARE = 1.25  # times the size expected from the inspected images
-_UNKNOWN, _IRREDUCIBLE = 0, -1
+_IRREDUCIBLE = -1, -1  # the size of a file that is decoded at one scale
 
 
 class DecodedImages:
@@ -38,7 +37,7 @@ class DecodedImages:
         """`size` is that of the memory in bytes; what is not used of it takes none."""
         self.memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         self.table = _shared(images, len(FACTORS), 3)  # start, height and width of the pixels; height 0: none
-        self.sizes = _shared(images, 2)  # height and width of the file's image
+        self.sizes = _shared(images, 2)  # height and width of the file's image; 0: unknown
         self.used = _shared(1)
         self.lock = multiprocessing.Lock()
 
@@ -46,28 +45,22 @@ class DecodedImages:
         """Return an image (C, H, W) as it was decoded, if it is here; nobody may write to it."""
         with self.lock:  # no other process writes half an entry meanwhile
             height, width = self.sizes[index].tolist()
-            if height == _UNKNOWN:
-                return None
-            factor = reduction(height, width) if reduction and height != _IRREDUCIBLE else 1
+            factor = reduction(height, width) if reduction and height > 0 else 1
             start, height, width = self.table[index, FACTORS.index(factor)].tolist()
-        if not height:
-            return None
         pixels = self.memory[start : start + height * width * channels]
-        return pixels.view(height, width, channels).permute(2, 0, 1)
+        return pixels.view(height, width, channels).permute(2, 0, 1) if height else None
 
-    def keep(self, index: int, image: Tensor, size: tuple[int, int] | None, factor: int) -> None:
+    def keep(self, index: int, image: Tensor, size: Size | None, factor: int) -> None:
         """Keep an image, if there is room; `size` is that of the file's, None if it cannot be reduced."""
-        if image.dtype != torch.uint8:
-            return
-        number = FACTORS.index(factor)
+        number, count = FACTORS.index(factor), image.numel()
         with self.lock:
-            start, end = int(self.used[0]), int(self.used[0]) + image.numel()
-            if end > len(self.memory) or self.table[index, number, 1]:
+            start = int(self.used[0])
+            if image.dtype != torch.uint8 or start + count > len(self.memory) or self.table[index, number, 1]:
                 return
-            self.used[0] = end
-        self.memory[start:end].view(*image.shape[1:], len(image)).copy_(image.permute(1, 2, 0))
+            self.used[0] += count
+        self.memory[start : start + count].view(*image.shape[1:], len(image)).copy_(image.permute(1, 2, 0))
         with self.lock:
-            self.sizes[index] = size or (_IRREDUCIBLE, _IRREDUCIBLE)
+            self.sizes[index] = size or _IRREDUCIBLE
             self.table[index, number] = start, *image.shape[1:]
 
 
@@ -78,15 +71,13 @@ def _shared(*shape: int) -> NDArray[np.int64]:
 
 def expected_bytes(images: int, sizes: Sequence[Size], channels: int, *, scaled: bool) -> int:
     """Return how much memory so many images take, by the sizes of some of them."""
+    factors = FACTORS if scaled else FACTORS[:1]
     mean = sum(height * width for height, width in sizes) / len(sizes)
-    return round(images * channels * mean * (ALL_FACTORS if scaled else 1))
+    return round(images * channels * mean * sum(1 / factor**2 for factor in factors))
 
 
 def room_for(images: int, expected: int, *, workers: int) -> DecodedImages | None:
     """Return room for images of so many bytes, if they fit into this process's share of the free memory."""
-    if workers and multiprocessing.get_start_method() != "fork":  # then workers share no memory
-        return None
-    size = round(SPARE * expected)
-    if size > SHARE * free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        return None
-    return DecodedImages(images, size + mmap.PAGESIZE)
+    shared = not workers or multiprocessing.get_start_method() == "fork"
+    size, share = round(SPARE * expected), SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return DecodedImages(images, size + mmap.PAGESIZE) if shared and size <= share * free_memory() else None

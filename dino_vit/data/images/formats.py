@@ -1,8 +1,7 @@
 """The formats of image files: how each is recognised, and read to a tensor (C, H, W).
 
 The size is checked before anything is decoded. simplejpeg decodes JPEG: 1.7 times as fast as Pillow, and with
-equal pixels, as both use libjpeg-turbo. tifffile reads deep TIFF, imagecodecs deep PNG and JPEG 2000, Pillow
-the rest.
+equal pixels, as both use libjpeg-turbo. tifffile reads deep TIFF, imagecodecs deep PNG, Pillow the rest.
 """
 
 import logging
@@ -56,6 +55,7 @@ _UNSPECIFIED = 0  # use of an extra sample; others are alpha
 _STRIP = 2**22  # pixels of a picture that are converted at a time
 _PAGES = ("Q", "I")  # axes of TIFF of unknown meaning
 _ORIENTATION = 274  # the tag, of TIFF and of EXIF
+_NO_DEEP = "{} of more than 8 bits is not read; save it as TIFF or PNG"
 _PNG_EXIF = b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"  # what marks a part that may have it
 
 # A file is reported once, by its exception, and one that can be read in spite of its damage is not.
@@ -113,44 +113,29 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     )  # of one colour, which imagecodecs expands
     has_exif = any(mark in data for mark in _PNG_EXIF)  # if not, Pillow would decode all to look for it
     orientation = int(file.getexif().get(_ORIENTATION, 1)) if has_exif else 1
-    return _by_imagecodecs("png", data, file, has_alpha and not alpha, max_pixels, orientation)
+    _check_size(*file.size, len(file.getbands()), max_pixels)
+    try:
+        from imagecodecs import png_decode
+    except ImportError as error:
+        raise ValueError("PNG with 16-bit colours needs another library: pip install imagecodecs") from error
+    array = png_decode(data)
+    return _to_tensor(_upright(array[..., :-1] if has_alpha and not alpha else array, orientation))
 
 
 def _read_ppm(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    """Read PPM by Pillow, except 16 bits, which it reduces to 8 in colour and widens to 32 in grey."""
+    """Read PPM by Pillow, which would reduce 16 bits to 8 in colour."""
     file = PpmImagePlugin.PpmImageFile(BytesIO(data))
-    tile: Any = file.tile[0]
-    decoder, _, offset, arguments = tile
-    white = 65535 if arguments == "I;16B" else int(arguments[1]) if decoder == "ppm" else 255
-    if white <= 255:
-        return by_pillow(file, alpha, max_pixels)
-    (width, height), bands = file.size, len(file.getbands())
-    _check_size(width, height, bands, max_pixels)
-    values = np.frombuffer(data, ">u2", height * width * bands, offset).reshape(height, width, bands)
-    return _to_tensor(((values.astype(np.uint32) * 65535 + white // 2) // white).astype(np.uint16))
+    decoder, _, _, arguments = file.tile[0]
+    if arguments == "I;16B" or (decoder == "ppm" and int(arguments[1]) > 255):
+        raise ValueError(_NO_DEEP.format("PPM"))
+    return by_pillow(file, alpha, max_pixels)
 
 
 def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    """Read JPEG 2000 by Pillow, except more than 8 bits, which it would reduce to 8 or scale to 16."""
-    file = Jpeg2KImagePlugin.Jpeg2KImageFile(BytesIO(data))
-    bits = (data[data.index(_CODESTREAM) + 42] & 127) + 1  # of the first channel
-    if bits <= 8:
-        return by_pillow(file, alpha, max_pixels)
-    has_alpha = file.mode in _WITH_ALPHA
-    return _by_imagecodecs("jpeg2k", data, file, has_alpha and not alpha, max_pixels)
-
-
-def _by_imagecodecs(
-    codec: str, data: bytes, file: Image, drop_alpha: bool, max_pixels: int, orientation: int = 1
-) -> Tensor:
-    _check_size(*file.size, len(file.getbands()), max_pixels)
-    try:
-        import imagecodecs
-    except ImportError as error:
-        text = "PNG and JPEG 2000 of more than 8 bits need another library: pip install imagecodecs"
-        raise ValueError(text) from error
-    array = getattr(imagecodecs, f"{codec}_decode")(data)
-    return _to_tensor(_upright(array[..., :-1] if drop_alpha else array, orientation))
+    """Read JPEG 2000 by Pillow, which would reduce more than 8 bits to 8, or scale them to 16."""
+    if (data[data.index(_CODESTREAM) + 42] & 127) >= 8:  # the bits of the first channel but one
+        raise ValueError(_NO_DEEP.format("JPEG 2000"))
+    return by_pillow(Jpeg2KImagePlugin.Jpeg2KImageFile(BytesIO(data)), alpha, max_pixels)
 
 
 def _read_heif(data: bytes, alpha: bool, max_pixels: int) -> Tensor:

@@ -1,9 +1,8 @@
-"""Images that are files of their own: below a folder, in a list (text, CSV, TSV), or given by a pattern."""
+"""Images that are files of their own: below a folder, in a list, or given by a pattern."""
 
 import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +10,15 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
-from dino_vit.core.text import brief, plural, printable, public
+from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.index import Index, IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.label_files import by_name, read_entries
-from dino_vit.data.labels import encode_labels
-from dino_vit.data.paths import IMAGE_SUFFIXES, file_identity, folder_of, is_image, list_local, suffix_of
+from dino_vit.data.index import Index, IndexContents, indexing, open_index
+from dino_vit.data.paths import IMAGE_SUFFIXES, file_identity, is_image, list_local, suffix_of
 from dino_vit.data.remote import (
-    PER_IMAGE_TIMEOUT_S,
-    file_signatures,
     is_folder,
     is_url,
     list_remote,
     local_path,
-    read_file,
     read_image_file,
 )
 
@@ -111,49 +105,3 @@ def _images_among(root: str, files: Sequence[str]) -> list[str]:
         were = "was" if len(unnamed) == 1 else "were"
         log.info(text, public(root), plural(len(unnamed), "file"), were, printable(min(unnamed)))
     return names
-
-
-def open_list(path: str, several: bool = False) -> ImageSet:
-    """Open the images in a list of paths, which are relative to the list's folder, absolute, or URLs.
-
-    With `several`, the labels of an image are in one cell, as in `sea;sky`.
-    """
-    root, shown = folder_of(path), public(path)
-    with indexing(path):
-        given = read_entries(shown, read_file(path), several=several)
-        entries = sorted(given, key=lambda each: os.fsencode(each.name))
-    if not entries:
-        raise ValueError(f"{shown} lists no images. Write one path per line.")
-    if (named := len(by_name(shown, entries))) < len(entries):
-        text = "%s names %s in %s; one that is named twice comes twice in an epoch"
-        log.info(text, shown, plural(named, "image"), plural(len(entries), "line"))
-    paths = [join_path(root, entry.name) for entry in entries]
-    # To ask for the size of each remote file would take long.
-    local = [row for row, path in enumerate(paths) if not is_url(path)]
-    files = [path, *(paths[row] for row in local)]
-    with indexing(path):
-        signatures = file_signatures(files)
-
-    def build(_: WriteImages) -> IndexContents:
-        sizes = np.zeros(len(paths), dtype=np.int64)
-        sizes[local] = signatures[1:, 0]
-        _check_missing(shown, paths, np.flatnonzero(sizes < 0))
-        names = [os.fsencode(entry.name) for entry in entries]
-        return IndexContents(names=names, sizes=sizes, labels=encode_labels([e.label for e in entries]))
-
-    index = open_index("list-several" if several else "list", path, build, files, signatures)
-    # Each remote image may be on another server.
-    images = index.image_set(Files(index, root, PER_IMAGE_TIMEOUT_S), index.stamp)
-    return images if len(local) == len(paths) else replace(images, stamp=None)
-
-
-def _check_missing(name: str, paths: Sequence[str], missing: NDArray[np.int64]) -> None:
-    """Refuse a list without any file that exists, and warn of those that do not."""
-    if len(missing) == len(paths):
-        raise ValueError(
-            f"none of the files listed in {name} exist, such as {brief(paths[0], 200)}; paths are "
-            "relative to the folder of the list"
-        )
-    if len(missing):
-        text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
-        log.warning(text, name, plural(len(missing), "file"), brief(paths[missing[0]], 200))

@@ -170,7 +170,9 @@ class Rows(Store):
         """Return the bytes of an image, or without them the path of its file."""
         table, at = (int(self.index.columns[name][row]) for name in ("table", "row"))
         value = (self.tables[table] if self.tables else self.index.images).column(self.column)[at]
-        if not pa.types.is_struct(value.type) or not value.is_valid:
+        if not value.is_valid:
+            return None, None
+        if not pa.types.is_struct(value.type):
             return value.as_buffer(), None
         path = value["path"].as_py() if value.type.get_field_index("path") >= 0 else None
         return value["bytes"].as_buffer(), path
