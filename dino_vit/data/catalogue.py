@@ -165,7 +165,7 @@ class CataloguedRanges(Ranges):
         try:
             return super().read(row)
         except (ChangedFile, FileNotFoundError) as error:
-            archive = self.shards.ranges.paths[self.index.locate(row)[0]]
+            archive = self.shards.paths[self.index.locate(row)[0]]
             raise stale(f"{archive} is not as it was when it was catalogued") from error
 
 

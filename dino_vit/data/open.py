@@ -55,24 +55,20 @@ def open_source(
     """
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
-    if several and labels is None:
-        from dino_vit.data.label_files import open_list
+    if isinstance(spec, str):
+        if mix:
+            raise ValueError("mix is about several sources, and there is one; leave it out")
+        from dino_vit.data.label_files import join_labels, open_list
 
-        return open_list(local_path(str(spec)), several=True)
-    if not isinstance(spec, str):
-        if labels is not None:
-            raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
-        from dino_vit.data.joined import mix_sets
+        if several and labels is None:
+            return open_list(local_path(spec), several=True)
+        images = _open(spec)
+        return images if labels is None else join_labels(images, labels, several)
+    if labels is not None:
+        raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
+    from dino_vit.data.joined import mix_sets
 
-        return mix_sets(spec, list(map(_open, spec)), mix)
-    if mix:
-        raise ValueError("mix is about several sources, and there is one; leave it out")
-    images = _open(spec)
-    if labels is None:
-        return images
-    from dino_vit.data.label_files import join_labels
-
-    return join_labels(images, labels, several)
+    return mix_sets(spec, list(map(_open, spec)), mix)
 
 
 def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
@@ -157,13 +153,12 @@ def check_one_set(folder: str, names: Sequence[str]) -> None:
     suffixes = sorted(set(map(suffix_of, names)))
     splits = sorted({match[1].lower() for name in names if (match := _SPLIT.search(name))})
     if len(suffixes) > 1 or len(splits) > 1:
-        kinds = ", ".join(suffixes if len(suffixes) > 1 else splits)
-        wanted, end = (suffixes[-1], "") if len(suffixes) > 1 else (splits[-1], "*")
-        below, name = os.path.split(next(name for name in reversed(names) if wanted in name.lower()))
-        choice = os.path.join(folder, below, f"*{wanted}{end}" if wanted in name.lower() else "").rstrip("/")
+        kinds = suffixes if len(suffixes) > 1 else splits
+        example = next(name for name in reversed(names) if kinds[-1] in name.lower())
+        choice = os.path.join(folder, os.path.dirname(example), f"*{kinds[-1]}*")
         raise ValueError(
-            f"{public(folder)} contains archives of several kinds or splits ({kinds}), such as {names[0]} "
-            f"and {names[-1]}: choose one, such as '{public(choice)}'"
+            f"{public(folder)} contains archives of several kinds or splits ({', '.join(kinds)}), such as "
+            f"{names[0]} and {names[-1]}: choose one by its folder or a pattern, such as '{public(choice)}'"
         )
 
 

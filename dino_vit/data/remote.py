@@ -235,13 +235,22 @@ def request(url: str, start: int, size: int) -> bytes:
     """Return a range of a remote file; what fails is an OSError."""
 
     def ask(system: Any, inner: str) -> Any:
+        settings = {**time_limit(system), **(_for_a_range(system, size) if is_http(url) else {})}
         # By name: another argument comes first on S3.
-        return system.cat_file(inner, start=start, end=start + size, **time_limit(system))
+        return system.cat_file(inner, start=start, end=start + size, **settings)
 
-    data = remotely(url, ask)
-    if len(data) > size:
-        raise RangeNotSupported("the server sends whole files only, not the parts that it is asked for")
-    return check_length(data, size, url)
+    return check_length(remotely(url, ask), size, url)
+
+
+def _for_a_range(system: Any, size: int) -> dict[str, Any]:
+    """Return the arguments of aiohttp with which a server that sends more is refused before it does."""
+
+    async def check(answer: Any) -> None:
+        if answer.status == 200 and (answer.content_length is None or answer.content_length > size):
+            raise RangeNotSupported("the server sends whole files only, not the parts that it is asked for")
+
+    headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    return {"headers": headers, "raise_for_status": check}
 
 
 def check_length(data: bytes, size: int, path: str) -> bytes:

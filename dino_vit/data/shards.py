@@ -45,55 +45,45 @@ RECENT_S = 600  # for which a copy that another run uses is spared
 POLL_S = 0.2  # between two looks at the position of the run
 
 
-class ByteRangeReader:
-    """Read ranges of bytes of files, from several threads and processes at once."""
+class Shards:
+    """The files that hold the images of a set, read in ranges of bytes; and local copies of remote ones."""
 
-    def __init__(self, paths: Sequence[str], file_signatures: NDArray[np.int64]) -> None:
-        self.paths, self.file_signatures = paths, file_signatures
-        self.is_remote = is_url(paths[0])
+    def __init__(
+        self,
+        paths: Sequence[str],
+        file_signatures: NDArray[np.int64],
+        digest: Callable[[int], str] | None = None,
+    ) -> None:
+        """`digest` returns the one of a shard that a catalogue states, empty if there is none."""
+        self.paths, self.file_signatures, self.is_remote = paths, file_signatures, is_url(paths[0])
+        self.copies = LocalCopies(self, digest)
         self._unchanged: set[int] = set()  # remote files that were checked
 
-    def read(self, file: int, start: int, size: int) -> bytes:
-        path = self.paths[file]
-        if is_url(path):
-            return retry(lambda: self.request(file, start, size), path)
-        with open(path, "rb", buffering=0) as opened:
-            # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
-            if os.fstat(opened.fileno()).st_size != self.file_signatures[file, 0]:
-                raise changed(path)
-            return check_length(os.pread(opened.fileno(), size, start), size, path)
-
-    def request(self, file: int, start: int, size: int) -> bytes:
-        """Read a range of a remote file by one request, after a look whether it is still the same."""
-        if file not in self._unchanged:
-            self.check_unchanged(file)
-        return request(self.paths[file], start, size)
-
-    def check_unchanged(self, file: int) -> None:
-        """Raise if a remote file is not the one in the index."""
-        info = remote_info(self.paths[file], fresh=True)
-        size, version, _ = self.file_signatures[file].tolist()
-        now = remote_signature(info)
-        if now[0] != size or version not in (UNKNOWN, now[1]):
-            raise changed(self.paths[file])
-        self._unchanged.add(file)
-
-
-class Shards:
-    """The files that hold the images of a set, and the local copies of remote ones."""
-
-    def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
-        """`digest` returns the one of a shard that a catalogue states, empty if there is none."""
-        self.ranges, self.copies = ranges, LocalCopies(ranges, digest)
-
-    @property
-    def is_remote(self) -> bool:
-        return self.ranges.is_remote
-
     def read(self, shard: int, start: int, size: int) -> bytes:
-        """Read from a copy, or else from the file itself."""
-        data = self.copies.read(shard, start, size) if self.is_remote else None
-        return self.ranges.read(shard, start, size) if data is None else data
+        """Read from a copy, or else from the file itself; threads and processes may do so at once."""
+        path = self.paths[shard]
+        if self.is_remote:
+            data = self.copies.read(shard, start, size)
+            return retry(lambda: self.request(shard, start, size), path) if data is None else data
+        with open(path, "rb", buffering=0) as file:
+            # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
+            if os.fstat(file.fileno()).st_size != self.file_signatures[shard, 0]:
+                raise changed(path)
+            return check_length(os.pread(file.fileno(), size, start), size, path)
+
+    def request(self, shard: int, start: int, size: int) -> bytes:
+        """Read a range of a remote file by one request, after a look whether it is still the same."""
+        if shard not in self._unchanged:
+            self.check_unchanged(shard)
+        return request(self.paths[shard], start, size)
+
+    def check_unchanged(self, shard: int) -> None:
+        """Raise if a remote file is not the one in the index."""
+        size, version, _ = self.file_signatures[shard].tolist()
+        now = remote_signature(remote_info(self.paths[shard], fresh=True))
+        if now[0] != size or version not in (UNKNOWN, now[1]):
+            raise changed(self.paths[shard])
+        self._unchanged.add(shard)
 
 
 # Caches of fsspec have no bound, and cost more to read: 100 kB of a `filecache` 0.5 ms, of a `blockcache`
@@ -106,15 +96,15 @@ class LocalCopies:
     All files in the folder, also those of other runs, stay within `limit` bytes together.
     """
 
-    def __init__(self, ranges: ByteRangeReader, digest: Callable[[int], str] | None = None) -> None:
-        self.ranges, self.digest, self.sizes = ranges, digest, ranges.file_signatures[:, 0]
+    def __init__(self, shards: Shards, digest: Callable[[int], str] | None = None) -> None:
+        self.shards, self.digest, self.sizes = shards, digest, shards.file_signatures[:, 0]
         self.folder, self.limit = cache_folder() / SHARDS, math.inf
 
     def name(self, shard: int) -> str:
         """Return the name of a copy, beginning with the number of its shard; another if that changed."""
-        size, version, _ = self.ranges.file_signatures[shard].tolist()
+        size, version, _ = self.shards.file_signatures[shard].tolist()
         stated = (self.digest and self.digest(shard)) or f"{size}\0{version}"
-        key = hashlib.sha256(os.fsencode(f"{self.ranges.paths[shard]}\0{stated}")).hexdigest()
+        key = hashlib.sha256(os.fsencode(f"{self.shards.paths[shard]}\0{stated}")).hexdigest()
         return f"{shard}-{key[:24]}{SUFFIX}"
 
     def shard_called(self, name: str) -> int | None:
@@ -171,29 +161,26 @@ class LocalCopies:
 
     def _download(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
         """Write a shard to an open file, and verify it."""
-        url, size = self.ranges.paths[shard], int(self.ranges.file_signatures[shard, 0])
+        url, size = self.shards.paths[shard], int(self.shards.file_signatures[shard, 0])
 
         def download(start: int) -> None:
             if stop and stop.is_set():
                 raise SourceLost(f"{public(url)} is no longer needed")
             length = min(PART, size - start)
-            data = retry(lambda: self.ranges.request(shard, start, length), url, stop)
+            data = retry(lambda: self.shards.request(shard, start, length), url, stop)
             os.pwrite(descriptor, data, start)
 
-        for _ in range(2):
-            retry(lambda: self.ranges.check_unchanged(shard), url, stop)
-            os.ftruncate(descriptor, 0)
-            with ThreadPoolExecutor(REQUESTS) as pool:
-                deque(pool.map(download, range(0, size, PART)), maxlen=0)
-            retry(lambda: self.ranges.check_unchanged(shard), url, stop)
-            with open(descriptor, "rb", closefd=False) as file:
-                file.seek(0)
-                stated = self.digest and self.digest(shard)
-                if not stated or stated == hashlib.file_digest(file, "sha256").hexdigest():
-                    return
-        raise ValueError(
-            f"{public(url)} is damaged: it does not match the digest in its catalogue. Copy or pack it again"
-        )
+        retry(lambda: self.shards.check_unchanged(shard), url, stop)
+        os.ftruncate(descriptor, 0)
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            deque(pool.map(download, range(0, size, PART)), maxlen=0)
+        retry(lambda: self.shards.check_unchanged(shard), url, stop)
+        with open(descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            stated = self.digest and self.digest(shard)
+            if stated and stated != hashlib.file_digest(file, "sha256").hexdigest():
+                text = "is damaged: it does not match the digest in its catalogue. Copy or pack it again"
+                raise ValueError(f"{public(url)} {text}")
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
         """Delete copies until there is room for a shard: those that are needed last go first.

@@ -82,12 +82,12 @@ def test_a_folder_of_archives_must_be_of_one_kind_and_split(tmp_path):
     write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
     assert len(open_source(str(tmp_path))) == 5
     write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"\(test, train\).*choose one, such as '.*data/\*train\*'"):
+    with pytest.raises(ValueError, match=r"\(test, train\).*choose one by .* such as '.*data/\*train\*'"):
         open_source(str(tmp_path))
     assert len(open_source(str(tmp_path / "data" / "test*.parquet"))) == 5
     for split in ("train", "val"):
         write_tar(tmp_path / "shards" / split / "0.tar")
-    with pytest.raises(ValueError, match=r"\(train, val\).*choose one, such as '.*shards/val'"):
+    with pytest.raises(ValueError, match=r"\(train, val\).*such as '.*shards/val/\*val\*'"):
         open_source(str(tmp_path / "shards"))
     assert len(open_source(str(tmp_path / "shards" / "val"))) == 5
     write_tar(tmp_path / "a.tar")

@@ -11,17 +11,17 @@ from tests.support.remote import serving
 
 
 class Whole(BaseHTTPRequestHandler):
-    """Sends files of 32 MiB, as `python -m http.server` would."""
+    """Sends files of 256 MiB, as `python -m http.server` would."""
 
     sent = 0
 
     def do_GET(self):
         self.send_response(200)
         if not self.path.endswith(".unknown"):
-            self.send_header("Content-Length", str(2**25))
+            self.send_header("Content-Length", str(2**28))
         self.end_headers()
         with suppress(OSError):
-            while Whole.sent < 2**25:
+            while Whole.sent < 2**28:
                 Whole.sent += self.wfile.write(bytes(2**20))
         self.close_connection = True
 
@@ -39,6 +39,7 @@ def test_a_server_that_sends_no_parts_of_a_file_is_refused_at_once(name):
         with pytest.raises(Refused, match="the server sends whole files only"):
             retry(lambda: request(url, 0, 100), url)
         server.shutdown()
+    assert Whole.sent < 2**25
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

@@ -240,7 +240,7 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch):
         source.shards.copies.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 40)] == [local.read(index) for index in (0, 40)]
         assert source.shards.copies.copy(1)
-        put("002.tar", bytes(int(source.shards.ranges.file_signatures[2, 0])))
+        put("002.tar", bytes(int(source.shards.file_signatures[2, 0])))
         with pytest.raises(ChangedFile):
             source.shards.copies.copy(2)
     assert source.read(IMAGES) == local.read(IMAGES)

@@ -125,7 +125,8 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
 def _read_ppm(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     """Read PPM by Pillow, which would reduce 16 bits to 8 in colour."""
     file = PpmImagePlugin.PpmImageFile(BytesIO(data))
-    decoder, _, _, arguments = file.tile[0]
+    tile: Any = file.tile[0]
+    decoder, _, _, arguments = tile
     if arguments == "I;16B" or (decoder == "ppm" and int(arguments[1]) > 255):
         raise ValueError(_NO_DEEP.format("PPM"))
     return by_pillow(file, alpha, max_pixels)
@@ -133,9 +134,10 @@ def _read_ppm(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
 
 def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     """Read JPEG 2000 by Pillow, which would reduce more than 8 bits to 8, or scale them to 16."""
-    if (data[data.index(_CODESTREAM) + 42] & 127) >= 8:  # the bits of the first channel but one
+    file = Jpeg2KImagePlugin.Jpeg2KImageFile(BytesIO(data))
+    if (data[data.index(_CODESTREAM) + 42] & 127) + 1 > 8:  # bits of the first channel
         raise ValueError(_NO_DEEP.format("JPEG 2000"))
-    return by_pillow(Jpeg2KImagePlugin.Jpeg2KImageFile(BytesIO(data)), alpha, max_pixels)
+    return by_pillow(file, alpha, max_pixels)
 
 
 def _read_heif(data: bytes, alpha: bool, max_pixels: int) -> Tensor:

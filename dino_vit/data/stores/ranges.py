@@ -22,7 +22,7 @@ from dino_vit.data.label_files import is_label, parse_json
 from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels
 from dino_vit.data.paths import file_identity, folder_of, is_image, short_names
 from dino_vit.data.remote import changed, exists, open_file, read_file
-from dino_vit.data.shards import ByteRangeReader, Shards
+from dino_vit.data.shards import Shards
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
@@ -62,7 +62,7 @@ class Ranges(Store):
         signatures: NDArray[np.int64],
         digest: Callable[[int], str] | None = None,
     ) -> None:
-        self.index, self.shards = index, Shards(ByteRangeReader(files, signatures), digest)
+        self.index, self.shards = index, Shards(files, signatures, digest)
 
     @property
     def layout(self) -> ShardLayout:
@@ -73,7 +73,7 @@ class Ranges(Store):
         return read_member(self.shards, shard, {field: int(columns[field][at]) for field in FIELDS})
 
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
-        files = list(map(file_identity, self.shards.ranges.paths))
+        files = list(map(file_identity, self.shards.paths))
         located = map(self.index.locate, rows)
         return [(files[shard], int(columns["start"][at])) for shard, columns, at in located]
 
@@ -147,7 +147,7 @@ def read_member(shards: Shards, shard: int, member: Mapping[str, int]) -> bytes:
     if not header:
         return decompress(data, member["method"], member["size"], member["crc"])
     if zlib.crc32(data[:header]) != member["crc"]:
-        raise changed(shards.ranges.paths[shard])
+        raise changed(shards.paths[shard])
     return data[header:]
 
 

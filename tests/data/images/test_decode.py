@@ -256,9 +256,7 @@ def test_png_of_16_bits_keeps_them_in_colour(channels, monkeypatch):
     with pytest.raises(UnreadableImage, match="it cannot be decoded: "):
         decode(png16(array)[:-100], "x")
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
-    with pytest.raises(
-        UnreadableImage, match="needs another library: pip install imagecodecs"
-    ):
+    with pytest.raises(UnreadableImage, match="needs another library: pip install imagecodecs"):
         decode(png16(array), "x")
 
 
