@@ -258,7 +258,7 @@ def inspect_data(
 
       source=...                          folder, image, list, archives, tables, hf:OWNER/NAME, arrays
       mix=null                            shares of several sources, as data.mix of a training
-      labels=null                         file of labels by name, .csv or .json; null: the source's own
+      labels=null                         file of labels by name, .csv or .json; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       count=2000                          images to inspect, evenly spread over the source; null: all
       max_pixels=200000000                a larger image is not decoded
@@ -290,7 +290,7 @@ def pack(
 
       source=...                          folder, list, archives, tables: see `dino-vit inspect-data --help`
       output=null                         folder to write; it must not exist or be empty
-      labels=null                         file of labels by name, .csv or .json; null: the source's own
+      labels=null                         file of labels by name, .csv or .json; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       index_only=false                    write only a catalogue of tar or zip archives, beside them
       shard_size=512                      approximate size of a shard in MiB
@@ -525,9 +525,9 @@ def knn(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV or JSON file with the labels of source; null: the source's own
+      labels=null                         CSV, JSON or Parquet with the labels of source; null: its own
       train=null                          images of the bank; null: split train, or for each image the others
-      train_labels=null                   CSV or JSON file with the labels of train; null: its own
+      train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
@@ -584,9 +584,9 @@ def linear(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV or JSON file with the labels of source; null: the source's own
+      labels=null                         CSV, JSON or Parquet with the labels of source; null: its own
       train=null                          images to train on; null: split train, or all of source but a fifth
-      train_labels=null                   CSV or JSON file with the labels of train; null: its own
+      train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       method=null                         regressions, or SGD as published; null: logistic up to 100,000 images [logistic|grid]
@@ -639,7 +639,7 @@ def predict(
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       train=null                          images that have labels; null: those of source
-      labels=null                         CSV or JSON file with the labels; null: the images' own
+      labels=null                         CSV, JSON or Parquet with the labels; null: the images' own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
       head=null                           file to keep the classifier and its backbone in [FILE.safetensors]
@@ -687,9 +687,9 @@ def compare(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV or JSON file with the labels of source; null: the source's own
+      labels=null                         CSV, JSON or Parquet with the labels of source; null: its own
       train=null                          images to train on; null: split train, or all of source but a fifth
-      train_labels=null                   CSV or JSON file with the labels of train; null: its own
+      train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       measures=[]                         what to measure; empty: both
@@ -769,7 +769,7 @@ def embed(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV or JSON file of the images' labels; null: the source's own
+      labels=null                         CSV, JSON or Parquet of the images' labels; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]

@@ -12,7 +12,7 @@ Published top-1 on ImageNet in %: a ViT-S/16 from DINO's weights 81.5 (Caron et 
 
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,7 @@ from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.views.augment import ViewAugment
+from dino_vit.views.build import rotated
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.views.geometry import View
 from dino_vit.weights import load_backbone, save_backbone
@@ -83,6 +84,8 @@ class FinetuneConfig(SupervisedConfig):
     smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
     crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
     flip: Probability = setting(0.5, "probability of a horizontal flip")
+    vertical_flip: Probability = setting(0.0, "probability of a vertical flip")
+    rotation: Annotated[float, Field(ge=0, le=180)] = setting(0.0, "degrees either way; 90: quarter turns")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
 
 
@@ -126,7 +129,9 @@ class Finetuning(EpochTraining):
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
         groups = optim.parameter_groups(self.model, layer_decay=config.layer_decay)
         optimizer = optim.build_optimizer("adamw", groups)
-        view = View(size=transform.size, scale=config.crop, augment=ViewAugment(flip=config.flip))
+        augment = ViewAugment(flip=config.flip, vertical_flip=config.vertical_flip)
+        augment = rotated(augment, config.rotation, transform.size)
+        view = View(size=transform.size, scale=config.crop, augment=augment)
         loader = SupervisedLoader(
             self.train, self.evaluated, view=view, seed=config.seed, workers=config.workers
         )

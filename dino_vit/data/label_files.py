@@ -272,6 +272,9 @@ def _read_table(path: str, several: bool) -> dict[str, object]:
     except FileNotFoundError:
         advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
         raise ValueError(f"{path} does not exist{advice}") from None
+    if data.startswith(b"PAR1"):
+        rows = _parquet_entries(path, data)
+        return by_name(path, _split_cells(rows) if several else rows)
     if suffix_of(path) != ".json":
         return by_name(path, read_entries(path, data, labels_needed=True, several=several))
     entries = parse_json(data, path)
@@ -282,6 +285,17 @@ def _read_table(path: str, several: bool) -> dict[str, object]:
             text = "is neither a text nor a number, nor a list of these"
             raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
     return by_name(path, _split_cells(entries) if several else entries)
+
+
+def _parquet_entries(path: str, data: bytes) -> Iterator[Entry]:
+    """Yield names and labels of a table in Parquet, such as one that `predict` or `embed` wrote."""
+    from pyarrow import BufferReader, parquet
+
+    header = parquet.read_schema(BufferReader(data)).names
+    if not {"name", "label"} <= {*header}:
+        raise ValueError(f"{path} needs the columns name and label, but has {brief(', '.join(header), 200)}")
+    table = parquet.read_table(BufferReader(data), columns=["name", "label"])
+    return zip(table["name"].to_pylist(), table["label"].to_pylist(), strict=True)
 
 
 def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, object]:

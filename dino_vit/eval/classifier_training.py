@@ -46,7 +46,10 @@ def describe(
         name, percent = brief(guess["name"]), guess["percent"]
         others.append(f"always guessing {name} {percent:.1f} %")
         what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
-        plain = f"About {figure.value:.0f} of 100 labels will be right, {_ALIKE}"
+        plain = f"About {figure.value:.0f} of 100 labels will be right"
+        if not trials.tested.all():  # of the other classes fewer will be
+            plain += f" among the {what} with two labelled images or more"
+        plain += f", {_ALIKE}"
         if chance is None:
             labelled = plural(len(learned), "labelled image")
             plain = f"{labelled} are too few to say how many labels will be right: label more images"

@@ -36,6 +36,7 @@ from dino_vit.eval.figures import Figure, PerImageMetric
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.results import write_results
+from dino_vit.eval.sets import open_sets
 from dino_vit.reports.pictures import shorten
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
@@ -216,8 +217,10 @@ def _evaluate(
     values |= _shared(config, CONFIGS[evaluator])
     try:
         if evaluator == "knn":
-            return knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen).measured
-        return linear.evaluate(LinearConfig(**values), frozen).measured
+            by_knn = KnnConfig(**values, k=(NEIGHBOURS,))
+            return knn.evaluate(by_knn, frozen, open_sets(by_knn, blocks=None)).measured
+        by_linear = LinearConfig(**values)
+        return linear.evaluate(by_linear, frozen, open_sets(by_linear)).measured
     except ValueError as error:
         raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
@@ -38,7 +39,7 @@ from dino_vit.eval.results import (
     judge,
     score,
 )
-from dino_vit.eval.sets import LabelledFeatures, labelled_features, open_sets
+from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
 from dino_vit.models.backbone import FeatureSpec
 
 _CLASSES_SHOWN = 10
@@ -48,16 +49,17 @@ _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than
 
 def run(config: KnnConfig) -> EvaluationResult:
     """Classify; with an output, write the JSON. The figures are those of the first k."""
-    return evaluate(config, frozen_backbone(config))
+    start_processes()
+    sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
+    return evaluate(config, frozen_backbone(config), sets)
 
 
-def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> EvaluationResult:
+def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
     """Do the same with a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     path = asked_output(config, frozen.model.provenance.source)
-    learned, val = open_sets(config, blocks=None)
-    queries = labelled_features(frozen, val, spec, "features of the query images")
-    bank = queries if learned is val else labelled_features(frozen, learned, spec, "features of the bank")
+    learned, val = sets
+    bank, queries = features_of_sets(frozen, sets, spec)
     if config.shots:
         learned.require_one_class(f"shots={config.shots}")
         bank, queries = few_shots(bank, queries, config.shots, config.seed)

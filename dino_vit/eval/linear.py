@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearConfig
+from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import TITLES, Figure, accuracy, measure
@@ -37,7 +38,14 @@ from dino_vit.eval.results import (
     judge,
     score,
 )
-from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
+from dino_vit.eval.sets import (
+    LabelledFeatures,
+    LabelledSubset,
+    Sets,
+    features_of_sets,
+    hold_out,
+    open_sets,
+)
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 
 _MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
@@ -46,22 +54,22 @@ AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: opti
 
 def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
-    return evaluate(config, frozen_backbone(config))
+    start_processes()
+    sets = open_sets(config)  # a mistake in labels is found before weights are loaded
+    return evaluate(config, frozen_backbone(config), sets)
 
 
-def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> EvaluationResult:
+def evaluate(config: LinearConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
     """Do the same with a backbone that is loaded already."""
     path = asked_output(config, frozen.model.provenance.source)
-    train_set, val_set = open_sets(config)
-    protocol = choose_protocol(config, train_set)
+    protocol = choose_protocol(config, sets[0])
     settings = config.model_dump(mode="json") | protocol._asdict()
     details: dict[str, Any] = {"method": protocol.method, "settings": settings}
     details["weights"] = frozen.describe_weights()
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     if protocol.method == "logistic" and not protocol.standardise:  # as published
         inputs = [CLS]
-    train = labelled_features(frozen, train_set, inputs[-1], "training features")
-    val = labelled_features(frozen, val_set, inputs[-1], "evaluation features")
+    train, val = features_of_sets(frozen, sets, inputs[-1])
     train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
     columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
     setting, values, heads = _fit(config, protocol, train, columns, frozen.device)

@@ -21,9 +21,11 @@ from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.invocation import after_figures
+from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.image_set import count_shared
+from dino_vit.data.label_files import SEPARATOR
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
@@ -31,7 +33,7 @@ from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import LabelledSubset, divide, labelled_features, labelled_subset, open_subset
 from dino_vit.weights.classifier import (
-    label_texts,
+    labels_of,
     read_classifier,
     read_classifier_facts,
     save_classifier,
@@ -43,7 +45,7 @@ class LabelPredictions(Result):
     """Labels for images, with how sure they are."""
 
     names: list[str]
-    labels: list[str]  # as files of labels have them
+    labels: list[str] | list[list[str]]  # of each image its class, or several
     confidence: NDArray[np.float64]  # probability that a label is right
     outputs: NDArray[np.float32]  # (images, classes): probabilities
     classes: tuple[str, ...]
@@ -54,10 +56,11 @@ class LabelPredictions(Result):
 
 def run(config: PredictConfig) -> LabelPredictions:
     """Label images; with an output, write the table and JSON."""
-    frozen = frozen_backbone(config)
+    start_processes()
     output, files = _files(config)
     check_outputs(config, *files)
     learned, images = agree("images", lambda: open_images(config), _describe)
+    frozen = frozen_backbone(config)  # after what is cheaper to find fault with
     fitted = _read(config, frozen) if learned is None else train_classifier(frozen, learned)
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
@@ -164,7 +167,7 @@ def tabulate(
 
     columns: dict[str, list[Any]] = {
         "name": [*names],
-        "label": label_texts(outputs, facts.classes, facts.task),
+        "label": labels_of(outputs, facts.classes, facts.task),
     }
     if facts.task == "multiclass":
         top = outputs.topk(min(2, len(facts.classes)), dim=1)
@@ -216,15 +219,20 @@ def _summary(columns: dict[str, list[Any]], task: Task) -> str:
     sure = np.array(columns["confidence"])
     text = f"{count} labelled: mean confidence {100 * sure.mean():.0f} %"
     text += f", {int((sure < 0.5).sum()):,} below 50 %" if task == "multiclass" else ""
-    counts = [f"{name}: {number:,}" for name, number in Counter(columns["label"]).most_common()]
+    counts = [f"{name}: {number:,}" for name, number in Counter(_cells(columns["label"])).most_common()]
     return f"{text}; {brief(', '.join(counts), 200)}"
 
 
 def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
-    """Return a table as CSV or Parquet."""
+    """Return a table as CSV, or as Parquet, in which several labels are a list."""
     file = BytesIO()
     if suffix == ".csv":
-        write_csv(pa.table(columns), file)
+        write_csv(pa.table({**columns, "label": _cells(columns["label"])}), file)
     else:
         parquet.write_table(pa.table(columns), file)
     return file.getvalue()
+
+
+def _cells(labels: Sequence[str] | Sequence[list[str]]) -> list[str]:
+    """Return labels as `several=true` reads them from a cell of text."""
+    return [each if isinstance(each, str) else SEPARATOR.join(each) or SEPARATOR for each in labels]

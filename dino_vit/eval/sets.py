@@ -106,6 +106,9 @@ class LabelledSubset:
         return replace(self, targets=numbers[self.targets], classes=train.classes)
 
 
+Sets = tuple[LabelledSubset, LabelledSubset]  # the images to learn from, and those to judge by
+
+
 def divide(
     images: LabelledSubset,
     train: LabelledSubset | None = None,
@@ -113,7 +116,7 @@ def divide(
     unlabelled: bool = False,
     blocks: int | None = None,
     seed: int = 0,
-) -> tuple[LabelledSubset, LabelledSubset]:
+) -> Sets:
     """Decide who learns and who is judged; where both are the same set, each image is told by the others.
 
     - `unlabelled`: the images without a label are judged, all of them with `train`; the labelled ones learn
@@ -140,7 +143,7 @@ def divide(
     return images, images
 
 
-def _with_same_names(learn: LabelledSubset, judge: LabelledSubset) -> tuple[LabelledSubset, LabelledSubset]:
+def _with_same_names(learn: LabelledSubset, judge: LabelledSubset) -> Sets:
     """Return both with the same numbers for the same names of classes or labels."""
     if judge.task == "multiclass":
         return learn, judge.with_classes_of(learn)
@@ -148,12 +151,10 @@ def _with_same_names(learn: LabelledSubset, judge: LabelledSubset) -> tuple[Labe
     return learn.with_columns(names), judge.with_columns(names)
 
 
-def open_sets(
-    config: SupervisedConfig, blocks: int | None = _VAL_SHARE
-) -> tuple[LabelledSubset, LabelledSubset]:
+def open_sets(config: SupervisedConfig, blocks: int | None = _VAL_SHARE) -> Sets:
     """Open the images to learn from and those to judge by; all processes must see the same."""
 
-    def describe(sets: tuple[LabelledSubset, LabelledSubset]) -> str:
+    def describe(sets: Sets) -> str:
         counts = (
             (plural(len(each), "image"), plural(len(each.classes), "class", "classes"), each.fingerprint)
             for each in sets
@@ -165,7 +166,7 @@ def open_sets(
     return agree("labelled images", lambda: _open_sets(config, blocks), describe)
 
 
-def _open_sets(config: SupervisedConfig, blocks: int | None) -> tuple[LabelledSubset, LabelledSubset]:
+def _open_sets(config: SupervisedConfig, blocks: int | None) -> Sets:
     several = config.several and (config.train is None or has_cells(config.source, config.labels))
     source, train = open_source(config.source, config.labels, several=several), None
     if config.train is not None:
@@ -261,6 +262,29 @@ def labelled_features(
     if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
         values, targets = values.to(device), targets.to(device)
     return LabelledFeatures(values, targets, kept, subset.classes, subset.task)
+
+
+def features_of_sets(
+    frozen: FrozenBackbone, sets: Sets, spec: FeatureSpec = CLS
+) -> tuple[LabelledFeatures, LabelledFeatures]:
+    """Return the features of both sets, computed together if they are of one source."""
+    learn, judge = sets
+    if learn.source is not judge.source:
+        titles = "features of the images to learn from", "features of the images to judge by"
+        bank, queries = (
+            labelled_features(frozen, each, spec, title) for each, title in zip(sets, titles, strict=True)
+        )
+        return bank, queries
+    if learn is judge:
+        features = labelled_features(frozen, judge, spec)
+        return features, features
+    indices = np.concatenate([each.indices for each in sets])
+    targets, order = np.concatenate([each.targets for each in sets]), np.argsort(indices)
+    joined = labelled_features(frozen, replace(learn, indices=indices[order], targets=targets[order]), spec)
+    bank, queries = (joined[np.flatnonzero(np.isin(joined.indices, each.indices))] for each in sets)
+    if not (len(bank) and len(queries)):
+        raise ValueError(f"none of the {len(judge if len(bank) else learn):,} images of a set can be read")
+    return bank, queries
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:

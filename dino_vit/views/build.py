@@ -67,13 +67,13 @@ def build_views(config: PretrainConfig) -> tuple[View, ...]:
         (views.local_count, views.local_shape, views.local_scale, local),
     )
     return tuple(
-        View(size=size, scale=scale, augment=_rotated(settings, augment.rotation, size))
+        View(size=size, scale=scale, augment=rotated(settings, augment.rotation, size))
         for count, size, scale, settings in groups
         for _ in range(count)
     )
 
 
-def _rotated(augment: ViewAugment, degrees: float, size: Size) -> ViewAugment:
+def rotated(augment: ViewAugment, degrees: float, size: Size) -> ViewAugment:
     """Add a rotation: by any angle, or by turns that keep the height and width of the view."""
     height, width = size
     if degrees != 90:

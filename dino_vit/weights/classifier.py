@@ -64,15 +64,15 @@ class Classifier(nn.Module):
         return activate(score_in_blocks(self.scores, features), self.facts.task, self.facts.temperature)
 
     @torch.no_grad()
-    def predict(self, images: object, *, batch_size: int = 64) -> tuple[list[str], Tensor]:
-        """Return the labels of images, as files of labels have them, and the probabilities (n, c).
+    def predict(self, images: object, *, batch_size: int = 64) -> tuple[list[str] | list[list[str]], Tensor]:
+        """Return the class of each image, or a list of its labels, and the probabilities (n, c).
 
         Images are what `load_backbone(...).embed` takes: files, PIL images, arrays, one or several.
         """
         options: dict[str, Any] = {"tokens": self.spec.tokens, "blocks": self.spec.blocks}
         features = self.backbone.embed(images, batch_size=batch_size, **options)
         outputs = self.of_features(features.view(-1, features.shape[-1]).to(self.backbone.device)).cpu()
-        return label_texts(outputs, self.classes, self.facts.task), outputs
+        return labels_of(outputs, self.classes, self.facts.task), outputs
 
 
 def activate(scores: Tensor, task: Task, temperature: float) -> Tensor:
@@ -81,14 +81,11 @@ def activate(scores: Tensor, task: Task, temperature: float) -> Tensor:
     return calibrated.sigmoid() if task == "multilabel" else calibrated.softmax(dim=1)
 
 
-def label_texts(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str]:
-    """Return what outputs (n, c) say, as labels are written: a class, or `sea;sky`."""
+def labels_of(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str] | list[list[str]]:
+    """Return the class that outputs (n, c) say of each image, or the labels."""
     if task == "multiclass":
         return [classes[number] for number in outputs.argmax(dim=1).tolist()]
-    return [
-        ";".join(name for name, p in zip(classes, row, strict=True) if p > 0.5) or ";"
-        for row in outputs.tolist()
-    ]
+    return [[name for name, p in zip(classes, row, strict=True) if p > 0.5] for row in outputs.tolist()]
 
 
 def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform) -> None:

@@ -132,6 +132,15 @@ def test_a_regression_has_the_best_penalty(weights):
     assert "the best C is at the end of those that were tried; give others with cs=" in said, "of two"
 
 
+def test_images_that_cannot_be_read_are_named_once(weights, tmp_path):
+    photos = write_classes(tmp_path / "photos", "ab", 20)
+    for name in ("a/3.png", "b/11.png", "b/17.png"):
+        (photos / name).write_bytes(b"")
+    said = evaluate(weights, *FAST, source=photos)[1]
+    assert said.count("cannot be read and are left out") == 1
+    assert "3 of 40 images cannot be read" in said
+
+
 def test_by_default_regressions_on_standardised_features_are_chosen_on_training_images(weights):
     found, said = evaluate(weights)
     assert (found["method"], found["settings"]["standardise"]) == ("logistic", True)

@@ -12,6 +12,7 @@ from PIL import Image
 
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
+from dino_vit.data.open import open_source
 from dino_vit.weights import WeightsError, load_backbone
 from tests.support.backbones import use_few_penalties
 from tests.support.processes import command_in_two
@@ -111,18 +112,34 @@ def test_labelled_images_may_be_a_set_of_their_own(photos, weights):
         dino_vit.predict(photos / "labelled", weights, train=photos / "labelled", verbose=False)
 
 
-def test_several_labels_are_written_as_labels_are(photos, weights):
-    table = photos / "rest.parquet"
-    said = predict(photos, weights, f"output={table}", labels="tags.csv")
-    columns = pq.read_table(table).to_pydict()
-    read_back = photos / "read.csv"
-    lines = [f"{name},{label}" for name, label in zip(columns["name"], columns["label"], strict=True)]
-    read_back.write_text("\n".join(["name,label", *lines]))
-    again = dino_vit.predict(photos / "photos", weights, labels=read_back, several=True, verbose=False)
-    assert again.names == [f"{row:03}.png" for row in range(0, IMAGES, 2)]
-    assert again.details["settings"]["several"]
-    assert all({*label.split(";")} <= {*COLOURS, "dark", "light", ""} for label in columns["label"])
-    assert "cross-validated mAP" in said
+@pytest.mark.parametrize(
+    ("labels", "suffix"), [("labels.csv", "parquet"), ("tags.csv", "csv"), ("tags.csv", "parquet")]
+)
+def test_a_table_is_a_file_of_labels(photos, weights, labels, suffix):
+    table, several = photos / f"rest.{suffix}", labels == "tags.csv"
+    said = predict(photos, weights, f"output={table}", labels=labels)
+    assert ("cross-validated mAP" in said) == several
+    read = open_source(str(photos / "photos"), table, several=several)
+    given = [sorted(read.labels.names_of(code)) if code >= 0 else None for code in read.codes().tolist()]
+    assert given[::2] == [None] * (IMAGES // 2)
+    if suffix == "parquet":
+        written = pq.read_table(table)["label"].to_pylist()
+    else:
+        written = [row["label"].strip(";").split(";") for row in rows_of(table)]
+    assert given[1::2] == [sorted(filter(None, each)) if several else [each] for each in written]
+    again = {"labels": table, "several": several, "verbose": False}
+    found = dino_vit.predict(photos / "photos", weights, **again)
+    assert found.names == [f"{row:03}.png" for row in range(0, IMAGES, 2)]
+    assert dino_vit.knn(photos / "photos", weights, **again).figure.images == IMAGES // 2
+
+
+def test_a_mistake_in_labels_is_found_before_weights_are_loaded(photos):
+    for command in (dino_vit.predict, dino_vit.knn, dino_vit.linear):
+        with pytest.raises(ValueError, match=r"absent\.csv does not exist"):
+            command(photos / "photos", photos / "absent", labels=photos / "absent.csv", verbose=False)
+    (photos / "rest.csv").touch()
+    with pytest.raises(ValueError, match=r"rest\.csv already exists"):
+        dino_vit.predict(photos / "photos", photos / "absent", output=photos / "rest.csv", verbose=False)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +167,8 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
     assert classifier.facts.temperature == found.details.get("temperature", 1.0)
     files = [photos / "photos" / row["name"] for row in rows]
     given, outputs = classifier.predict(files)
-    assert given == [row["label"] for row in rows]
+    written = [";".join(each) or ";" if isinstance(each, list) else each for each in given]
+    assert written == [row["label"] for row in rows]
     if labels == "labels.csv":
         confidence = [float(row["confidence"]) for row in rows]
         np.testing.assert_allclose(outputs.max(dim=1).values, confidence, atol=1e-4)  # rounded in the table
@@ -237,6 +255,9 @@ def test_a_class_of_one_image_is_named(photos, weights):
     few = photos / "few.csv"
     few.write_text("\n".join([*(photos / "labels.csv").read_text().splitlines(), "001.png,odd"]))
     said = predict(photos, weights, labels="few.csv")
+    assert (
+        " of 100 labels will be right among the 4 classes with two labelled images or more, if these" in said
+    )
     assert "Nothing can be said of 1 class with a single labelled image: odd\n" in said
     assert f"on {IMAGES // 2} labelled images of 4 classes" in said
     assert json.loads((photos / "predictions.json").read_text())["untested"] == ["odd"]

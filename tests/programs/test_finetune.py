@@ -112,9 +112,11 @@ def test_two_processes_train_as_one(tmp_path, weights):
         torch.testing.assert_close(together[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
 
 
-def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
+@pytest.mark.parametrize("turned", [(), (2, 3)], ids=["upright", "turned by 180"])
+def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights, turned):
     """One batch of all images, whose loss and moves are written out."""
-    more = (f"weights={weights}", "epochs=1", "warmup_epochs=0", "drop_path=0", "layer_decay=0.5", "flip=0")
+    more = (f"weights={weights}", "epochs=1", "warmup_epochs=0", "drop_path=0", "layer_decay=0.5")
+    more += (f"flip={int(3 in turned)}", f"vertical_flip={int(2 in turned)}")
     found, _ = tune(tmp_path / "run", *more, "batch_size=80", "crop=[1, 1]", "clip=0.5", "smoothing=0.3")
     after = tensors(tmp_path / "run" / "state", 1)
 
@@ -122,7 +124,7 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
     model, (train, _) = load_backbone(weights), open_sets(SupervisedConfig(source="synthetic:100:16"))
     model.add_classifier(10)
     images = torch.stack([train.images.read(place) for place in range(80)])
-    images = (images / 255 - 0.5) / 0.5
+    images = ((images / 255 - 0.5) / 0.5).flip(turned)
     targets = torch.from_numpy(train.targets)
     truth = 0.7 * F.one_hot(targets, 10) + 0.03
     loss = -(model(images).log_softmax(1) * truth).sum(1).mean()
