@@ -42,7 +42,7 @@ PLOTTED = {
     "input": "Reading and cropping of images",
     "knn": "k-NN",
 }
-FUNCTIONS = "reference/functions.md"
+FUNCTIONS = "reference/python.md"
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 log = get_plugin_logger("dino_vit")  # a warning fails the build
 
@@ -124,7 +124,7 @@ def command_page(name: str, command: Command) -> str:
         parts.append(f"By position: `dino-vit {name} {names}`.")
     if cls.resumes:
         parts.append("The same command resumes what was interrupted; *resumable* settings may change then.")
-    parts += [f"In Python: [`dino_vit.{function}`](../functions.md#dino_vit.{function}).", "## Settings"]
+    parts += [f"In Python: [`dino_vit.{function}`](../python.md#dino_vit.{function}).", "## Settings"]
     parts += settings_list(cls, resumes=cls.resumes)
     for key, field in cls.model_fields.items():
         if section := section_of(field.annotation):
@@ -149,7 +149,7 @@ def settings_list(cls: type[Settings], prefix: str = "", resumes: bool = False) 
 
 
 def functions_list() -> str:
-    """Return what follows on the page of the functions: their texts and signatures, from the stub."""
+    """Return what follows on the page of Python: the functions, their texts and signatures, from the stub."""
     tree = ast.parse((ROOT / "dino_vit/__init__.pyi").read_text())
     docs = {node.name: ast.get_docstring(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
     parts = []
@@ -157,7 +157,7 @@ def functions_list() -> str:
         function = name.replace("-", "_")
         text = str(docs[function]).partition("The settings and their defaults:")[0].strip()
         text = re.sub(r"(?m)^    (dino_vit\..*)$", r"```python\n\1\n```", text)
-        options = "heading_level: 2\n      show_docstring_description: false"
+        options = "heading_level: 3\n      show_docstring_description: false"
         parts.append(f"::: dino_vit.{function}\n    options:\n      {options}\n\n{text}\n")
         parts.append(f"Settings: [`dino-vit {name}`](commands/{name}.md#settings).\n")
     return "\n".join(parts)
