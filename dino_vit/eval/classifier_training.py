@@ -12,11 +12,9 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import brief, plural
 from dino_vit.eval.cross_validation import (
     FOLDS,
-    SIGNIFICANT,
     Trials,
     calibrate,
     candidates,
-    chance_of,
     cross_validate,
     tested_images,
     train_candidate,
@@ -28,13 +26,12 @@ from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights.classifier import Classifier, ClassifierFacts
 
 BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
+FEW = 10  # labelled images that are too few to say how good a classifier is
 DOUBTFUL = 0.8  # how much more probable another label is than one that looks wrong
 _ALIKE = "if these images are like the labelled ones"
 
 
-def describe(
-    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], chance: float | None
-) -> list[str]:
+def describe(learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure]) -> list[str]:
     """Say how good the labels will be: in a plain sentence, then by figures."""
     figure = trials.figure
     if figure is None:
@@ -50,10 +47,10 @@ def describe(
         if not trials.tested.all():  # of the other classes fewer will be
             plain += f" among the {what} with two labelled images or more"
         plain += f", {_ALIKE}"
-        if chance is None:
+        if len(tested) < FEW:
             labelled = plural(len(learned), "labelled image")
             plain = f"{labelled} are too few to say how many labels will be right: label more images"
-        elif chance > SIGNIFICANT or figure.value <= percent:
+        elif figure.low <= percent:
             plain = f"These labels may be no better than always guessing {name}: label more images"
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
@@ -137,8 +134,7 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
     candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
     temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
     scores = train_candidate(candidate, learned)
-    chance = chance_of(learned, folds) if task == "multiclass" else None
-    lines, untested = describe(learned, trials, baselines, chance), untested_classes(learned, folds)
+    lines, untested = describe(learned, trials, baselines), untested_classes(learned, folds)
     facts = ClassifierFacts(
         kind="neighbours" if by_neighbours else "linear",
         task=task,
@@ -161,7 +157,6 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
         "classifier": str(candidate),
         "cross_validated": trials.figure,
         "baselines": baselines,
-        "chance_p": chance,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
         "temperature": temperature,
         "untested": untested,

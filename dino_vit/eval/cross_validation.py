@@ -16,7 +16,7 @@ from dino_vit.config.settings import Task
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.figures import Figure, accuracy, average_precision, measure
-from dino_vit.eval.neighbours import class_scores, nearest
+from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.models.classifiers import (
@@ -32,9 +32,6 @@ FOLDS = 5
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
 TEMPERATURES = torch.logspace(-1.3, 1.3, 105, dtype=torch.double)
 JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
-PERMUTATIONS = 199  # of the labels, for a p-value
-PERMUTATION_IMAGES, PERMUTATION_SCORES = 2000, 400_000  # classified in each, at most, and their scores
-SIGNIFICANT = 0.025
 _ABSENT = -30.0  # score of a class that no image learned from has
 
 
@@ -208,52 +205,6 @@ def tested_images(learned: LabelledFeatures, folds: Tensor) -> Tensor:
     lowest = unseen.scatter_reduce(0, learned.targets, folds, "amin")
     highest = (unseen - FOLDS).scatter_reduce(0, learned.targets, folds, "amax")
     return (lowest < highest)[learned.targets]
-
-
-def chance_of(train: LabelledFeatures, folds: Tensor) -> float | None:
-    """Return the permutation p-value of the best k-NN accuracy; None if no result could be significant.
-
-    The interval of an accuracy does not say it: noise is above it too often, as of many candidates the best
-    was taken, and images that learn from each other are right together. Labels are permuted within folds.
-    """
-    members = [(folds == fold).nonzero()[:, 0] for fold in torch.unique(folds)]
-    if _permutations([train.targets[each] for each in members]) < 2 / SIGNIFICANT:
-        return None  # the labels themselves, and those of two classes exchanged, are too large a part of them
-    most, classes = len(train) - max(map(len, members)), len(train.classes)
-    ks = [int(each.value) for each in candidates(train.task, len(train), neighbours_only=True)]
-    ks = [k for k in ks if k <= most]
-    judged = torch.zeros_like(folds, dtype=torch.bool)
-    judged[evenly_spaced(len(train), min(PERMUTATION_IMAGES, max(100, PERMUTATION_SCORES // classes)))] = True
-    cosines, neighbours, queries = list[Tensor](), list[Tensor](), list[Tensor]()
-    for held in members:
-        learned = torch.cat([each for each in members if each is not held])
-        queries.append(held[judged[held]])
-        fold_cosines, rows = nearest(train.features[learned], train.features[queries[-1]], k=max(ks))
-        cosines.append(fold_cosines)
-        neighbours.append(learned[rows])
-    near, voters, query = torch.cat(cosines), torch.cat(neighbours), torch.cat(queries)
-
-    def most_right(targets: Tensor) -> int:
-        scores = class_scores(near, targets[voters], k=ks, classes=classes)
-        return max(int((each.argmax(dim=1) == targets[query]).sum()) for each in scores.values())
-
-    generator, as_right, right = torch.Generator().manual_seed(0), 1, most_right(train.targets)
-    with progress("Permuting the labels", PERMUTATIONS) as advance:
-        for _ in range(PERMUTATIONS):
-            permuted = train.targets.clone()
-            for each in members:
-                order = torch.randperm(len(each), generator=generator).to(each.device)
-                permuted[each] = permuted[each[order]]
-            as_right += most_right(permuted) >= right
-            advance(1)
-    return as_right / (PERMUTATIONS + 1)
-
-
-def _permutations(folds: Sequence[Tensor]) -> float:
-    """Return in how many ways labels can be permuted within folds; infinite if they are very many."""
-    counts = [torch.unique(targets, return_counts=True)[1].tolist() for targets in folds]
-    ways = sum(math.lgamma(sum(each) + 1) - sum(math.lgamma(n + 1) for n in each) for each in counts)
-    return math.exp(ways) if ways < 100 else math.inf
 
 
 def losses_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.0) -> Tensor:

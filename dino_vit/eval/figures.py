@@ -233,22 +233,6 @@ def average_precision(weights: Tensor, scores: Tensor, targets: Tensor) -> Tenso
     return torch.stack(columns, dim=1)
 
 
-def ranked_precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the average precision of scores (q, n), and whether the greatest is relevant.
-
-    The scores of the relevant images (q, m) are ascending; of equal scores those of others come first. No
-    row is sorted as a whole: it is enough to count.
-    """
-    passed = torch.searchsorted(relevant, scores, right=True)  # relevant images at or below each
-    histogram = torch.zeros(len(scores), relevant.shape[1] + 1, dtype=torch.long, device=scores.device)
-    histogram.scatter_add_(
-        1, passed, torch.ones((), dtype=torch.long, device=scores.device).expand_as(passed)
-    )
-    ranks = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # images at or above each relevant one
-    hits = relevant.shape[1] - torch.searchsorted(relevant, relevant)  # relevant ones at or above it
-    return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]
-
-
 def trapezoid_precision(ranks: NDArray[np.int64], relevant: int) -> float:
     """Return the area below the line through (recall, precision), which starts at precision 1.
 

@@ -1,4 +1,4 @@
-"""Classify images by their nearest neighbours on frozen features, and rank them: mAP and recall at 1.
+"""Classify images by their nearest neighbours on frozen features.
 
 Several labels of an image are predicted by the mean of the neighbours.
 """
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from dino_vit.config.commands import KnnConfig
@@ -17,18 +16,14 @@ from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
-from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import (
     TITLES,
     Figure,
     Predictions,
-    accuracy,
     measure,
-    measured_share,
-    ranked_precision,
 )
-from dino_vit.eval.neighbours import neighbour_means, unit, weighted_knn
+from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,
@@ -43,8 +38,6 @@ from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_se
 from dino_vit.models.backbone import FeatureSpec
 
 _CLASSES_SHOWN = 10
-_COSINES = 2**24  # in memory at a time
-_PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
 def run(config: KnnConfig) -> EvaluationResult:
@@ -81,24 +74,14 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> Evaluatio
         for k, outputs in predict(bank, queries, config.k, frozen.device).items():
             auroc = measure("multiclass", queries.indices, outputs, queries.targets[:, None])[0]
             figures[k]["auroc"] = auroc.figure
-    ranking = _rank(bank, queries, frozen.device)
     few = few_images(bank, queries)
-    details |= {
-        "results": [{"k": k, **row} for k, row in figures.items()],
-        "ranking": ranking,
-        "few_images": few,
-    }
+    details |= {"results": [{"k": k, **row} for k, row in figures.items()], "few_images": few}
     first, columns = config.k[0], {"top1": "top-1", "top5": "top-5"}
     columns |= {"mean_of_classes": "mean of classes", "auroc": "AUROC"}
     columns = {name: title for name, title in columns.items() if figures[first].get(name)}
     rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
     lines = [heading, format_table(["k", *columns.values()], rows), predictions[first].guesses()]
     lines += few_text(few)
-    if ranking:
-        asked = plural(ranking["queries"], "query", "queries")
-        line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
-        meaning = "whether images of its class come first, and whether the nearest is one"
-        lines.append(f"ranking by cosine for {asked}: {line} ({meaning})")
     lines.append(_class_table(first, figures[first]["per_class"]))
     title = f"k-NN top-1, k={first}"
     return conclude_classes("knn", path, title, predictions[first], details, lines)
@@ -150,50 +133,6 @@ def classify(
             progress=advance,
         )
     return {k: queries.predictions(all_gather(best)) for k, best in ranked.items()}
-
-
-def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device) -> dict[str, Any] | None:
-    """Return mAP and recall at 1 of the queries with an image of their class in the bank, if any."""
-    chosen = evenly_spaced(len(queries), max(1, _PAIRS_RANKED // len(bank)))
-    ranking = rank_all(bank, queries, torch.tensor(rank_slice(chosen), dtype=torch.long))
-    precision, first = (all_gather(each.to(device)).cpu() for each in ranking)
-    ranks = ~precision.isnan()
-    if not ranks.any():
-        return None
-    images = np.flatnonzero(ranks)
-    return {
-        "queries": len(images),
-        "map": measured_share("mAP", images, precision[ranks]).figure,
-        "recall_at_1": accuracy(int(first[ranks].sum()), len(images)),
-    }
-
-
-def rank_all(bank: LabelledFeatures, queries: LabelledFeatures, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank the whole bank, or all other images, for some rows of the queries by cosine.
-
-    Return each query's average precision, NaN without an image of its class, and whether the nearest image is
-    of its class. Images of other classes that are as near come first. Queries are taken class by class,
-    because those of one class have equally many relevant images.
-    """
-    features, itself = unit(bank.features), int(queries is bank)
-    asked, targets = (each[rows].to(features.device) for each in (queries.features, queries.targets))
-    rows = rows.to(features.device)
-    precision = torch.full((len(rows),), torch.nan, device=features.device)
-    first = torch.zeros(len(rows), dtype=torch.bool, device=features.device)
-    size = max(1, _COSINES // len(features))
-    with progress("ranking all images", len(rows)) as advance:
-        for target in torch.unique(targets):
-            relevant = (bank.targets == target).nonzero()[:, 0]
-            for places in (targets == target).nonzero()[:, 0].split(size):
-                if len(relevant) > itself:
-                    cosines = unit(asked[places]) @ features.T
-                    if itself:
-                        cosines.scatter_(1, rearrange(rows[places], "q -> q 1"), -torch.inf)
-                    # The query itself comes first.
-                    ascending = cosines[:, relevant].sort(dim=1).values[:, itself:].contiguous()
-                    precision[places], first[places] = ranked_precision(cosines, ascending)
-                advance(len(places))
-    return precision, first
 
 
 def few_shots(

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from einops import reduce
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -158,13 +157,8 @@ class OnlineEvaluation:
             return features.values[:, spec.columns_in(widest, backbone.width)]
 
         cls, image_colours = columns(CLS), features.values[:, -2 * channels :].cpu()
-        brightness = reduce(image_colours, "n (figure channel) -> n figure", "mean", figure=2)
         halves = self._first_half(features.indices)
-        figures = OnlineFigures(
-            rankme(cls),
-            colour=explained(cls.cpu(), image_colours, halves),
-            brightness=explained(cls.cpu(), brightness, halves),
-        )
+        figures = OnlineFigures(rankme(cls), colour=explained(cls.cpu(), image_colours, halves))
         if not self.has_labels:
             return figures
         right = {spec: self._classified(columns(spec), features.indices) for spec in specs}

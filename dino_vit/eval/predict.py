@@ -1,15 +1,17 @@
 """Label images by a few that have labels: a table with confidences."""
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 from pyarrow.csv import write_csv
@@ -33,11 +35,14 @@ from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import LabelledSubset, divide, labelled_features, labelled_subset, open_subset
 from dino_vit.weights.classifier import (
+    Classifier,
     labels_of,
     read_classifier,
     read_classifier_facts,
     save_classifier,
 )
+
+_ROWS = 2**14  # of the table that are computed at a time
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -47,11 +52,22 @@ class LabelPredictions(Result):
     names: list[str]
     labels: list[str] | list[list[str]]  # of each image its class, or several
     confidence: NDArray[np.float64]  # probability that a label is right
-    outputs: NDArray[np.float32]  # (images, classes): probabilities
-    classes: tuple[str, ...]
+    classifier: Classifier
+    features: Tensor  # (images, d)
     columns: dict[str, list[Any]]  # of the table, for pandas.DataFrame
     details: dict[str, Any]  # what the JSON file holds
     path: Path | None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes, or the names of labels, by the columns of `outputs`."""
+        return self.classifier.classes
+
+    @cached_property
+    def outputs(self) -> NDArray[np.float32]:
+        """The probabilities (images, classes), computed when asked for: of many images they are large."""
+        outputs: NDArray[np.float32] = self.classifier.of_features(self.features).cpu().numpy()
+        return outputs
 
 
 def run(config: PredictConfig) -> LabelPredictions:
@@ -64,9 +80,8 @@ def run(config: PredictConfig) -> LabelPredictions:
     fitted = _read(config, frozen) if learned is None else train_classifier(frozen, learned)
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
-    outputs = fitted.classifier.of_features(queries)
     names = [images.source.name(index) for index in features.indices.tolist()]
-    columns = tabulate(names, outputs, queries, fitted)
+    columns = {"name": names, **tabulate(queries, fitted)}
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), _summary(columns, facts.task)]
     if fitted.doubts:
         where = f"; {files[2]} lists them" if output else ""
@@ -92,8 +107,8 @@ def run(config: PredictConfig) -> LabelPredictions:
         names=names,
         labels=columns["label"],
         confidence=np.array(columns["confidence"]),
-        outputs=outputs.cpu().numpy(),
-        classes=fitted.classifier.classes,
+        classifier=fitted.classifier,
+        features=queries,
         columns=columns,
         details=details,
         path=output,
@@ -156,19 +171,22 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
     return TrainedClassifier(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines)
 
 
-def tabulate(
-    names: Sequence[str], outputs: Tensor, queries: Tensor, fitted: TrainedClassifier
-) -> dict[str, list[Any]]:
-    """Return the columns of the table."""
-    facts = fitted.classifier.facts
+def tabulate(queries: Tensor, fitted: TrainedClassifier) -> dict[str, list[Any]]:
+    """Return the columns of the table for the features of many images, some at a time."""
+    columns = defaultdict[str, list[Any]](list)
+    for block in torch.split(queries, _ROWS):
+        for title, values in _tabulate(block, fitted).items():
+            columns[title] += values
+    return dict(columns)
+
+
+def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> dict[str, list[Any]]:
+    facts, outputs = fitted.classifier.facts, fitted.classifier.of_features(queries)
 
     def rounded(values: Tensor) -> list[float]:
         return [round(value, 4) for value in values.tolist()]
 
-    columns: dict[str, list[Any]] = {
-        "name": [*names],
-        "label": labels_of(outputs, facts.classes, facts.task),
-    }
+    columns: dict[str, list[Any]] = {"label": [*labels_of(outputs, facts.classes, facts.task)]}
     if facts.task == "multiclass":
         top = outputs.topk(min(2, len(facts.classes)), dim=1)
         columns["confidence"] = rounded(top.values[:, 0])

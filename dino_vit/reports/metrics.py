@@ -41,7 +41,6 @@ class OnlineFigures:
     best_knn: float | None = None
     probe: float | None = None
     colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
-    brightness: float | None = None  # the same of its brightness and contrast alone
     knn_answers: Answers | None = None
     best_knn_answers: Answers | None = None
     probe_answers: Answers | None = None

@@ -12,12 +12,10 @@ from sklearn.preprocessing import StandardScaler
 
 from dino_vit.eval.classifier_training import DOUBTFUL, describe, doubtful_labels, untested_classes
 from dino_vit.eval.cross_validation import (
-    SIGNIFICANT,
     Candidate,
     Trials,
     calibrate,
     candidates,
-    chance_of,
     cross_validate,
 )
 from dino_vit.eval.figures import accuracy
@@ -93,40 +91,28 @@ def noise(images, classes, seed):
     return LabelledFeatures(values, targets, np.arange(images), tuple(map(str, range(classes))))
 
 
-def test_noise_is_taken_for_more_than_chance_as_seldom_as_is_said(monkeypatch):
-    monkeypatch.setattr("dino_vit.eval.cross_validation.PERMUTATIONS", 39)
-    folds = torch.arange(60) % 5
-    found = np.array([chance_of(noise(60, 3, seed), folds) for seed in range(100)])
-    assert (found <= SIGNIFICANT).sum() <= 8, "2.5 are expected; more than 8 have a probability of 0.1 %"
-    assert 0.4 < np.median(found) < 0.7
-    assert found.min() < 0.1
+def said_of(train, folds):
+    tried = candidates(train.task, len(train), neighbours_only=True)
+    return describe(train, cross_validate(train, folds, tried, ""), {})[0]
 
 
-def test_what_is_more_than_chance_is_seen():
-    train = features()
-    assert chance_of(train, in_turn(60)) == 1 / 200
-    assert chance_of(train, in_turn(60)) == chance_of(train, in_turn(60)), "the draws are the same"
+def test_noise_is_seldom_said_to_be_better_than_guessing():
+    said = [said_of(noise(60, 3, seed), torch.arange(60) % 5) for seed in range(100)]
+    may_be_guesses = sum(
+        each.startswith("These labels may be no better than always guessing") for each in said
+    )
+    assert may_be_guesses >= 95
+    assert said_of(features(), in_turn(60)).startswith("About ")
 
 
-@pytest.mark.parametrize(("images", "enough"), [(4, False), (8, False), (10, False), (14, True), (20, True)])
-def test_so_few_images_that_no_result_could_be_significant_are_said_to_be_too_few(images, enough):
+@pytest.mark.parametrize(("images", "enough"), [(4, False), (8, False), (10, True), (20, True)])
+def test_few_images_are_said_to_be_too_few(images, enough):
     """Two classes that features tell without a mistake."""
     targets = torch.arange(images) % 2
     train = LabelledFeatures(F.one_hot(targets, 8).float(), targets, np.arange(images), ("a", "b"))
-    folds = torch.arange(images) // 2 % 5
-    chance = chance_of(train, folds)
-    assert (chance is not None) == enough
-    said = describe(train, cross_validate(train, folds, [Candidate("k-NN", 1)], ""), {}, chance)[0]
+    said = said_of(train, torch.arange(images) // 2 % 5)
     few = f"{images} labelled images are too few to say how many labels will be right: label more images"
     assert said == few or (enough and said.startswith("About 100 of 100 labels will be right"))
-
-
-def test_classes_of_one_image_look_like_no_knowledge():
-    """They are never told, whichever images have them, as labels or shuffled."""
-    few = noise(100, 2, 0)
-    targets = torch.where(torch.arange(100) < 60, few.targets, torch.arange(100))
-    names = tuple(map(str, range(100)))
-    assert chance_of(replace(few, targets=targets, classes=names), torch.arange(100) % 5) > SIGNIFICANT
 
 
 def test_classes_of_one_image_are_in_no_figure():
@@ -140,7 +126,7 @@ def test_classes_of_one_image_are_in_no_figure():
     assert trials.tested.tolist() == [True] * 50 + [False] * 50
     assert trials.figure == accuracy(50, 50)
     assert untested_classes(train, torch.arange(100) // 5 % 5) == [f"{each:02}" for each in range(5, 55)]
-    said = describe(train, trials, {}, chance=0.005)
+    said = describe(train, trials, {})
     assert said[0].startswith("About 100 of 100 labels will be right")
     assert "on 50 labelled images of 5 classes; always guessing 00 20.0 %" in said[1]
 
@@ -150,7 +136,7 @@ def test_nothing_is_announced_where_no_image_can_be_tested():
     trials = cross_validate(train, torch.arange(3), candidates("multiclass", 3), "")
     assert trials.figure is None
     assert trials.best(trials.tested) == 0
-    assert "cannot be said" in describe(train, trials, {}, chance=1)[0]
+    assert "cannot be said" in describe(train, trials, {})[0]
 
 
 def test_scores_of_candidates_on_other_scales_are_ranked_alike():

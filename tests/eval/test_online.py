@@ -173,7 +173,6 @@ def test_without_labels_the_rank_is_what_there_is(labels):
     figures = evaluation(backbone())
     assert (figures.knn, figures.best_features, figures.best_knn, figures.probe) == (None,) * 4
     assert math.isfinite(figures.colour)
-    assert math.isfinite(figures.brightness)
     assert len(evaluation.indices) == 40
     assert evaluation.guesses() is None
 

@@ -62,13 +62,13 @@ def show_some(progress, clock):
 def evaluated(*, settings=(), colours=25.0, before=None, **figures):
     """Judge a finished run of 1,000 steps by three evaluations."""
     default = {"knn": [40.0] * 3, "best_knn": [40.0] * 3, "probe": [40.0] * 3, "rankme": [50.0] * 3}
-    columns = {**default, "colour": [0.5] * 3, "brightness": [0.2] * 3, **figures}
+    columns = {**default, "colour": [0.5] * 3, **figures}
     steps = {"total_steps": 1000, "best_features": "CLS"}
     history = [
         replace(HEALTHY, step=step, **steps, **{name: values[row] for name, values in columns.items()})
         for row, step in enumerate((400, 700, 1000))
     ]
-    at_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8, "brightness": 0.4}
+    at_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8}
     levels = {"largest_class": 24.0, "colours": colours, "queries": 341}
     config = load(PretrainConfig, None, ["recipe=auto", *settings])
     return judge(history, config, Baseline(**{**at_start, **levels, **(before or {})}))
