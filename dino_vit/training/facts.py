@@ -41,7 +41,7 @@ from dino_vit.views.build import build_pixels, open_images
 from dino_vit.views.eval_transform import eval_transform_of
 
 if TYPE_CHECKING:
-    from dino_vit.weights.loading import TrainedTeacher
+    from dino_vit.training.fixed_networks import TrainedTeacher
 
 SAMPLES = 8  # images whose bytes all ranks compare
 
@@ -81,7 +81,7 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
     trained, fixed_teacher, gram_teacher = None, None, None
     if config.teacher.weights is not None or config.gram:
-        from dino_vit.weights.loading import load_fixed, open_teacher
+        from dino_vit.training.fixed_networks import load_fixed, open_teacher
 
         if config.teacher.weights:
             fixed_teacher = open_teacher(load_fixed(config, "teacher.weights"))
@@ -242,7 +242,7 @@ def check_alike(shared: Mapping[str, str]) -> None:
 
 def _load_trained(config: PretrainConfig, fixed_teacher: Backbone | None) -> Backbone:
     """Load the weights that `init` starts from; a fixed teacher sees the same images."""
-    from dino_vit.weights.loading import load_fixed
+    from dino_vit.training.fixed_networks import load_fixed
 
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}

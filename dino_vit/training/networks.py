@@ -88,7 +88,7 @@ def build_objective(
     views, loss = config.views, config.loss
     teacher = inputs.fixed_teacher
     if teacher or inputs.gram_teacher:
-        from dino_vit.weights.loading import check_fixed_teacher, check_gram_teacher
+        from dino_vit.training.fixed_networks import check_fixed_teacher, check_gram_teacher
 
         if inputs.gram_teacher:
             check_gram_teacher(config, inputs.gram_teacher, student)

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import dino_vit
 from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.training.fixed_networks import open_teacher
 from dino_vit.training.setup import set_up
-from dino_vit.weights.loading import open_teacher
 from tests.support.runs import RESNET, TINY, tensors
 from tests.support.training import assert_resumes_exactly, configured, opened, tensors_of, trained
 
