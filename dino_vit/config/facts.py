@@ -8,17 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dino_vit.config.pretrain import PretrainConfig, Problem, check_phases, check_scaled_lr
+from dino_vit.config.sections import ChannelStatistics
 from dino_vit.core import Size
 from dino_vit.core.text import plural
-
-
-class ChannelStatistics(NamedTuple):
-    """Mean and std per channel of pixels in [0, 1]; each image has the same weight."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    highest: float  # value of any pixel
-    images: int  # that were measured
 
 
 @dataclass(frozen=True, kw_only=True)

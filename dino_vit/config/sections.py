@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -57,6 +57,15 @@ Minutes = Annotated[float, Field(ge=0.01, le=1e6)]  # PyTorch counts them in nan
 Sigma = Annotated[float, Field(ge=1e-12, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
 Sources = Annotated[str | tuple[str, ...], BeforeValidator(several)]
+
+
+class ChannelStatistics(NamedTuple):
+    """Mean and std per channel of pixels in [0, 1]; each image has the same weight."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    highest: float  # value of any pixel
+    images: int  # that were measured
 
 
 class Data(Settings):

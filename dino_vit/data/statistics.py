@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.config.facts import ChannelStatistics
+from dino_vit.config.sections import ChannelStatistics
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet

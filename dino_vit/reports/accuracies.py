@@ -66,11 +66,6 @@ def readings_of(
     return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
 
 
-def chance(reading: Reading, readings: Sequence[Reading]) -> float:
-    """Return the probability that one of some readings differs as much by chance (Bonferroni)."""
-    return min(1.0, len(readings) * reading.p)
-
-
 def evaluations_of(history: Sequence[MetricsRecord]) -> list[MetricsRecord]:
     return [metrics for metrics in history if metrics.rankme is not None and math.isfinite(metrics.rankme)]
 

@@ -49,6 +49,10 @@ def collapse(history: Sequence[MetricsRecord], *, settled_step: int) -> Diagnosi
         return NONFINITE
     settled = [metrics for metrics in history if metrics.step >= settled_step][-PATIENCE:]
     symptoms = [_symptom(metrics) for metrics in settled]
+    if STUCK_AT_LN in symptoms and len(settled) == PATIENCE:  # where the loss wavers, by its mean
+        excess = [metrics.excess or 0.0 for metrics in settled]
+        if math.fsum(excess) / PATIENCE > -STUCK * math.log(latest.prototypes or 1):
+            return STUCK_AT_LN
     if not symptoms or None in symptoms:
         return None
     # A short run may end before its loss has begun to fall.

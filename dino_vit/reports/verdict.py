@@ -16,7 +16,6 @@ from dino_vit.reports.accuracies import (
     Reading,
     above_baseline,
     better_baseline,
-    chance,
     evaluations_of,
     figures_text,
     readings_of,
@@ -39,10 +38,10 @@ ENOUGH = 3  # evaluations before a run is said to have gained nothing
 HALF = 0.5  # a rank below this share of the first, or of the best, has collapsed
 RISES = 1.0  # points or dimensions; what rises less in the last third of a run hardly rises
 FAR = 10.0  # points below the better baseline from which on more of the same is no advice
-AWAKE = 0.01  # a loss that was stuck at ln(prototypes) has left it with this share of it below
 INFORMATIVE = 0.1  # without labels, outputs that say at least this share of what they could about an image
 WAITING = 0.2  # the share of its time that a run may wait for images before it gets advice
 WAITING_HELP = "more data.workers, smaller images or shards help (dino-vit pack --help)"
+RECIPE = "In a new run, try recipe=auto."
 PUBLISHED = "timm:vit_small_patch16_224.dino"
 RANK = "the effective rank, about how many dimensions they use,"
 KNN = "k-NN, which names an image after the most similar others,"
@@ -96,14 +95,6 @@ class JudgedRun:
         """Whether it is too early for bad news: the teacher follows slowly, and a short dip is normal."""
         return len(self.evaluations) < ENOUGH and self.evaluations[-1].step < self.last.total_steps
 
-    @property
-    def is_still_stuck(self) -> bool:
-        """Whether the run was called stuck before, and its loss has hardly moved since: noise does that."""
-        last, before = self.last, self.history[-2:-1]
-        if not before or before[0].diagnosis != STUCK_AT_LN.name or last.excess is None:
-            return False
-        return last.excess > -AWAKE * math.log(last.prototypes or 1)
-
     @cached_property
     def readings(self) -> list[Reading]:
         """The accuracies beside those before training, the most certain difference first."""
@@ -111,8 +102,8 @@ class JudgedRun:
 
     @property
     def changes(self) -> list[Reading]:
-        """Those that are no chance."""
-        return [reading for reading in self.readings if chance(reading, self.readings) < UNLIKELY]
+        """Those that are no chance (Bonferroni)."""
+        return [reading for reading in self.readings if len(self.readings) * reading.p < UNLIKELY]
 
     @property
     def gained(self) -> bool:
@@ -122,17 +113,6 @@ class JudgedRun:
     def above_baseline(self) -> float:
         """Points of k-NN above the better of pixels and gradients; 0 where they are not known."""
         return (above_baseline(self.evaluations[-1], self.before) or 0.0) if self.evaluations else 0.0
-
-    @property
-    def below(self) -> str:
-        """Say by how much k-NN is below the better baseline, if it is."""
-        better, points = better_baseline(self.before), -self.above_baseline
-        return f"k-NN is {points:.1f} points below {better[0]}" if better and points > 0 else ""
-
-    @property
-    def ranks(self) -> list[float]:
-        """The effective ranks, the first before training."""
-        return [or_lowest(self.before.rankme), *(metrics.rankme or 0.0 for metrics in self.evaluations)]
 
     @property
     def rises(self) -> tuple[float, float] | None:
@@ -164,11 +144,12 @@ class JudgedRun:
         steps_per_epoch = round(min(last.step / last.epoch, 2.0**53)) if last.epoch else 0
         return round(in_steps(settled, steps_per_epoch))
 
-    def length(self, factor: float) -> str:
-        """Return the budget times a factor, as a setting."""
+    def longer(self, factor: float) -> str:
+        """Advise a budget that is larger by a factor."""
         unit = self.config.budget.unit
         value = getattr(self.config.budget, unit) * factor
-        return f"budget.{unit}={write_yaml(float(f'{value:.2g}') if unit == 'minutes' else math.ceil(value))}"
+        text = write_yaml(float(f"{value:.2g}") if unit == "minutes" else math.ceil(value))
+        return f"In a new run, try budget.{unit}={text}"
 
 
 def or_lowest(value: float | None) -> float:
@@ -186,18 +167,13 @@ def judge(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Ba
     name, sentence = diagnosis
     best = run.past_best if run.gained else None
     if best and name == "learning":
-        now = run.evaluations[-1].knn
         sentence = (
-            f"It is past its best: k-NN was {best.knn:.1f} % at step {best.step:,} and is {now:.1f} % now; "
+            f"It is past its best: k-NN was {best.knn:.1f} % at step {best.step:,} and is "
+            f"{run.evaluations[-1].knn:.1f} % now; the checkpoint of that step is kept."
         )
-        sentence += "the checkpoint of that step is kept."
-    return Verdict(
-        "done" if name == "learning" and run.finished else name,
-        sentence,
-        figures_text(history, baseline),
-        _advice(run, diagnosis),
-        best is not None,
-    )
+    name = "done" if name == "learning" and run.finished else name
+    figures = figures_text(history, baseline)
+    return Verdict(name, sentence, figures, _advice(run, diagnosis), best is not None)
 
 
 def waits_for_images(history: Sequence[MetricsRecord]) -> bool:
@@ -215,27 +191,25 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
         return collapsed
     if run.is_short:  # only what is good for sure is said
         return _judge_accuracies(run) if run.gained else Diagnosis("too early", _so_far(run))
-    if collapsed is None and run.is_still_stuck:
-        collapsed = STUCK_AT_LN
-    spread = 0 < run.ranks[0] < HALF * run.ranks[-1]
-    # Features may improve before the loss does; then they go on improving.
-    improves = run.gained and (len(run.evaluations) < ENOUGH or run.rises is not None)
-    follows_late = collapsed is STUCK_AT_LN and (spread or improves)
-    if collapsed and not follows_late:
-        return collapsed
     if not run.evaluations:
         unknown = run.finished and not run.config.compute.is_evaluated
-        return Diagnosis("learning" if unknown else "too early", _so_far(run))
-    diagnosis = by_rank = _judge_ranks(run)
-    if run.readings and (run.gained or by_rank.name != "collapsed"):
-        diagnosis = _judge_accuracies(run)
-    # A rank that has spread does not make a dead run one that is only young.
-    stays_dead = collapsed and diagnosis.name == "too early" and (run.is_still_stuck or run.finished)
-    return STUCK_AT_LN if stays_dead else diagnosis
+        return collapsed or Diagnosis("learning" if unknown else "too early", _so_far(run))
+    features = _judge_ranks(run)
+    if run.readings and (run.gained or features.name != "collapsed"):
+        features = _judge_accuracies(run)
+    if collapsed is not STUCK_AT_LN:
+        return collapsed or features
+    # Features may improve before the loss does; then they go on improving.
+    spread = 0 < (run.before.rankme or 0.0) < HALF * (run.evaluations[-1].rankme or 0.0)
+    improves = not run.readings or len(run.evaluations) < ENOUGH or run.rises is not None
+    follows = improves if features.name == "learning" else spread and not run.finished
+    return features if follows else collapsed
 
 
 def _judge_accuracies(run: JudgedRun) -> Diagnosis:
-    below, figures = run.below, _accuracy_text(run)
+    better, figures = better_baseline(run.before), _accuracy_text(run)
+    below = f"k-NN is {-run.above_baseline:.1f} points below {better[0]}" if better else ""
+    below = below if run.above_baseline < 0 else ""
     if run.gained:
         return Diagnosis("learning", f"It has learned{below and f', but {below}'}: {figures}.")
     if run.is_evaluated_early:
@@ -262,11 +236,12 @@ def _accuracy_text(run: JudgedRun) -> str:
 
 def _judge_ranks(run: JudgedRun) -> Diagnosis:
     """Judge by effective ranks and by what the teacher's outputs say about an image."""
-    ranks, last, early = run.ranks, run.evaluations[-1], run.is_evaluated_early
-    too_early = Diagnosis("too early", _so_far(run))
-    if run.before.rankme is None:  # nothing was measured before training
-        ranks = ranks[1:]
+    last, early = run.evaluations[-1], run.is_evaluated_early
+    ranks = [metrics.rankme or 0.0 for metrics in run.evaluations]
+    if run.before.rankme is not None:
+        ranks.insert(0, or_lowest(run.before.rankme))
     first, latest, highest = ranks[0], ranks[-1], max(ranks)
+    too_early = Diagnosis("too early", _so_far(run))
     if len(ranks) < 2:
         return too_early
     if last.step >= run.settled_step and not early and latest < HALF * highest:
@@ -301,26 +276,22 @@ def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
         return "In a new run, try compute.precision=bf16." if config.compute.precision == "fp16" else slower
     if run.is_short:
         enough = min(float(FEW_STEPS), run.last.step / run.last.epoch if run.last.epoch else math.inf)
-        longer = (
-            f"{run.length(enough / run.last.step)}: {FEW_STEPS} steps or one epoch are the least to judge by."
-        )
-        return f"In a new run, try {longer}" if run.finished and config.compute.is_evaluated else ""
+        least = f"{FEW_STEPS} steps or one epoch are the least to judge by"
+        tell = run.finished and config.compute.is_evaluated
+        return f"{run.longer(enough / run.last.step)}: {least}." if tell else ""
     if name == "collapsed" or diagnosis is STUCK_AT_LN:
-        return "In a new run, try recipe=auto." if is_own else slower
+        return RECIPE if is_own else slower
     if not run.finished or not run.evaluations:
         return ""
     if run.above_baseline > -FAR:  # else more of the same is no advice
-        longer = f"In a new run, try {run.length(2)}"
         if name == "learning" and run.rises:
             before, now = run.rises
-            return f"{longer}: it still rises ({before:.1f} after two thirds, {now:.1f} at the end)."
+            return f"{run.longer(2)}: it still rises ({before:.1f} after two thirds, {now:.1f} at the end)."
         if name == "too early" and run.readings:
-            return f"{longer}, or label more images: {run.readings[0].images:,} are few to tell by."
+            return f"{run.longer(2)}, or label more images: {run.readings[0].images:,} are few to tell by."
     if name == "stuck" and is_own:
-        return "In a new run, try recipe=auto."
-    if name == "stuck" or run.above_baseline < 0:
-        return published_advice(config)
-    return ""
+        return RECIPE
+    return published_advice(config) if name == "stuck" or run.above_baseline < 0 else ""
 
 
 def published_advice(config: PretrainConfig) -> str:

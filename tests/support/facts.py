@@ -3,9 +3,10 @@
 from typing import Any
 
 from dino_vit.config.complete import Run, complete
-from dino_vit.config.facts import ChannelStatistics, Facts, ImageFacts, LaunchFacts
+from dino_vit.config.facts import Facts, ImageFacts, LaunchFacts
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import ChannelStatistics
 
 
 def facts_of(
