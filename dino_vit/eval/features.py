@@ -1,7 +1,6 @@
 """Features of images by a frozen backbone: computed by all processes of a launch, and cached on disk."""
 
 import json
-import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +24,6 @@ from dino_vit.core.distributed import (
     broadcast_int,
     is_main_process,
     rank,
-    wait_for_all,
     world_size,
 )
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
@@ -237,36 +235,26 @@ def cached_features(
     if not keeps and source.fingerprint not in _SAID and is_main_process():
         _SAID.add(source.fingerprint)
         log.info(NOT_CACHED)
-    facts = {
-        "source": source.fingerprint,
-        "files": stamp if keeps else time.time_ns(),
-        "indices": subset or None,
-    }
+    facts = {"source": source.fingerprint, "files": stamp, "indices": subset or None}
     path, description = _cache_file(frozen, spec, facts)
-    tensors = _read(path)
+    tensors = _read(path) if keeps else None
     if any_process(
         tensors is None or _readable_again(frozen, source, missing_indices(chosen, tensors["indices"]))
     ):
-        to = path if keeps or world_size() > 1 else None
-        tensors = _compute(to, frozen, source, chosen, spec, title, description) or _read(path)
-        if is_main_process():
+        tensors = _compute(frozen, source, chosen, spec, title)
+        if keeps and is_main_process():
+            _write(path, tensors, description)
             bound_caches(frozen.cache_gb, path.parent, spared=path)
-    if not keeps:
-        wait_for_all()  # until each has read them
-        path.unlink(missing_ok=True)
-    if tensors is None:
-        raise ValueError(
-            f"{path} was written but is not there; let all processes share the folder of the cache"
-        )
+    assert tensors is not None
     left_out = {source.name(index): index for index in missing_indices(chosen, tensors["indices"])}
     new = [index for name, index in left_out.items() if name not in frozen.unreadable]
     frozen.unreadable.update(left_out)
     if new and is_main_process():
         warn_of_unreadable(source, frozen.transform, new, len(chosen))
     check_finite(tensors["values"], frozen.model)
-    values = tensors["values"].numpy()
-    note_use(path)
-    return values, tensors["indices"].numpy()
+    if keeps:
+        note_use(path)
+    return tensors["values"].numpy(), tensors["indices"].numpy()
 
 
 def _cache_file(frozen: FrozenBackbone, spec: FeatureSpec, images: Mapping[str, object]) -> tuple[Path, str]:
@@ -301,24 +289,21 @@ def _readable_again(frozen: FrozenBackbone, source: ImageSet, left_out: Sequence
     return any(len(batch.indices) > 0 for batch in read_batches(source, frozen.transform, batches))
 
 
-def _compute(
-    path: Path | None,
-    frozen: FrozenBackbone,
-    source: ImageSet,
-    indices: Sequence[int],
-    spec: FeatureSpec,
-    title: str,
-    description: str,
-) -> dict[str, Tensor] | None:
-    """Compute features in all processes, each a batch in turn, and write them on rank 0 if there is a path.
+def _write(path: Path, tensors: Mapping[str, Tensor], description: str) -> None:
+    try:
+        write_tensors(path, tensors, description)
+    except StorageError as error:
+        log.warning("the features could not be cached: %s; see cache=FOLDER", error)
 
-    Return them if there is one process, which does not need the file.
-    """
+
+def _compute(
+    frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int], spec: FeatureSpec, title: str
+) -> dict[str, Tensor]:
+    """Compute features in all processes, each a batch in turn; all return all of them."""
     processes, batches = world_size(), list(in_batches(indices, frozen.batch_size))
     # Every process has as many batches, so that each round can be gathered; the last may be empty.
     batches += [[]] * (-len(batches) % processes)
-    shape = spec.shape(frozen.model, frozen.transform.size)
-    values = torch.empty(len(indices) if is_main_process() else 0, *shape)
+    values = torch.empty(len(indices), *spec.shape(frozen.model, frozen.transform.size))
     kept, unreadable = list[int](), list[UnreadableImage]()
     with (
         progress(title, len(indices)) as advance,
@@ -326,21 +311,11 @@ def _compute(
     ):
         for batch in features:
             rows, row_values = all_gather(batch.indices), all_gather(batch.values)
-            if is_main_process():
-                values[len(kept) : len(kept) + len(rows)] = row_values.cpu()
+            values[len(kept) : len(kept) + len(rows)] = row_values.cpu()
             kept += rows.tolist()
             unreadable += batch.unreadable
             advance(len(rows))
     if not kept:
         first = f", the first is {unreadable[0]}" if unreadable else ""  # another rank may have read all
         raise ValueError(f"none of {len(indices):,} images can be read{first}")
-    tensors = {"values": values[: len(kept)], "indices": torch.tensor(kept)}
-    try:
-        if path and is_main_process():
-            write_tensors(path, tensors, description)
-    except StorageError as error:
-        if processes > 1:
-            raise
-        log.warning("the features could not be cached: %s; see cache=FOLDER", error)
-    wait_for_all()
-    return tensors if processes == 1 else None
+    return {"values": values[: len(kept)], "indices": torch.tensor(kept)}
