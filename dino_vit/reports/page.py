@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,19 +12,19 @@ from markupsafe import Markup
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
+from dino_vit.reports.accuracies import better_baseline
 from dino_vit.reports.record import RunRecord, changed_settings, diagnosis, facts, verdict
-from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
+from dino_vit.reports.verdict import BAD, RISES, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
+FIGURES = 4  # the numbers to look at first
 SHOWN = 4  # charts; the page has the others behind a line to open
 BUCKETS = 300  # the lowest and the highest point of each are kept
-# The few numbers to look at first: title, field of a record, format, and what to compare it with, figures
-# from before training.
-FIGURES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("k-NN", "knn", "{:.1f} %", ("knn", *BASELINES)),
-    ("effective rank, about how many dimensions the features use", "rankme", "{:.0f}", ("rankme",)),
-)
-
+COMPARED = {
+    "knn": "before training it was",
+    "pixels": "without a network, by their pixels alone, it is",
+    "gradients": "without a network, by their edges alone (gradients), it is",
+}
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
 IMITATED = "1 minus the cosine with the features of the frozen teacher."
 ENTROPIES = "Both at the dashed line: a collapse to uniform outputs. Both 0: one to a single prototype."
@@ -100,6 +100,7 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         diagnosis=name,
         tone="bad" if name in BAD else "good" if name in ("learning", "done") else "plain",
         history=history,
+        plain=plain(record),
         outcome=verdict(record).paragraphs,
         figures=figures(record),
         facts=facts(record),
@@ -119,18 +120,53 @@ def _with_code(text: str) -> Markup:
     )
 
 
+def plain(record: RunRecord) -> str:
+    """Say what the network does with images, for readers who know no statistics."""
+    knn, rank, before = record.latest("knn"), record.latest("rankme"), record.baseline.figures()
+    if knn is None:
+        if rank is None:
+            return ""
+        ways = f", before training in {before['rankme']:.0f}" if "rankme" in before else ""
+        matter = "only labels can say whether these are the ways that matter"
+        return f"The network tells images apart in about {rank:.0f} ways{ways}; {matter}."
+    metric = record.baseline.metric
+    right = f"gets {knn:.0f} of 100 right"
+    right = right if metric == "top-1" else f"finds labels with an {metric} of {knn:.0f} %"
+    text = f"Naming each image after those most like it, the network {right}"
+    levels = {name: before[name] for name in COMPARED if name in before}
+    if not levels:
+        return f"{text}."
+    best = max(levels, key=lambda name: levels[name])
+    worth = "so far it is no better" if knn < levels[best] + RISES else "so it has learned"
+    worth = "it has not learned enough yet" if knn <= levels[best] - RISES else worth
+    return f"{text}; {COMPARED[best]} {levels[best]:.0f}: {worth}."
+
+
 def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
     """Return the few numbers to look at first, and beside each what it compares with."""
-    found = {}
-    for title, name, text, levels in FIGURES:
-        if (value := record.latest(name)) is not None:
-            before = record.baseline_levels(*levels)
-            beside = ", ".join(f"{what} {text.format(level)}" for what, level in before.items())
-            title += " among the training images" if name == "knn" and record.baseline.leave_one_out else ""
-            found[title] = text.format(value), beside
-        if name == "knn":
-            found |= newest_evaluation(record)
+    before, found = record.baseline.figures(), {}
+    knn, probe, rank = (record.latest(name) for name in ("knn", "probe", "rankme"))
+    kind = "accuracy" if record.baseline.metric == "top-1" else record.baseline.metric
+    if knn is not None:
+        of = "among the training images" if record.baseline.leave_one_out else ""
+        beside = ", ".join(filter(None, (of, _before(before, "knn"))))
+        found[f"{kind} of neighbours"] = f"{knn:.1f} %", beside
+    if probe is not None:
+        found[f"{kind} of a simple classifier"] = f"{probe:.1f} %", _before(before, "probe")
+    if knn is not None and (better := better_baseline(record.baseline)):
+        levels = [f"{name} {before[name]:.1f} %" for name in BASELINES if name in before]
+        above = f"{knn - better[1]:+.1f}".replace("-", "−")
+        found["points above gradients and pixels"] = above, ", ".join(levels)
+    found |= newest_evaluation(record)
+    if rank is not None and len(found) < FIGURES:
+        found["dimensions that the features use"] = f"{rank:.0f}", _before(before, "rankme")
     return found
+
+
+def _before(levels: Mapping[str, float], name: str) -> str:
+    """Return a figure before training, if there is one."""
+    unit = "" if name == "rankme" else " %"
+    return f"before training {levels[name]:.{1 if unit else 0}f}{unit}" if name in levels else ""
 
 
 def newest_evaluation(record: RunRecord) -> dict[str, tuple[str, str]]:

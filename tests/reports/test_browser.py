@@ -143,7 +143,7 @@ def test_hovering_and_selecting_show_an_image_its_attention_and_its_neighbours(p
     assert captions[:2] == ["image", "attention (mean of heads)"]
     near = data["neighbours"][hovered]
     for caption, other, cosine in zip(captions[2:], near, data["cosines"][hovered], strict=True):
-        assert caption == f"{cosine:.4f} {data['classes'][data['labels'][other]][0]}"
+        assert caption == f"{cosine:.3f} · {data['classes'][data['labels'][other]][0]}"
     pictures = page.find_elements(By.CSS_SELECTOR, ".selection img")
     WebDriverWait(page, 10).until(lambda _: all(it.get_property("naturalWidth") for it in pictures))
     photo, below, attention, *_ = pictures

@@ -14,7 +14,7 @@ from dino_vit.data.open import open_source
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.results import evaluation
 from dino_vit.reports.metrics import append_record
-from dino_vit.reports.page import SHOWN, Pictures, Row, Tile, charts, figures, render, thin
+from dino_vit.reports.page import SHOWN, Pictures, Row, Tile, charts, figures, plain, render, thin
 from dino_vit.reports.record import diagnosis, read_run
 from tests.support.history import HEALTHY
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, write_report
@@ -179,12 +179,55 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     assert drawn["k-NN accuracy"]["levels"] == {"untrained": 20.0, "pixels": 10.0}
     assert drawn["Effective rank"]["series"] == {"effective rank": [(0, 12.0), (100, 55.0)]}
     assert drawn["Loss"]["levels"] == {f"ln({last.prototypes})": pytest.approx(math.log(last.prototypes))}
-    assert figures(record)["k-NN"] == ("40.0 %", "untrained 20.0 %, pixels 10.0 %")
+    assert figures(record) == {
+        "accuracy of neighbours": ("40.0 %", "before training 20.0 %"),
+        "points above gradients and pixels": ("+30.0", "pixels 10.0 %"),
+        "dimensions that the features use": ("55", "before training 12"),
+    }
     among = replace(record, baseline=replace(record.baseline, leave_one_out=True))
-    assert "k-NN among the training images" in figures(among)
+    beside = "among the training images, before training 20.0 %"
+    assert figures(among)["accuracy of neighbours"] == ("40.0 %", beside)
     name, spans = diagnosis(record)
     assert name == "learning"
     assert spans == "since step 100; earlier: too early from step 50."
+
+
+@pytest.mark.parametrize(
+    ("measured", "baseline", "said"),
+    [
+        (
+            {"knn": 40.0},
+            {"knn": 20.0},
+            "the network gets 40 of 100 right; before training it was 20: so it has learned.",
+        ),
+        (
+            {"knn": 40.0},
+            {"pixels": 10.0, "gradients": 5.0},
+            "by their pixels alone, it is 10: so it has learned.",
+        ),
+        (
+            {"knn": 40.0},
+            {"pixels": 10.0, "gradients": 39.5},
+            "by their edges alone (gradients), it is 40: so far it is no better.",
+        ),
+        ({"knn": 40.0}, {"pixels": 70.0}, "it is 70: it has not learned enough yet."),
+        (
+            {"knn": 40.0},
+            {"metric": "mAP"},
+            "the network finds labels with an mAP of 40 %.",
+        ),
+        (
+            {"rankme": 55.0},
+            {"rankme": 12.0},
+            "tells images apart in about 55 ways, before training in 12; only labels",
+        ),
+    ],
+)
+def test_a_plain_sentence_comes_before_the_figures(tmp_path, measured, baseline, said):
+    record = record_of(tmp_path, [(replace(HEALTHY, **measured), "learning")], baseline)
+    assert said in plain(record)
+    page = render(record, Pictures())
+    assert page.index('class="learned"') < page.index('class="figures"') < page.index('class="outcome"')
 
 
 def test_the_charts_that_matter_come_first_and_the_others_are_behind_a_line(tmp_path):

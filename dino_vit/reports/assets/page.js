@@ -308,9 +308,13 @@ class Explorer {
     return this.data.classes[this.data.labels[n]]?.[0] ?? "";
   }
 
+  title(n) {
+    return [this.data.names[n], this.label(n)].filter(Boolean).join(" · ");
+  }
+
   hover(n) {
     this.hovered = n;
-    this.hint.textContent = n === null ? "Drag to move, scroll to zoom, click to select." : `${this.data.names[n]} ${this.label(n)}`;
+    this.hint.textContent = n === null ? "Drag to move, scroll to zoom, click to select." : this.title(n);
     this.redraw();
   }
 
@@ -318,17 +322,17 @@ class Explorer {
     this.selected = n;
     this.hover(null);
     this.panel.replaceChildren();
-    element(this.panel, "p", { class: "caption" }, n === null ? "Select an image to see it whole, and its nearest neighbours." : `${this.data.names[n]} ${this.label(n)}`);
+    element(this.panel, "p", { class: "caption" }, n === null ? "Select an image to see it whole, and the images most like it." : this.title(n));
     if (n === null) return;
     this.show(this.panel, n, "image");
     if (this.data.attention.length) {
       const attended = this.show(this.panel, n, "attention (mean of heads)");
       element(attended, "img", { src: this.data.attention[n], alt: "attention" });
     }
-    element(this.panel, "p", { class: "caption" }, `Nearest neighbours, by cosine similarity${this.data.classes.length ? ", and their classes" : ""}`);
+    element(this.panel, "p", { class: "caption" }, `Most like it, by cosine similarity${this.data.classes.length ? ", and their classes" : ""}`);
     this.data.neighbours[n].forEach((other, rank) => {
       const button = element(this.panel, "button", { type: "button", title: this.data.names[other] });
-      this.show(button, other, `${this.data.cosines[n][rank].toFixed(4)} ${this.label(other)}`);
+      this.show(button, other, [this.data.cosines[n][rank].toFixed(3), this.label(other)].filter(Boolean).join(" · "));
       button.addEventListener("click", () => {
         this.reveal(other);
         this.select(other);
