@@ -5,10 +5,8 @@ import io
 import json
 import os
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, printable, public, public_values
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import IndexContents, WriteImages, indexing, open_index
-from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, ZERO_OR_ONE, encode_labels
+from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels
 from dino_vit.data.paths import IMAGE_SUFFIXES, folder_of, suffix_of
 from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, file_signatures, is_url, read_file
 from dino_vit.data.stores.files import Files, join_path
@@ -45,8 +43,6 @@ def read_entries(
     A table without a column of labels is an error if they are needed, otherwise a warning. With `several`, a
     cell has several labels, as in `sea;sky`.
     """
-    if data.startswith(b"PAR1"):
-        raise ValueError(f"{path} is Parquet; a list is text, CSV, TSV or, with a label for each name, JSON.")
     if b"\0" in data:
         raise ValueError(f"{path} is not text in UTF-8, perhaps in UTF-16; save it in UTF-8.")
     # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.
@@ -200,10 +196,6 @@ def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> Im
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
     values = [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
     missing = [name for name, value in zip(names, values, strict=True) if value is None]
-    if meant := _meant(surplus, missing):
-        differ = plural(len(meant), "name differs", "names differ")
-        examples = _examples([(image, name) for name, image in meant.items()], "'%.200s' instead of '%.200s'")
-        raise ValueError(f"{path}: {differ} from those of the images: write {examples}")
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has labels for none of the images: its names are like "
@@ -218,32 +210,6 @@ def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> Im
         labelled = f"{len(names) - len(missing):,}"
         log.info("%s: labels for %s of %s", path, labelled, plural(len(names), "image"))
     return images.with_labels(encode_labels(values))
-
-
-def _meant(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return which image each given name may mean, if it is only one and no other name means it.
-
-    They may differ by spaces around them, a suffix, capital letters, and folders before them.
-    """
-    images = defaultdict[str, list[tuple[list[str], str]]](list)
-    for name in names:
-        last, *folders = _plain_parts(name)
-        images[last].append((folders, name))
-    meant = dict[str, str]()
-    for name in given:
-        last, *folders = _plain_parts(name)
-        alike = [image for others, image in images[last] if all(map(eq, folders, others))]
-        if len(alike) == 1:
-            meant[name] = alike[0]
-    counts = Counter(meant.values())
-    return {name: image for name, image in meant.items() if counts[image] == 1}
-
-
-def _plain_parts(name: str) -> list[str]:
-    """Return the last part of a path without its suffix, then its folders upwards, in small letters."""
-    name = name.strip().replace("\\", "/").casefold()
-    stem = name.rpartition(".")[0] if name.endswith(IMAGE_SUFFIXES) else name
-    return stem.split("/")[::-1]
 
 
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
@@ -310,21 +276,7 @@ def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, objec
         examples = _examples(pairs, "%.200r has %.200r and %.200r")
         text = f"{path} has two values for {plural(len(pairs), 'name')}: {examples}"
         raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky with several=true")
-    _check_spelling(path, table.values())
     if joined := [value for value in table.values() if isinstance(value, str) and SEPARATOR in value]:
         text = "%s: '%s' is one class; several=true reads several labels"
         log.warning(text, path, brief(max(joined, key=len)))
     return table
-
-
-def _check_spelling(path: str, values: Iterable[object]) -> None:
-    """Raise an error if labels differ by capital letters alone."""
-    texts = (text for value in values for text in (value if isinstance(value, list) else [value]))
-    counts = Counter(text.strip() for text in texts if isinstance(text, str))
-    spellings = defaultdict[str, list[str]](list)
-    for name in sorted(counts):
-        spellings[name.casefold()].append(f"'{brief(name)}' ({plural(counts[name], 'image')})")
-    if alike := [names for plain, names in spellings.items() if len(names) > 1 and plain not in NO_LABEL]:
-        shown = ", ".join(" and ".join(names) for names in alike[:3]) + ", ..." * (len(alike) > 3)
-        advice = "write one of them, or other names if they are two classes"
-        raise ValueError(f"{path} has labels that differ by capital letters alone: {shown}; {advice}")

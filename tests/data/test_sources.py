@@ -96,13 +96,3 @@ def test_jpeg_is_found_by_each_of_its_suffixes(tmp_path):
     for suffix in (".JPG", ".jfif", ".jpe", ".jpeg"):
         (tmp_path / f"photo{suffix}").touch()
     assert len(open_folder(tmp_path)) == 4
-
-
-def test_files_without_a_suffix_are_counted(folder, caplog):
-    caplog.set_level("INFO", "dino_vit")
-    open_folder(folder)
-    assert "without a suffix" not in caplog.text
-    for name in ("IMG_1", "b/IMG_2", "IMG_3", ".hidden", "notes.txt"):
-        (folder / name).write_bytes(b"an image, perhaps")
-    assert len(open_folder(folder)) == 5
-    assert f"{folder}: 3 files without a suffix were not read, such as " in caplog.text

@@ -100,8 +100,4 @@ def _images_among(root: str, files: Sequence[str]) -> list[str]:
     if containers:
         text = "%s is read as a folder of images, without the %s in it, such as %s"
         log.warning(text, public(root), plural(len(containers), "archive"), printable(containers[0]))
-    if unnamed := [name for name in others if not suffix_of(name)]:
-        text = "%s: %s without a suffix %s not read, such as %s"
-        were = "was" if len(unnamed) == 1 else "were"
-        log.info(text, public(root), plural(len(unnamed), "file"), were, printable(min(unnamed)))
     return names
