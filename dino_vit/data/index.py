@@ -5,7 +5,7 @@ Rows are ordered by shard, and in each by name; a folder is one shard. There are
 - `CachedIndex`: one file in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE_HOME or ~/.cache). It
   is built once, and again when the source has other files, sizes or times (`open_index`). It may be deleted
   while no process uses it. A source whose images cannot be read at random (Parquet) unpacks them into it:
-  unpacked images: an Arrow stream | padding | rows: an Arrow file | where the rows start
+  images, if unpacked | padding | rows: an Arrow file | where the rows start
 - `Catalogue` (`data/catalogue.py`): a file for each shard, beside it, and one that lists them.
 """
 
@@ -138,8 +138,7 @@ def fingerprint_of(names: Sequence[bytes], sizes: NDArray[np.int64]) -> str:
     return f"images-{len(names)}-{digest.hexdigest()[:16]}"
 
 
-UNPACKED = "image"  # the column of unpacked images
-WriteImages = Callable[[pa.Array], object]
+WriteImages = Callable[[bytes | memoryview], object]
 Build = Callable[[WriteImages], IndexContents]
 
 
@@ -159,7 +158,6 @@ def to_arrow(values: NDArray[Any]) -> pa.Array:
 class CachedIndex(Index):
     """An index in one file, with unpacked images if there are some."""
 
-    images: pa.Table  # as they were unpacked
     file_signatures: NDArray[np.int64]  # only where the index was opened, not where it was unpickled
 
     def __init__(self, data: pa.Buffer, path: Path) -> None:
@@ -172,7 +170,7 @@ class CachedIndex(Index):
         self.metadata = json.loads(rows.schema.metadata[b"dino_vit"])
         counts = np.bincount(self.columns["shard"], minlength=self.metadata["shards"])
         self.starts = np.concatenate([[0], np.cumsum(counts)])
-        self.images = pa.ipc.open_stream(data[:start]).read_all()
+        self.images = data[:start]
         note_use(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,8 +228,7 @@ def open_index(
             index = load_current()
             if index is None:
                 with replacing(path) as partial_path, partial_path.open("wb") as file, indexing(spec):
-                    contents = _write_images(file, build)
-                    _write(file, contents.rows(signatures[:, 0], began=began, stamp=stamp))
+                    _write(file, build(file.write).rows(signatures[:, 0], began=began, stamp=stamp))
                 index = _load(path)
     if index is None:
         raise StorageError(f"{path} cannot be read back")
@@ -266,13 +263,6 @@ def _reopen(path: Path, began: int) -> CachedIndex:
     if index is None or index.metadata["began"] != began:
         raise ValueError(f"{path} was rebuilt while a process that reads it was starting; start again")
     return index
-
-
-def _write_images(file: BinaryIO, build: Build) -> IndexContents:
-    """Write the images that `build` unpacks, and return the rest."""
-    schema = pa.schema([(UNPACKED, pa.large_binary())])
-    with pa.ipc.new_stream(file, schema) as images:
-        return build(lambda column: images.write_batch(pa.record_batch([column], schema=schema)))
 
 
 def _write(file: BinaryIO, rows: pa.RecordBatch) -> None:

@@ -16,12 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.index import UNPACKED, CachedIndex, IndexContents, WriteImages, open_index
+from dino_vit.data.index import CachedIndex, IndexContents, WriteImages, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, encode_labels
 from dino_vit.data.paths import file_identity, short_names
 from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, open_file, read_image_file
@@ -72,7 +71,7 @@ class Contents:
         self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
         return images
 
-    def index_contents(self, tables: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> IndexContents:
+    def index_contents(self, tables: Mapping[str, int]) -> IndexContents:
         """Return what goes into an index of tables, given by name and length.
 
         The items are ordered by name if all rows have a name of their own.
@@ -86,7 +85,7 @@ class Contents:
             names=names,
             sizes=self.sizes,
             labels=encode_labels(self.labels, self.columns.classes, f"column {self.columns.label}"),
-            columns=columns,
+            columns={"row": np.arange(len(names)), "size": np.array(self.sizes, np.int64)},
             by_name=named,
         )
 
@@ -161,15 +160,23 @@ def holds_paths(table: pa.Table, columns: TableColumns) -> bool:
 
 
 class Rows(Store):
-    """Images in a column of Arrow tables, or in the one that was unpacked into the index."""
+    """Images in a column of Arrow tables, or unpacked into the index."""
 
-    def __init__(self, index: CachedIndex, column: str, tables: Sequence[Any] = ()) -> None:
+    def __init__(self, index: CachedIndex, column: str = "", tables: Sequence[Any] = ()) -> None:
         self.index, self.column, self.tables = index, column, tables
+        # Arrow looks for a row of a table in one chunk after another.
+        columns = [table.column(column) for table in tables]
+        self.chunks = [chunk for each in columns for chunk in each.chunks] or [_unpacked(index)]
+        self.starts = np.cumsum([0, *map(len, self.chunks)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rows, (self.index, self.column, self.tables)
 
     def _image(self, row: int) -> tuple[pa.Buffer | None, str | None]:
         """Return the bytes of an image, or without them the path of its file."""
-        table, at = (int(self.index.columns[name][row]) for name in ("table", "row"))
-        value = (self.tables[table] if self.tables else self.index.images).column(self.column)[at]
+        at = int(self.index.columns["row"][row])
+        chunk = int(np.searchsorted(self.starts, at, side="right")) - 1
+        value = self.chunks[chunk][at - int(self.starts[chunk])]
         if not value.is_valid:
             return None, None
         if not pa.types.is_struct(value.type):
@@ -189,6 +196,14 @@ class Rows(Store):
         return [_piece(data) if data or not path else file_identity(path) for data, path in images]
 
 
+def _unpacked(index: CachedIndex) -> pa.Array:
+    """Return the unpacked images as a column."""
+    sizes = np.empty(len(index), np.int64)
+    sizes[index.columns["row"]] = index.columns["size"]
+    offsets = pa.py_buffer(np.concatenate([[0], np.cumsum(sizes)]))
+    return pa.Array.from_buffers(pa.large_binary(), len(sizes), [None, offsets, index.images])
+
+
 def _piece(data: pa.Buffer | None) -> Hashable:
     size = 0 if data is None else data.size
     return size, zlib.crc32(data.slice(size // 2, min(PIECE, size - size // 2))) if data else 0
@@ -197,7 +212,7 @@ def _piece(data: pa.Buffer | None) -> Hashable:
 def open_parquet(spec: str, files: Sequence[str]) -> ImageSet:
     """Open the images in Parquet files, unpacked into the index."""
     index = open_index("parquet", spec, partial(_unpack, public(spec), files), files)
-    return index.image_set(Rows(index, UNPACKED), index.stamp)
+    return index.image_set(Rows(index), index.stamp)
 
 
 def _unpack(spec: str, files: Sequence[str], write_images: WriteImages) -> IndexContents:
@@ -209,13 +224,12 @@ def _unpack(spec: str, files: Sequence[str], write_images: WriteImages) -> Index
                 rows = rows or Contents(columns)
                 if columns != rows.columns:
                     raise ValueError(f"{public(path)} has different columns from {public(files[0])}")
-                write_images(rows.add(batch))
+                write_images(b"".join(filter(None, rows.add(batch).to_pylist())))
                 tables[path] += len(batch)
                 advance(len(batch))
     if not rows or not any(rows.sizes):
         raise ValueError(f"{spec} has no image bytes, perhaps only paths; give the folder of the images")
-    count = len(rows.sizes)
-    return rows.index_contents(tables, {"table": np.zeros(count, np.int64), "row": np.arange(count)})
+    return rows.index_contents(tables)
 
 
 def _read_batches(path: str) -> Iterator[tuple[TableColumns, pa.RecordBatch]]:
@@ -261,11 +275,7 @@ def _hub_contents(spec: str, splits: Mapping[str, Any], columns: TableColumns) -
             folder + (b"%09d" % number if name is None else name)
             for folder, number, name in zip(folders, numbers, rows.names, strict=True)
         ]
-    places = {
-        "table": np.repeat(np.arange(len(counts)), list(counts.values())),
-        "row": np.concatenate([np.arange(count) for count in counts.values()]),
-    }
-    return rows.index_contents(counts if len(counts) > 1 else {spec: len(rows.sizes)}, places)
+    return rows.index_contents(counts if len(counts) > 1 else {spec: len(rows.sizes)})
 
 
 def _load_splits(spec: str) -> dict[str, Any]:
