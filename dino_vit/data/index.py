@@ -32,7 +32,7 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.labels import Column, Labels, folder_columns, to_bits
+from dino_vit.data.labels import Codes, Column, Labels, folder_columns, to_bits
 from dino_vit.data.remote import UNKNOWN, file_signatures, is_url
 
 TRAILER = struct.Struct("<Q")
@@ -72,15 +72,17 @@ class Index(ABC):
             store=store,
             rows=range(len(self)),
             names=self.name,
-            labels=Labels(Codes(self, "label"), names, None if sets is None else to_bits(sets, len(names))),
-            splits=Column(Codes(self, "split"), splits),
+            labels=Labels(
+                IndexCodes(self, "label"), names, None if sets is None else to_bits(sets, len(names))
+            ),
+            splits=Column(IndexCodes(self, "split"), splits),
             fingerprint=self.metadata["fingerprint"],
             stamp=stamp,
         )
 
 
 @dataclass(frozen=True)
-class Codes:
+class IndexCodes(Codes):
     """The codes in a column of an index."""
 
     index: Index

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, Mix, Store
-from dino_vit.data.labels import Column, Labels
+from dino_vit.data.labels import Codes, Column, Labels
 
 
 class JoinedStores(Store):
@@ -39,7 +39,7 @@ class JoinedStores(Store):
 
 
 @dataclass(frozen=True)
-class _JoinedCodes:
+class _JoinedCodes(Codes):
     """The codes of several columns, one after another, as codes of the joined column."""
 
     starts: NDArray[np.int64]

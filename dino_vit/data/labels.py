@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,17 +34,11 @@ NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write fo
 ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
 
 
-class Codes(Protocol):
-    """The codes of the rows of a store: an array, or what computes those of some rows when needed."""
+class Codes:
+    """The codes of the rows of a store, −1 for none, as all are here; others are computed when needed."""
 
-    def take(self, rows: Any, /) -> NDArray[Any]:
-        """Return the codes of some rows, −1 for none."""
-
-
-class Absent:
-    """The codes of rows that have none."""
-
-    def take(self, rows: Rows) -> NDArray[np.int32]:
+    def take(self, rows: Rows) -> NDArray[Any]:
+        """Return the codes of some rows, as an array of codes does."""
         return np.full(np.shape(rows), -1, np.int32)
 
 
@@ -52,7 +46,7 @@ class Absent:
 class Column:
     """A column of names, of which each row has one or none."""
 
-    codes: Codes = field(default_factory=Absent)  # j is called names[j]
+    codes: Codes | NDArray[np.int32] = field(default_factory=Codes)  # j is called names[j]
     names: tuple[str, ...] = ()
 
 

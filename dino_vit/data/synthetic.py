@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import Labels
+from dino_vit.data.labels import Codes, Labels
 from dino_vit.data.stores.calls import Calls
 
 Plane = NDArray[np.floating[Any]]
@@ -28,8 +28,8 @@ PIECES = 4, 6  # of a quilt, at least and at most
 PERIODS = 2.2, 3.4  # of a pattern in half an image, at least and at most
 
 
-class Textures:
-    """Textures; that of a row is a function of (seed, row)."""
+class Textures(Codes):
+    """Textures and their labels; the texture of a row is a function of (seed, row)."""
 
     def __init__(self, length: int, size: int, seed: int) -> None:
         if not 1 <= length <= 10**9 or not 16 <= size <= 512:
