@@ -1,1 +1,1 @@
-"""Images in: where they lie (sources), how they are decoded (images), labels, statistics."""
+"""Images in: a table of them, where they are stored, how they are decoded, labels, statistics."""

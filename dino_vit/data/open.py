@@ -58,12 +58,16 @@ def open_source(
     if isinstance(spec, str):
         if mix:
             raise ValueError("mix is about several sources, and there is one; leave it out")
-        from dino_vit.data.label_files import join_labels, open_list
-
         if several and labels is None:
+            from dino_vit.data.label_files import open_list
+
             return open_list(local_path(spec), several=True)
         images = _open(spec)
-        return images if labels is None else join_labels(images, labels, several)
+        if labels is None:
+            return images
+        from dino_vit.data.label_files import join_labels
+
+        return join_labels(images, labels, several)
     if labels is not None:
         raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
     from dino_vit.data.joined import mix_sets
@@ -191,17 +195,17 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
         from dino_vit.data.stores.rows import open_parquet
 
         return open_parquet(spec, files)
+    if suffix not in (*LISTS, ".npy"):
+        raise ValueError(f"{public(spec)!r} is of an unknown kind: {ALLOWED}.")
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
         from dino_vit.data.label_files import open_list
 
         return open_list(files[0])
-    if suffix == ".npy":
-        from dino_vit.data.stores.calls import open_array
+    from dino_vit.data.stores.calls import open_array
 
-        return open_array(files[0])
-    raise ValueError(f"{public(spec)!r} is of an unknown kind: {ALLOWED}.")
+    return open_array(files[0])
 
 
 def archive_files(spec: str) -> tuple[str, list[str]]:

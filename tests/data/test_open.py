@@ -111,6 +111,7 @@ def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
         ("*", "files of several kinds"),
         ("*.[jd]*", "files of several kinds"),
         ("a.docx", "is of an unknown kind"),
+        ("IMG_*", "is of an unknown kind"),
         ("a.parquet", r"a\.parquet is damaged or not a Parquet file"),
         ("a.npy", "is damaged or not an array of numbers"),
         ("empty.txt", "lists no images"),
@@ -118,7 +119,7 @@ def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
     ],
 )
 def test_what_is_no_source_is_told_what_to_do(tmp_path, spec, said):
-    for name in ("a.jpg", "b.jpg", "a.docx", "a.parquet", "a.npy", "1.tar", "empty.txt"):
+    for name in ("a.jpg", "b.jpg", "a.docx", "a.parquet", "a.npy", "1.tar", "empty.txt", "IMG_1", "IMG_2"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "wrong.txt").write_text("nowhere/x.jpg\n")
     with pytest.raises(ValueError, match=said):
