@@ -111,7 +111,7 @@ def choose_channels(draft: Draft, channels: int, reason: str) -> None:
     if channels != 3:
         for name in ("mean", "std"):
             draft.choose(f"data.{name}", None, "to be measured, since ImageNet's is for RGB")
-        for name in ("saturation", "hue", "grey"):
+        for name in ("saturation", "hue", "grey") if draft["augment.module"] is None else ():
             draft.choose(f"augment.{name}", 0.0, f"{channels} channels are not RGB")
 
 

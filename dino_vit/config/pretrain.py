@@ -1,7 +1,7 @@
 """The configuration of a pretraining: its sections, the defaults of a method, and what is refused.
 
-The checks see the settings alone, and name all that a problem is about. `training.plan` also knows the number
-of images and processes.
+The checks see the settings alone, and name all that a problem is about. Those that also know the number of
+images and processes are in `config/facts.py`.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, NamedTuple, Self, cast
 from pydantic import model_validator
 
 from dino_vit.config import sections
+from dino_vit.config.loading import write_yaml
 from dino_vit.config.settings import Seed, Settings, get, setting, values
 from dino_vit.core import Size, height_width
 from dino_vit.core.text import plural
@@ -45,6 +46,13 @@ PHASES = (
     *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
     *("loss.warmup_teacher_temp_epochs", "init.head_epochs"),
 )
+# Settings that have no effect without another one, by that one.
+NEEDED_BY: dict[str, tuple[str, ...]] = {
+    "model.stem=hybrid": ("model.resnet_layers", "model.resnet_width"),
+    "model.stem=conv": ("model.stem_width",),
+    "model.patch_drop": ("model.patch_drop_until",),
+    "loss.patch_weight": ("head.shared",),
+}
 
 
 class PretrainConfig(Settings):
@@ -117,7 +125,8 @@ class Problem(NamedTuple):
 
 def refused(config: PretrainConfig) -> Iterator[Problem]:
     """Yield every combination that no images and no launch would make right."""
-    for check in (_check_model, _check_views, _check_channels, _check_loss, _check_lengths):
+    checks = _check_effects, _check_model, _check_views, _check_channels, _check_loss, _check_lengths
+    for check in checks:
         yield from check(config)
     yield from (Problem(text, ()) for text in config.data.contradictions())
     if config.budget.epochs is not None:
@@ -129,41 +138,47 @@ def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
     return lr * {"linear": global_batch / 256, "sqrt": sqrt(global_batch / 256), "none": 1.0}[scaling]
 
 
+def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
+    """Refuse settings that have no effect beside others."""
+    now, default = values(config), values(PretrainConfig())
+    changed = [key for key in now if now[key] != default.get(key)]
+    for needed, keys in NEEDED_BY.items():
+        key, _, value = needed.partition("=")
+        is_there = now[key] == value if value else bool(now[key])
+        for name in (name for name in keys if name in changed and not is_there):
+            yield Problem(f"{name} has no effect without {needed}; remove it, or set that", [name, key])
+    if config.model.timm:
+        needless = [*sections.SHAPE, *sections.VIT_SETTINGS, "loss.patch_weight", "loss.gradient_weight"]
+        if unused := [key for key in needless if key in changed]:
+            text = f"model.arch={config.model.arch} is built as timm defines it, without masked patches"
+            remedy = " ".join(f"{key}={write_yaml(default[key])}" for key in unused)
+            yield Problem(f"{text}; set {remedy}", ["model.arch", *unused])
+    if config.augment.module:
+        replaced = [key for key in changed if key.startswith("augment.") and key != "augment.module"]
+        if replaced:
+            text = f"augment.module takes the place of {', '.join(replaced)}; remove these, or the module"
+            yield Problem(text, ["augment.module", *replaced])
+
+
 def _check_model(config: PretrainConfig) -> Iterator[Problem]:
-    """Check the size of the backbone, and that what a model of timm ignores is not given."""
+    """Check the size of the backbone, its stem, and the patches that are dropped."""
     model, views = config.model, config.views
-    shape = ("model.width", "model.depth", "model.heads")
-    given = [key for key in shape if get(config, key) is not None]
-    if model.timm:
-        default = values(PretrainConfig())
-        unused = [key for key in sections.VIT_SETTINGS if get(config, key) != default[key]]
-        if "." in model.timm:
-            text = f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
-            yield Problem(text, ["model.arch"])
-        elif given or unused:
-            text = f"model.arch={model.arch} is built as timm defines it; remove {', '.join(given + unused)}"
-            yield Problem(text, ["model.arch", *given, *unused])
-    elif model.arch and given:
+    given = [key for key in sections.SHAPE if get(config, key) is not None]
+    if model.timm and "." in model.timm:
+        text = f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
+        yield Problem(text, ["model.arch"])
+    elif model.arch and given and not model.timm:
         text = f"model.arch={model.arch} has its own size; set model.arch=null or remove {', '.join(given)}"
         yield Problem(text, ["model.arch", *given])
     elif not model.arch and not (model.width and model.depth):
-        yield Problem("give model.width and model.depth, or model.arch", ["model.arch", *shape[:2]])
+        text = "give model.width and model.depth, or model.arch"
+        yield Problem(text, ["model.arch", *sections.SHAPE[:2]])
     elif not model.arch:
         yield from _check_heads(model)
     patch = height_width(model.patch_size)
     if stem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
         keys = ["model.stem", "model.patch_size" if "patch" in stem else "model.resnet_width"]
         yield Problem(f"{stem}; use another patch size or stem" if "patch" in stem else stem, keys)
-    for name in ("resnet_layers", "resnet_width"):
-        if model.stem != "hybrid" and getattr(model, name) != getattr(sections.Model(), name):
-            text = f"model.{name} is about the ResNet of model.stem=hybrid; remove it, or set that"
-            yield Problem(text, [f"model.{name}", "model.stem"])
-    if model.stem != "conv" and model.stem_width is not None:
-        text = "model.stem_width is about the convolutions of model.stem=conv; remove it, or set that"
-        yield Problem(text, ["model.stem_width", "model.stem"])
-    if not model.patch_drop and model.patch_drop_until < 1:
-        text = "model.patch_drop_until needs model.patch_drop; remove it, or give a share of patches"
-        yield Problem(text, ["model.patch_drop_until", "model.patch_drop"])
     for cause in needing_all_patches(config) if model.patch_drop else ():
         keys = ["model.patch_drop", cause.partition("=")[0]]
         yield Problem(f"{cause} needs all patches; set model.patch_drop=0", keys)
@@ -233,7 +248,7 @@ def _check_channels(config: PretrainConfig) -> Iterator[Problem]:
     if data.range and data.range[0] >= data.range[1]:
         yield Problem(f"data.range={list(data.range)} must go from low to high", ["data.range"])
     coloured = [f"augment.{name}" for name in ("saturation", "hue", "grey") if getattr(augment, name)]
-    if data.channels != 3 and coloured:
+    if data.channels != 3 and coloured and not augment.module:
         text = f"data.channels={data.channels} is not RGB; set {' '.join(f'{key}=0' for key in coloured)}"
         yield Problem(text, ["data.channels", *coloured])
 
@@ -249,16 +264,7 @@ def _check_loss(config: PretrainConfig) -> Iterator[Problem]:
         text = f"loss.teacher_temp={loss.teacher_temp} must exceed {start} when its warm-up is on"
         text = f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
         yield Problem(text, ["loss.teacher_temp", "loss.warmup_teacher_temp_epochs"])
-    if loss.gradient_weight and config.model.timm:
-        text = f"loss.gradient_weight is learned by patches halfway, which {config.model.arch} does not give"
-        yield Problem(f"{text}; set loss.gradient_weight=0", ["loss.gradient_weight", "model.arch"])
-    if not loss.patch_weight and not config.head.shared:
-        text = "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
-        yield Problem(text, ["head.shared", "loss.patch_weight"])
-    elif loss.patch_weight and config.model.timm:
-        text = f"loss.patch_weight hides patches, which {config.model.arch} cannot; set loss.patch_weight=0"
-        yield Problem(text, ["loss.patch_weight", "model.arch"])
-    elif loss.patch_weight:
+    if loss.patch_weight and not config.model.timm:
         patch = config.model.patch_size
         rows, columns = (side // patch for side in config.views.global_shape)
         if min(rows, columns) < 2 or rows * columns < 10:  # at least a tenth of the patches is masked
@@ -281,31 +287,21 @@ def _check_lengths(config: PretrainConfig) -> Iterator[Problem]:
         keys = ["compute.eval_every", "compute.eval_every_steps"]
         yield Problem(f"{' and '.join(keys)} are both given; give one", keys)
     if compute.keep_every and compute.keep_every % compute.checkpoint_every:
-        every = compute.checkpoint_every
-        text = (
-            f"compute.keep_every={compute.keep_every} is not a multiple of compute.checkpoint_every={every}"
-        )
-        yield Problem(text, ["compute.keep_every"])
+        text = f"compute.keep_every={compute.keep_every} is not a multiple of compute.checkpoint_every="
+        yield Problem(f"{text}{compute.checkpoint_every}", ["compute.keep_every"])
 
 
 def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[Problem]:
-    """Refuse a scaled learning rate outside of the sane range, and what takes all of the weights."""
+    """Refuse a scaled learning rate outside of the sane range, or one that rises to its end."""
     lr = scaled_lr(optim.lr, global_batch, optim.lr_scaling)
     lowest, highest = SANE_LR[optim.name]
     if not lowest <= lr <= highest:
         text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
         text = f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
         yield Problem(text, ["optim.lr"])
-    decay = max(optim.weight_decay, optim.weight_decay_end)
-    if lr * decay >= 1:
-        key = "weight_decay" if decay == optim.weight_decay else "weight_decay_end"
-        text = f"optim.{key}={decay:g} at a learning rate of {lr:.3g} takes more than the weights in a step"
-        yield Problem(f"{text}; lower it", [f"optim.{key}", "optim.lr"])
     if optim.min_lr > lr:
-        text = (
-            f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {global_batch}"
-        )
-        yield Problem(f"{text}; lower it", ["optim.min_lr", "optim.lr"])
+        text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of"
+        yield Problem(f"{text} {global_batch}; lower it", ["optim.min_lr", "optim.lr"])
 
 
 def in_steps(epochs: float, steps_per_epoch: int) -> Fraction:

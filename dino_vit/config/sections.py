@@ -23,8 +23,8 @@ from dino_vit.config.settings import (
     Settings,
     Side,
     Stages,
+    read_texts,
     setting,
-    several,
 )
 from dino_vit.core import VIT_SIZES, Size, height_width
 from dino_vit.core.text import plural, public
@@ -37,7 +37,8 @@ Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 BaselineName = Literal["pixels", "gradients"]  # features that nothing has learned, in the place of weights
 BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
-# Settings that a model of timm has no use for.
+SHAPE = "model.width", "model.depth", "model.heads"
+# Settings that a model of timm has no use for, beside the shape.
 VIT_SETTINGS = (
     *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
     *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
@@ -56,7 +57,7 @@ Share = tuple[Area, Area]
 Minutes = Annotated[float, Field(ge=0.01, le=1e6)]  # PyTorch counts them in nanoseconds
 Sigma = Annotated[float, Field(ge=1e-12, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
-Sources = Annotated[str | tuple[str, ...], BeforeValidator(several)]
+Sources = Annotated[str | tuple[str, ...], BeforeValidator(read_texts)]
 
 
 class ChannelStatistics(NamedTuple):

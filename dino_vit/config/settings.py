@@ -13,7 +13,7 @@ Task = Literal["multiclass", "multilabel"]
 Title = Literal["top-1", "mAP"]  # what an accuracy is, by the task
 
 
-def several(value: object) -> object:
+def read_texts(value: object) -> object:
     """Read `[a, b]` as several texts where one would do too."""
     if isinstance(value, str) and value.startswith("[") and value.endswith("]") and "," in value:
         return tuple(part.strip() for part in value[1:-1].split(","))

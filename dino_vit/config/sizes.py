@@ -95,8 +95,9 @@ def choose_sizes(draft: Draft, images: ImageFacts) -> None:
     side = min(height_width(draft.choose("views.global_size", side, reason)))
     local = ceil(3 * side / (7 * patch)) * patch
     draft.choose("views.local_size", local, f"3/7 of a global view, in patches of {patch}")
-    sigma = (0.1, max(0.1, min(2.0, round(2 * side / 224, 2))))
-    draft.choose("augment.blur_sigma", sigma, "in proportion to the view: up to 2 at 224")
+    if draft["augment.module"] is None:
+        sigma = (0.1, max(0.1, min(2.0, round(2 * side / 224, 2))))
+        draft.choose("augment.blur_sigma", sigma, "in proportion to the view: up to 2 at 224")
     larger = min(5 * images.size // 4, 2 * side, 224) // patch * patch
     if larger > side and is_square and not (config.model.timm or config.init):
         reason = "twice a global view, as it shows things larger; at most 5/4 of the images, and 224"

@@ -15,7 +15,7 @@ from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.cross_entropy import LazyLogits
-from dino_vit.method.features import (
+from dino_vit.method.feature_losses import (
     cosine_loss,
     gradient_loss,
     gram_loss,

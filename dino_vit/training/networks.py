@@ -10,7 +10,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.method.features import AROUND
+from dino_vit.method.feature_losses import AROUND
 from dino_vit.method.objective import Objective
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks

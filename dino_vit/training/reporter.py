@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from io import StringIO
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -298,8 +300,9 @@ def describe_start(run: Run, state: TrainingState, start: Start) -> Iterator[str
             yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
         yield COLUMNS_HELP
     if verbose or len(run.choices) <= FEW_CHOICES:
-        for choice in run.choices:
-            yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
+        for reason, alike in groupby(run.choices, attrgetter("reason")):
+            chosen = ", ".join(f"{choice.key}={write_yaml(choice.value)}" for choice in alike)
+            yield f"  {chosen}: {reason}"
     else:
         chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
         yield f"{chosen} (config.yaml; compute.verbose=true and `dino-vit report` give the reasons)"

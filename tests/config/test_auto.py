@@ -190,3 +190,10 @@ def test_a_given_scaling_gives_the_same_rate() -> None:
 def test_the_rate_is_linear_where_published_and_a_root_outside(processes: int, rate: float) -> None:
     facts = IMAGENET | {"images": 10 * int(IMAGENET["images"]), "processes": processes}
     assert peak(run_of("recipe=auto", **facts)) == pytest.approx(rate, rel=5e-3)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_module_of_ones_own_takes_the_place_of_all_augmentation(channels: int) -> None:
+    config, reasons = auto("augment.module=object:mine", **CIFAR, channels=channels)
+    assert config.augment == PretrainConfig().augment.model_copy(update={"module": "object:mine"})
+    assert not any(key.startswith("augment.") for key in reasons)

@@ -64,7 +64,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
     ("overrides", "message"),
     [
         (["loss.teacher_temp=0.1"], "loss.teacher_temp=0.1 is not below the student's 0.1"),
-        (["head.shared=false"], "is a head for masked patches, but loss.patch_weight=0 masks none"),
+        (["head.shared=false"], "head.shared has no effect without loss.patch_weight"),
         (["views.global_size=[16, 224]", "loss.patch_weight=1"], "has 1 x 14 patches, too few for masks"),
         (["loss.patch_weight=1", "model.patch_drop=0.5"], "needs all patches; set model.patch_drop=0"),
         (
@@ -101,6 +101,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["augment.rotation=-10"], "must be greater than or equal to 0"),
         (["augment.rotation=200"], "must be less than or equal to 180"),
         (["augment.blur_sigma=[2, 1]"], "try [1.0, 2.0]"),
+        (["augment.module=object:mine", "augment.flip=0"], "takes the place of augment.flip; remove"),
         (["data.channels=1"], "augment.saturation=0 augment.hue=0 augment.grey=0"),
         (["data.mean=[0.5]"], "data.mean=[0.5] does not fit data.channels=3; give one value per channel, or"),
         (["compute.keep_every=1500"], "is not a multiple of compute.checkpoint_every=1000"),

@@ -20,7 +20,7 @@ from dino_vit.core.distributed import (
 )
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.method.centering import Center, sinkhorn_center
-from dino_vit.method.features import koleo_loss
+from dino_vit.method.feature_losses import koleo_loss
 from dino_vit.method.loss import loss_statistics, target_sums
 from dino_vit.method.optim import reduce_loss
 from dino_vit.models.head import convert_sync_batchnorm

@@ -144,7 +144,7 @@ def test_what_no_stem_has_is_a_sentence(settings, said, tmp_path):
 
 def test_settings_of_a_resnet_without_one_are_refused(tmp_path):
     """An option that would do nothing."""
-    with pytest.raises(ConfigError, match=r"model\.resnet_width is about the ResNet of model\.stem=hybrid"):
+    with pytest.raises(ConfigError, match=r"model\.resnet_width has no effect without model\.stem=hybrid"):
         configured(tmp_path, {"model.resnet_width": 32})
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dino_vit import load_backbone
-from dino_vit.method.features import gradient_loss
+from dino_vit.method.feature_losses import gradient_loss
 from tests.support.runs import history, tensors
 from tests.support.training import opened, trained
 

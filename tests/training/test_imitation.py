@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import Dinov2Config, Dinov2Model
 
 import dino_vit
-from dino_vit.method.features import resize_patches
+from dino_vit.method.feature_losses import resize_patches
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.backbones import backbone
 from tests.support.processes import run_in_two

@@ -47,9 +47,9 @@ def test_training_goes_on_from_weights_of_the_same_model(tmp_path):
     [
         (
             {"model.registers": 2},
-            "model.arch=timm:test_convnext is built as timm defines it; remove model.registers",
+            "built as timm defines it, without masked patches; set model.registers=0",
         ),
-        ({"loss.patch_weight": 1}, "hides patches, which timm:test_convnext cannot; set loss.patch_weight=0"),
+        ({"loss.patch_weight": 1}, "without masked patches; set loss.patch_weight=0"),
         ({"model.arch": "timm:test_convnext.r160_in1k"}, "init.weights=timm:test_convnext.r160_in1k"),
         ({"model.arch": "timm:test_vit", "views.local_size": 40}, "takes no images of 40 × 40 pixels"),
         (

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from dino_vit.method.features import (
+from dino_vit.method.feature_losses import (
     cosine_loss,
     gradient_loss,
     gradients_around,

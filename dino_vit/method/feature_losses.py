@@ -13,9 +13,8 @@ from dino_vit.core.distributed import all_gather_equal, all_reduce_mean, rank, w
 from dino_vit.models.baselines import ORIENTATIONS, normalise_block, orientation_histograms
 
 EPSILON = 1e-8  # as in DINOv2
-AROUND = (
-    3 * 3 * ORIENTATIONS
-)  # numbers that a patch predicts: histograms of itself and of its eight neighbours
+# Numbers that a patch predicts: the histograms of itself and of its eight neighbours.
+AROUND = 3 * 3 * ORIENTATIONS
 CLIP = 0.3
 
 
