@@ -48,7 +48,7 @@ from dino_vit.core.device import wait_for_device
 from dino_vit.core.runtime import device_name, start_processes
 from dino_vit.models.compiling import compile_networks
 from dino_vit.training.loop import take_step
-from dino_vit.training.setup import set_up
+from dino_vit.training.pretrain import set_up
 from dino_vit.views import augment
 
 ROOT = Path(__file__).parents[1]
@@ -194,7 +194,7 @@ def build_step(bench: Bench, variant: str, changes: Mapping[str, Any], images: i
     own |= {"data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, "compute.precision": "bf16", **changes}
     with TemporaryDirectory() as folder:
         own |= {"output": folder, **({} if bench.on_gpu else SMALL)}
-        state = set_up(load(PretrainConfig, None, {**FIXED, **own}), start_processes()).state
+        state = set_up(load(PretrainConfig, None, {**FIXED, **own}), start_processes())
     batches = state.loader.batches()
     batch = next(batches)
     batches.close()

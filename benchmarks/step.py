@@ -39,7 +39,7 @@ from dino_vit.method.centering import MOMENTUM
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.loop import take_step
 from dino_vit.training.plan import ScheduleValues
-from dino_vit.training.setup import set_up
+from dino_vit.training.pretrain import set_up
 from dino_vit.training.state import TrainingState
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_masking
@@ -104,7 +104,7 @@ class Ours:
     def __init__(self, case: Case) -> None:
         with TemporaryDirectory() as folder:
             config = load(PretrainConfig, case.config, {"output": folder})
-            self.state: TrainingState = set_up(config, start_processes()).state
+            self.state: TrainingState = set_up(config, start_processes())
         self.state.augment = cast(Augment, lambda views, _: views)  # they are ready
         for network in (self.state.student, self.state.teacher):
             assert isinstance(network.backbone, VisionTransformer)
@@ -262,7 +262,7 @@ class TinyStep:
     def __init__(self, changes: Mapping[str, Any]) -> None:
         with TemporaryDirectory() as folder:
             config = load(PretrainConfig, None, {**FIXED, **TINY, **changes, "output": folder})
-            self.state = set_up(config, start_processes()).state
+            self.state = set_up(config, start_processes())
             self.batches = repeat(next(self.state.loader.batches()))
 
     def __call__(self) -> None:

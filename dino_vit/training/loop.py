@@ -119,7 +119,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     state.objective.update()
 
     state.step += 1
-    state.interval.add(loss, norm, finite, state.plan.global_batch, scale)
+    state.interval.add(loss, norm, finite, state.run.global_batch, scale)
 
 
 def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, *, last: bool) -> Tensor:

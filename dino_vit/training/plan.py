@@ -10,7 +10,7 @@ from math import floor
 from typing import NamedTuple
 
 from dino_vit.config.complete import Run
-from dino_vit.config.pretrain import PretrainConfig, in_steps, scaled_lr
+from dino_vit.config.pretrain import in_steps, scaled_lr
 from dino_vit.config.sections import START_TEACHER_TEMPERATURE
 from dino_vit.method.optim import warmup_constant, warmup_cosine
 
@@ -79,22 +79,17 @@ class Clock:
         self.elapsed = max(self.elapsed, seconds)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Lengths in optimiser steps; with `budget.minutes` they are shares of the expected length of the run."""
 
-    config: PretrainConfig
-    global_batch: int
-    steps_per_epoch: int
-    length: int
-    warmup_steps: int
-    freeze_steps: int
-    head_steps: int
-    lr: float
-
-    @property
-    def epochs(self) -> float:
-        return self.length / self.steps_per_epoch
+    def __init__(self, run: Run) -> None:
+        config, optim = run.config, run.config.optim
+        self.config, self.steps_per_epoch, self.length = config, run.steps_per_epoch, run.length
+        head_epochs = config.init.head_epochs if config.init else 0.0
+        phases = optim.warmup_epochs, optim.freeze_last_layer_epochs, head_epochs
+        lengths = (round(in_steps(epochs, run.steps_per_epoch)) for epochs in phases)
+        self.warmup_steps, self.freeze_steps, self.head_steps = lengths
+        self.lr = scaled_lr(optim.lr, run.global_batch, optim.lr_scaling)
 
     @property
     def steps_between_evaluations(self) -> Fraction | None:
@@ -160,21 +155,3 @@ class Plan:
         """
         model = self.config.model
         return model.patch_drop if at < model.patch_drop_until * self.length else 0.0
-
-
-def make_plan(run: Run) -> Plan:
-    """Return the lengths and rates of a run."""
-    config, optim = run.config, run.config.optim
-    head_epochs = config.init.head_epochs if config.init else 0.0
-    lengths = (optim.warmup_epochs, optim.freeze_last_layer_epochs, head_epochs)
-    warmup, freeze, head = (round(in_steps(length, run.steps_per_epoch)) for length in lengths)
-    return Plan(
-        config=config,
-        global_batch=run.global_batch,
-        steps_per_epoch=run.steps_per_epoch,
-        length=run.length,
-        warmup_steps=warmup,
-        freeze_steps=freeze,
-        head_steps=head,
-        lr=scaled_lr(optim.lr, run.global_batch, optim.lr_scaling),
-    )

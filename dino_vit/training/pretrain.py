@@ -1,18 +1,45 @@
 """Pretraining from beginning to end: its processes, its folder, its setup, its loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from accelerate import Accelerator
+
+from dino_vit.config.complete import Run, complete
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.cache import SHARDS, below_home, bound_caches, cache_folder
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
-from dino_vit.core.runtime import start_processes
+from dino_vit.core.runtime import DTYPES, launched_for_shards, start_processes
+from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.data.remote import retrying
+from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.method.optim import build_optimizer, parameter_groups
+from dino_vit.models.compiling import choose_compile, compile_networks, missing_for_compile
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.metrics import MetricsRecord
+from dino_vit.training.evaluations import Evaluations
+from dino_vit.training.facts import Inputs, check_alike, inspect, open_inputs
 from dino_vit.training.loop import train
+from dino_vit.training.networks import build_objective, shard, student_and_teacher
+from dino_vit.training.plan import Clock, Plan
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.setup import set_up
+from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
+from dino_vit.training.state import TrainingState
+from dino_vit.views.build import (
+    advice_on_size,
+    build_augment,
+    build_eval_transform,
+    build_loader,
+    build_pixels,
+    keep_decoded,
+)
+from dino_vit.views.loader import UnreadableImages
 
 
 def pretrain(
@@ -31,13 +58,148 @@ def pretrain(
     with Interruption() as interruption, retrying(config.data.timeout):
         accelerator = start_processes(trackers=config.compute.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
-            run, state = set_up(config, accelerator)
+            state = set_up(config, accelerator)
             if config.data.cache_gb and accelerator.is_main_process:
                 copies = config.data.cache and below_home(config.data.cache)
                 bound_caches(config.data.cache_gb, copies or cache_folder() / SHARDS)
-            with Reporter(run, state, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
+            with Reporter(state, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
                 finished = train(state, reporter, interruption)
                 accelerator.wait_for_everyone()
                 limit_waits(SETUP_TIMEOUT)  # of what comes next in this process
         if not finished:
             interruption.leave()
+
+
+def set_up(config: PretrainConfig, accelerator: Accelerator) -> TrainingState:
+    """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
+    inputs = open_inputs(config, find_checkpoint(config))
+    facts = inspect(config, inputs, accelerator.device)
+    if config.budget.minutes is not None and not inputs.checkpoint:
+        from dino_vit.training.trial import time_step  # other runs measure nothing
+
+        build = partial(build_state, inputs=inputs, accelerator=accelerator)
+        facts = replace(facts, step_time=time_step(config, facts, build))
+    run = complete(config, facts)
+    check_alike(run.shared)
+    if facts.checkpoint and inputs.checkpoint:
+        check_same_run(run, facts.checkpoint, inputs)
+    state = build_state(run, inputs, accelerator)
+    state.run = replace(run, notes=(*run.notes, *_prepare(state, inputs)))
+    if facts.step_time:
+        state.clock.before = state.clock.elapsed = facts.step_time.measuring_seconds
+    return state
+
+
+def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingState:
+    """Build the state of a run before its first step."""
+    config, device, processes = run.config, accelerator.device, int(accelerator.num_processes)
+    student, teacher = student_and_teacher(config, inputs)
+    sharded = processes > 1 and (config.compute.sharded or launched_for_shards())
+    if sharded:
+        shard(student, teacher, config, device, DTYPES[run.precision])
+    for network in (student, teacher):
+        convolves = config.model.timm and device.type == "cuda"  # fastest with the channels last
+        layout: Any = {"memory_format": torch.channels_last} if convolves else {}
+        network.to(device, **layout)
+    groups = parameter_groups(
+        student.backbone,
+        *student.heads,
+        *([student.gradient_head] if student.gradient_head else []),
+        layer_decay=config.optim.layer_decay,
+        patch_embed_lr=config.optim.patch_embed_lr,
+    )
+    loader = build_loader(
+        config,
+        inputs.source,
+        global_batch=run.global_batch,
+        rank=accelerator.process_index,
+        world_size=processes,
+        pin=device.type == "cuda",
+    )
+    augment = build_augment(config)  # the workers' is the same module, if it is an object of the user's
+    online = OnlineEvaluation(
+        source=inputs.source.evaluated_part()[0],
+        transform=build_eval_transform(config),
+        seed=config.seed,
+        autocast=DTYPES[run.precision] if run.precision != "no" else None,
+    )
+    minutes, compute = config.budget.minutes, config.compute
+    return TrainingState(
+        run=run,
+        plan=Plan(run),
+        clock=Clock(None if minutes is None else 60 * minutes),
+        accelerator=accelerator,
+        source=inputs.source,
+        loader=loader,
+        augment=augment.to(device) if config.data.augment_on == "device" else augment,
+        student=student,
+        # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
+        wrapped=accelerator.prepare_model(student) if processes > 1 and not sharded else student,
+        sharded=sharded,
+        teacher=teacher,
+        objective=build_objective(config, inputs, student.backbone, device),
+        optimizer=build_optimizer(config.optim.name, groups),
+        scaler=torch.amp.GradScaler(device.type, enabled=run.precision == "fp16"),
+        evaluations=Evaluations(online),
+        checkpoints=Checkpoints(Path(config.output), keep_every=compute.keep_every),
+        weights_read=inputs.weights_read,
+        unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
+    )
+
+
+def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
+    """Compile networks, restore a checkpoint, and yield notes on the run."""
+    config, summary, evaluations = state.config, inputs.summary, state.evaluations
+    evaluations.online.warned = bool(summary.unreadable)  # which the notes name
+    yield summary.describe(build_pixels(config))
+    sizes = [(image.height, image.width) for image in summary.images]
+    if advice := advice_on_size(config, sizes, config.data.sources):
+        yield advice
+    yield from _compile(state)
+    if config.data.keep_decoded and (note := keep_decoded(state.loader, summary)):
+        yield note
+    if inputs.checkpoint:
+        state.restore(inputs.checkpoint)
+    if inputs.feature_teacher:
+        yield (
+            f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
+            "the head, the temperatures and the centre have no effect"
+        )
+    if epoch := inputs.source.describe_epoch():
+        yield epoch
+    before = evaluations.measured_on
+    if state.plan.steps_between_evaluations:
+        yield from _describe_evaluation(state)
+        evaluations.measured_on = evaluations.digest()
+    if before not in (None, evaluations.measured_on) and not state.is_done:
+        set_figures_aside(state)
+
+
+def _describe_evaluation(state: TrainingState) -> Iterator[str]:
+    """Yield notes on what the run is evaluated by."""
+    evaluated, name = state.source.evaluated_part()
+    images = name or state.config.data.images
+    if name:
+        yield f"the run is evaluated on {name}, the first source with labels, or the first of all"
+    if state.evaluations.online.has_labels and (splits := choose_splits(evaluated)):
+        use = describe_use(evaluated, *splits, images)
+        yield f"{use}; the run learns from all of them, without labels"
+        if leak := state.evaluations.online.describe_leak():
+            yield leak
+
+
+def _compile(state: TrainingState) -> Iterator[str]:
+    """Compile networks and losses as `compute.compile` says; yield a note on it."""
+    wanted, auto = state.config.compute.compile, state.config.compute.compile == "auto"
+    if not choose_compile(wanted, state.device, state.plan.length):
+        return
+    if auto and not isinstance(state.student.backbone, VisionTransformer):
+        return
+    if auto and (missing := missing_for_compile()):
+        yield f"blocks are not compiled (compute.compile=auto), which would make steps faster: {missing}"
+        return
+    if auto:
+        yield "the first step compiles the blocks, so that others are faster; compute.compile=false avoids it"
+    # FSDP gathers the weights of a block outside of its graph.
+    compile_networks((state.student, state.teacher), whole=not auto and not state.sharded)
+    state.objective.compiled = state.device.type == "cuda"  # a CPU computes them part by part, in its cache

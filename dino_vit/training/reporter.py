@@ -19,7 +19,6 @@ from typing import Self
 import torch
 
 from dino_vit import __version__
-from dino_vit.config.complete import Run
 from dino_vit.config.loading import to_yaml, write_yaml
 from dino_vit.config.settings import values
 from dino_vit.core import log
@@ -59,13 +58,12 @@ class Reporter:
 
     def __init__(
         self,
-        run: Run,
         state: TrainingState,
         *,
         on_metrics: Callable[[MetricsRecord], object] | None = None,
         on_checkpoint: Callable[[Path], object] | None = None,
     ) -> None:
-        self.run, self.state = run, state
+        self.state = state
         self.is_resumed = state.saved_step is not None
         self.on_metrics, self.on_checkpoint = on_metrics, on_checkpoint
         config, accelerator = self.state.config, self.state.accelerator
@@ -112,8 +110,8 @@ class Reporter:
 
     def start(self) -> None:
         """Describe the run, and record this start in `starts.jsonl`."""
-        start = start_record(self.run, self.state)
-        for line in describe_start(self.run, self.state, start):
+        start = start_record(self.state)
+        for line in describe_start(self.state, start):
             self.progress.notice(line)
         if self.main and not self.state.is_done:
             with self._full_disk_allowed():
@@ -224,9 +222,9 @@ class Reporter:
         )
 
 
-def start_record(run: Run, state: TrainingState) -> Start:
+def start_record(state: TrainingState) -> Start:
     """Return what is recorded of a start."""
-    plan, student = state.plan, state.student
+    run, student = state.run, state.student
     total, backbone = (sum(p.numel() for p in part.parameters()) for part in (student, student.backbone))
     return Start(
         step=state.step,
@@ -237,9 +235,9 @@ def start_record(run: Run, state: TrainingState) -> Start:
         processes=state.accelerator.num_processes,
         precision=run.precision,
         workers=state.loader.workers,
-        global_batch=plan.global_batch,
+        global_batch=run.global_batch,
         images=state.source.images_per_epoch,
-        steps_per_epoch=plan.steps_per_epoch,
+        steps_per_epoch=run.steps_per_epoch,
         total_steps=state.total_steps,
         parameters={"backbone": backbone, "head": total - backbone},
         reasons={choice.key: choice.reason for choice in run.choices},
@@ -248,7 +246,7 @@ def start_record(run: Run, state: TrainingState) -> Start:
 
 def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]:
     """Yield what the untrained network and simpler means reach, and what to do if it is far below them."""
-    config, images = state.config, state.plan.length * state.plan.global_batch
+    config, images = state.config, state.plan.length * state.run.global_batch
     if baseline.knn is None:
         rank = f"effective rank {baseline.rankme:.1f}, about how many dimensions the features use"
         yield f"before the first step: {rank}"
@@ -267,28 +265,22 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]
         ).rstrip()
 
 
-def describe_start(run: Run, state: TrainingState, start: Start) -> Iterator[str]:
+def describe_start(state: TrainingState, start: Start) -> Iterator[str]:
     """Yield lines on the devices, the images, the network and what was chosen; all with `compute.verbose`."""
-    config, plan, is_resumed = run.config, state.plan, state.saved_step is not None
+    run, config, is_resumed = state.run, state.config, state.saved_step is not None
     processes = plural(start.processes, "process", "processes")
-    verbose, alone = config.compute.verbose, start.processes == 1
-    readers = plural(start.workers, "worker") + ("" if alone else " each")
-    factors = (
-        f" = {plural(config.data.batch_size, 'image')} × "
-        f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
-    )
-    factors = "" if config.data.batch_size == start.global_batch else factors
-    if not start.workers:
-        readers = "images are read in " + ("the main process" if alone else "each process itself")
+    verbose = config.compute.verbose
+    readers = plural(start.workers, "worker") + " each" * (start.processes > 1)
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
-        f"{readers}, global batch {start.global_batch}{factors}"
+        f"{readers}, global batch {start.global_batch}"
     )
-    length, minutes = f"{plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs)", config.budget.minutes
+    epochs, minutes = state.plan.length / run.steps_per_epoch, config.budget.minutes
+    length = f"{plural(start.total_steps, 'step')} ({epochs:.4g} epochs)"
     length = f"about {length} in budget.minutes={minutes:g}" if minutes else length
     yield (
         f"{start.images:,} images of {config.data.images}: {plural(start.steps_per_epoch, 'step')} "
-        f"per epoch, {length}, peak lr {plan.lr:.3g}"
+        f"per epoch, {length}, peak lr {state.plan.lr:.3g}"
     )
     if verbose or not is_resumed:  # or its first start has said it
         yield from run.notes

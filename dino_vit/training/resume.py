@@ -1,25 +1,17 @@
 """Which checkpoint a run resumes from, and what must still be as it was."""
 
-import os
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
-from shutil import copyfile
-from typing import Any
 
 from dino_vit.config.complete import Run
 from dino_vit.config.facts import CheckpointFacts
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.sections import Data
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import world_size
-from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
-from dino_vit.data.image_set import ImageSet
-from dino_vit.reports.metrics import METRICS, START_ADAPTER, OnlineFigures, read_records, to_json
 from dino_vit.training.facts import Inputs
 from dino_vit.training.state import TrainingState
 
@@ -52,11 +44,6 @@ def check_same_run(run: Run, before: CheckpointFacts, inputs: Inputs) -> None:
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or compute.resume=changed to resume anyway"
         )
-    if resumed.metadata["stamp"] != inputs.source.stamp:
-        text = (
-            "the files of %s were moved, copied or changed since step %d, but have the same names and sizes"
-        )
-        log.info(text, config.data.images, resumed.step)
 
 
 def set_figures_aside(state: TrainingState) -> None:
@@ -69,53 +56,33 @@ def set_figures_aside(state: TrainingState) -> None:
             "compute.eval_every=null to stop evaluating, or compute.resume=changed to set the figures so far "
             "aside"
         )
-    text = "%s was evaluated with other images or labels: its figures so far are set aside"
-    log.warning(text, folder)
-    best = state.evaluations.best
+    log.warning("%s was evaluated with other images or labels: its figures so far are set aside", folder)
     state.evaluations.best = state.evaluations.best_written = None
-    if not state.accelerator.is_main_process:
-        return
-    metrics, baseline = folder / "metrics.jsonl", folder / "baseline.json"
-    aside = {metrics: "metrics-before-{}.jsonl", baseline: "baseline-before-{}.json"}
-    if best:
-        aside[state.checkpoints.path(best["step"])] = "best-before-{}.safetensors"
-    for path, name in aside.items():
-        if path.exists() and not (copy := folder / name.format(state.step)).exists():
-            with replacing(copy) as partial:
-                copyfile(path, partial)
-    nothing: dict[str, Any] = dict.fromkeys(field.name for field in fields(OnlineFigures))
-    records = [record for record in read_records(metrics, METRICS) if record.step <= state.step]
-    lines = (to_json(replace(record, **nothing).to_record()) for record in records)
-    write_bytes(metrics, b"".join(line + b"\n" for line in lines))
-    baseline.unlink(missing_ok=True)
+    if state.accelerator.is_main_process:
+        _set_aside(folder, ["metrics.jsonl", "baseline.json"])
 
 
 def set_earlier_run_aside(folder: Path, settings: bytes) -> None:
-    """Move the records in the folder of a new run aside, of whatever is without checkpoints.
+    """Set aside the records of a run without checkpoints, in the folder of a new run.
 
     If the same run has begun and logged nothing, there is nothing to lose.
     """
-    records = [path for name in RECORDS if os.path.lexists(path := folder / name)]
-    config, logged = folder / RECORDS[0], {path.name for path in records} - {*RECORDS[:2]}
-    if not records or (not logged and config.is_file() and config.read_bytes() == settings):
-        return
+    records = [path for name in RECORDS if (path := folder / name).is_file()]
+    lost = [path for path in records if path.name != "starts.jsonl" and path.read_bytes() != settings]
+    if lost:
+        aside, names = _set_aside(folder, RECORDS), ", ".join(path.name for path in records)
+        log.warning("%s has no checkpoints to resume from, but %s, now in %s", folder, names, aside)
+
+
+def _set_aside(folder: Path, names: Iterable[str]) -> Path:
+    """Move files in the folder of a run to a new folder in it, and return that."""
     numbered = (folder / f"earlier-{number}" for number in count(1))
-    aside = next(path for path in numbered if not os.path.lexists(path))
+    aside = next(path for path in numbered if not path.exists())
     aside.mkdir()
-    for path in records:
-        path.rename(aside / path.name)
-    names = ", ".join(path.name for path in records)
-    log.warning("%s has no checkpoints to resume from, but %s, now in %s", folder, names, aside)
-
-
-def _more_images(config: PretrainConfig, source: ImageSet, step: int) -> str:
-    """Return how many images more or fewer a run has than at a step; "" if as many, or unknown."""
-    starts = read_records(Path(config.output) / "starts.jsonl", START_ADAPTER)
-    before = [start.images for start in starts if start.step < step]
-    if not before or source.mix:  # of which a start has the images of an epoch
-        return ""
-    more = len(source) - before[-1]
-    return f"{plural(abs(more), 'image')} {'more' if more > 0 else 'fewer'}" if more else ""
+    for name in names:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    return aside
 
 
 def _changes(run: Run, checkpoint: CheckpointFacts, inputs: Inputs, resumed: Checkpoint) -> Iterator[str]:
@@ -129,13 +96,7 @@ def _changes(run: Run, checkpoint: CheckpointFacts, inputs: Inputs, resumed: Che
     if metadata["precision"] != run.precision and wanted == before["compute.precision"]:
         yield f"compute.precision={wanted} was {metadata['precision']} and is {run.precision} here"
     if metadata["source"] != inputs.source.fingerprint:
-        if config.data.source != before["data.source"]:
-            earlier = Data(source=before["data.source"]).images
-            yield f"the images of {config.data.images} are not those of {earlier}"
-        elif more := _more_images(config, inputs.source, resumed.step):
-            yield f"{config.data.images} has {more} than at step {resumed.step}"
-        else:
-            yield f"the images of {config.data.images} have changed"
+        yield f"the images of {config.data.images} are not those that it has learned from so far"
     networks = {"fixed_teacher": f"teacher.weights={config.teacher.weights}"}
     networks |= {"gram_teacher": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():

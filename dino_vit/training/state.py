@@ -156,7 +156,6 @@ class TrainingState:
             "chosen": sorted(self.run.chosen),
             "global_batch": self.run.global_batch,
             "source": self.source.fingerprint,
-            "stamp": self.source.stamp,
             "precision": self.run.precision,
             **self.weights_read,
             "evaluated_by": self.evaluations.measured_on,

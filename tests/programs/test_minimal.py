@@ -68,7 +68,7 @@ def assert_same_network(ours, theirs):
 
 
 def test_five_steps_equal_those_of_the_library(minimal, tmp_path):
-    state = opened(tmp_path / "run", settings_of(minimal)).state
+    state = opened(tmp_path / "run", settings_of(minimal))
     assert state.plan.steps_per_epoch == PER_EPOCH
     student = minimal.Network()
     for block in student.backbone.blocks:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dino_vit.models import student_teacher
 from dino_vit.training.loop import take_step
-from dino_vit.training.setup import set_up
+from dino_vit.training.pretrain import set_up
 from tests.support.kernels import Kernels
 from tests.support.rehearsal import CUDA, HostWaits, MixedDevices, NotOnGpu, OnGpu, Rehearsal
 from tests.support.training import configured
@@ -28,7 +28,7 @@ CASES = [
 def second_step(mode, accelerator, folder, settings):
     """Return the operators of a step but for copies between devices."""
     with mode:
-        state = set_up(configured(folder, {**SETTINGS, **settings}), accelerator).state
+        state = set_up(configured(folder, {**SETTINGS, **settings}), accelerator)
         batch = next(state.loader.batches())
         views = {size: views.to(state.device) for size, views in batch.views.items()}
         batches = repeat(replace(batch, views=views))

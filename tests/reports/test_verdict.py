@@ -298,9 +298,9 @@ def test_several_records_in_a_row_that_wait_get_advice(shares, waits):
 
 def test_it_is_said_once_with_what_was_measured(tmp_path, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
-    run = opened(tmp_path / "run", {"data.workers": 1, "compute.eval_every": "null"})
-    with Reporter(*run) as reporter, contextlib.closing(run.state.loader.batches()) as batches:
-        take_step(run.state, batches)
+    state = opened(tmp_path / "run", {"data.workers": 1, "compute.eval_every": "null"})
+    with Reporter(state) as reporter, contextlib.closing(state.loader.batches()) as batches:
+        take_step(state, batches)
         for metrics in waiting(*[0.5] * (PATIENCE + 4)):
             reporter.log(metrics)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "waits for images" in line]

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import end_processes, world_size
-from dino_vit.training.setup import set_up
+from dino_vit.training.pretrain import set_up
 from dino_vit.training.state import TrainingState
 from tests.support.gradients import engine
 from tests.support.kernels import Kernels
@@ -230,7 +230,7 @@ class OnGpu(Accelerator):  # type: ignore[misc]
 def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingState]]:
     """Set up a run on a GPU that is not here, whose steps may not wait."""
     with Rehearsal(answers=True) as rehearsal:
-        state = set_up(config, OnGpu()).state
+        state = set_up(config, OnGpu())
         rehearsal.answers = False
         yield rehearsal, state
 

@@ -11,8 +11,8 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.process import Interruption
 from dino_vit.training.loop import train
+from dino_vit.training.pretrain import set_up
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.setup import set_up
 from tests.support.runs import TINY, assert_same_end, steps
 
 
@@ -28,9 +28,9 @@ def opened(output, settings, defaults=TINY):
 def trained(output, settings=MappingProxyType({}), defaults=TINY):
     """Train in this process and return the state."""
     ready = opened(output, settings, defaults)
-    with Interruption() as interruption, Reporter(*ready) as reporter:
-        assert train(ready.state, reporter, interruption)
-    return ready.state
+    with Interruption() as interruption, Reporter(ready) as reporter:
+        assert train(ready, reporter, interruption)
+    return ready
 
 
 def interrupted(output, settings, step):
@@ -42,8 +42,8 @@ def interrupted(output, settings, step):
             if metrics.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        with Reporter(*ready, on_metrics=stop) as reporter:
-            assert not train(ready.state, reporter, interruption)
+        with Reporter(ready, on_metrics=stop) as reporter:
+            assert not train(ready, reporter, interruption)
 
 
 def assert_resumes_exactly(folder, settings, step=7):

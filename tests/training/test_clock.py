@@ -45,7 +45,7 @@ class Played:
         self.now = 100.0
         monkeypatch.setattr(plan_module.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(dino_vit.training.trial, "time_step", lambda *_: StepTime(measured))
-        self.state = opened(tmp_path / "run", TEN | settings).state
+        self.state = opened(tmp_path / "run", TEN | settings)
         self.state.clock.start()
         self.lr, self.positions, self.logged, self.evaluated = [], [], [], []
 
@@ -150,7 +150,7 @@ def test_a_run_that_resumes_goes_on_where_it_was_unless_its_minutes_change(tmp_p
     changed.step(2.0)
     assert changed.positions[0].at == pytest.approx(60)
     in_steps = {"budget.minutes": "null", "budget.steps": 400, "compute.resume": "changed"}
-    state = opened(tmp_path / "run", {**TEN, **in_steps}).state
+    state = opened(tmp_path / "run", {**TEN, **in_steps})
     assert (state.total_steps, state.is_done) == (400, False)
 
 
@@ -159,7 +159,7 @@ def test_a_run_that_is_done_learns_again_with_more_minutes(tmp_path, monkeypatch
     run.play(lambda *_: 2.0)
     run.state.begin_save()
     run.state.writer.finish(wait=True)
-    assert opened(tmp_path / "run", TEN).state.is_done
+    assert opened(tmp_path / "run", TEN).is_done
     more = Played(tmp_path, monkeypatch, {"budget.minutes": 20, "compute.resume": "changed"})
     assert not more.state.is_done
     more.step(2.0)

@@ -165,7 +165,7 @@ def test_training_goes_on_from_weights_with_another_stem(tmp_path):
     """Of which the run takes over what the settings do not say, and refuses what they contradict."""
     save_backbone(build(stem="conv", positions="sinusoidal", qk_scale=0.7), tmp_path / "vit.safetensors")
     settings = {"init.weights": tmp_path / "vit.safetensors", "init.head_epochs": 0.5}
-    state = opened(tmp_path / "run", settings).state
+    state = opened(tmp_path / "run", settings)
     model = state.config.model
     assert (model.stem, model.positions, model.qk_scale) == ("conv", "sinusoidal", 0.7)
     assert state.student.backbone.config.qk_scale == 0.7

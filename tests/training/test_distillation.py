@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import dino_vit
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training.fixed_networks import open_teacher
-from dino_vit.training.setup import set_up
+from dino_vit.training.pretrain import set_up
 from tests.support.runs import RESNET, TINY, tensors
 from tests.support.training import assert_resumes_exactly, configured, opened, tensors_of, trained
 
@@ -35,7 +35,7 @@ def pupil(teacher, **more):
 def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
     """The cross-entropy of a step, written out with the tensors of the teacher's file."""
     found = opened(tmp_path / "run", pupil(wide, **{"model.drop_path": 0}))
-    state = found.state
+    state = found
     teacher = open_teacher(dino_vit.load_backbone(wide))
     assert_close(state.objective.centers["loss"].center, teacher.centers["loss.center"])
     batch = next(state.loader.batches())
@@ -66,7 +66,7 @@ def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_p
     assert state.teacher.backbone.width == 32
     kept = dino_vit.load_backbone(tmp_path / "run")
     assert all(torch.equal(kept.state_dict()[n], t) for n, t in state.teacher.backbone.state_dict().items())
-    start = opened(tmp_path / "again", pupil(wide)).state.teacher.backbone
+    start = opened(tmp_path / "again", pupil(wide)).teacher.backbone
     assert any(not torch.equal(start.state_dict()[n], t) for n, t in kept.state_dict().items())
 
 
@@ -78,7 +78,7 @@ def test_weights_to_start_from_have_the_channels_of_the_teacher(tmp_path):
     grey = trained(tmp_path / "grey", {**WIDE, **one, "data.source": tmp_path}).folder
     both = pupil(grey, **{"init.weights": grey, "data.source": tmp_path, "model.width": 48, "model.depth": 3})
     both |= {key: value for key, value in one.items() if key.startswith("augment")}
-    state = opened(tmp_path / "run", {**both, "model.heads": 3}).state
+    state = opened(tmp_path / "run", {**both, "model.heads": 3})
     assert state.student.backbone.channels == state.config.data.channels == 1
 
 
@@ -88,7 +88,7 @@ def test_recipe_auto_keeps_what_the_teacher_fixes(tmp_path, wide):
         Image.fromarray(np.full((40, 40), 10 * number, np.uint8)).save(tmp_path / f"{number}.png")
     settings = {"recipe": "auto", "teacher.weights": wide, "data.source": tmp_path, "data.batch_size": 4}
     settings |= {"head.prototypes": 128}
-    state = opened(tmp_path / "run", {**settings, "budget.steps": 20}).state
+    state = opened(tmp_path / "run", {**settings, "budget.steps": 20})
     assert state.config.data.channels == state.student.backbone.channels == 3
 
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
     left_out = ("head.prototypes", "views.global_size", "views.local_size", "model.patch_size")
     settings = {key: value for key, value in {**TINY, **pupil(wide)}.items() if key not in left_out}
     settings |= {"teacher.weights": Checkpoints(wide).paths()[-1], "recipe": "auto"}
-    config = set_up(configured(tmp_path / "run", settings, defaults={}), Accelerator()).state.config
+    config = set_up(configured(tmp_path / "run", settings, defaults={}), Accelerator()).config
     assert (config.head.prototypes, config.model.drop_path) == (128, 0.0)
 
 
@@ -158,13 +158,11 @@ def test_a_teacher_is_recognised_by_what_its_file_holds(tmp_path, wide):
     """A checkpoint anywhere has heads; a file of another library in a folder `checkpoints` has none."""
     path = tmp_path / "elsewhere.safetensors"
     path.write_bytes(Checkpoints(wide).paths()[-1].read_bytes())
-    assert opened(tmp_path / "a", pupil(path)).state.objective.prototypes == 128
+    assert opened(tmp_path / "a", pupil(path)).objective.prototypes == 128
     (tmp_path / "checkpoints").mkdir()
     for name in ("timm.pth", "timm.safetensors"):
         dino_vit.export_backbone(dino_vit.load_backbone(wide), tmp_path / "checkpoints" / name, "timm")
-        assert (
-            opened(tmp_path / name, pupil(tmp_path / "checkpoints" / name)).state.objective.prototypes is None
-        )
+        assert opened(tmp_path / name, pupil(tmp_path / "checkpoints" / name)).objective.prototypes is None
 
 
 @pytest.mark.parametrize("key", ["teacher.weights", "gram.weights"])

@@ -21,7 +21,7 @@ def test_the_loss_has_the_term_and_only_the_student_has_its_head(tmp_path):
 
 
 def test_the_loss_counts_the_term_of_the_patches_that_were_seen_by_its_weight(tmp_path):
-    state = opened(tmp_path, {**GRADIENTS, "loss.gradient_weight": 3}).state
+    state = opened(tmp_path, {**GRADIENTS, "loss.gradient_weight": 3})
     state.student.train()
     batch = next(iter(state.loader.batches()))
     views, images = state.views_of(batch), len(batch.samples)
@@ -38,7 +38,7 @@ def test_the_loss_counts_the_term_of_the_patches_that_were_seen_by_its_weight(tm
 
 
 def test_the_first_half_of_the_blocks_learns_gradients(tmp_path):
-    state = opened(tmp_path, {**GRADIENTS, "model.depth": 4}).state
+    state = opened(tmp_path, {**GRADIENTS, "model.depth": 4})
     state.student.train()
     views = state.views_of(next(iter(state.loader.batches())))
     out = state.student(views)
@@ -53,7 +53,7 @@ def test_the_first_half_of_the_blocks_learns_gradients(tmp_path):
     "settings", [{"model.registers": 2}, {"loss.patch_weight": 1, "model.patch_drop": 0}]
 )
 def test_patches_that_predict_are_those_of_the_global_views(tmp_path, settings):
-    state = opened(tmp_path, {**GRADIENTS, **settings, "views.global_size": 48}).state
+    state = opened(tmp_path, {**GRADIENTS, **settings, "views.global_size": 48})
     state.student.train()
     views = state.views_of(next(iter(state.loader.batches())))
     out = state.student(views)

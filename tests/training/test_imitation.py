@@ -28,7 +28,7 @@ def weights(tmp_path_factory):
 def test_the_loss_is_that_of_the_cosines_through_linear_layers(tmp_path, weights):
     state = opened(
         tmp_path / "run", {"teacher.weights": weights, "model.drop_path": 0, "teacher.patch_weight": 0.5}
-    ).state
+    )
     assert (state.config.data.mean, state.config.data.std) == tuple(STATISTICS.values())
     batch = next(state.loader.batches())
     views, images = state.views_of(batch), len(batch.samples)
@@ -72,7 +72,7 @@ def test_patches_of_another_size_are_resized_to_the_grid_of_the_student(tmp_path
     torch.manual_seed(0)
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2}
     Dinov2Model(Dinov2Config(**sizes, image_size=32, patch_size=16)).save_pretrained(tmp_path / "dinov2")
-    state = opened(tmp_path / "run", {"teacher.weights": tmp_path / "dinov2", "model.drop_path": 0}).state
+    state = opened(tmp_path / "run", {"teacher.weights": tmp_path / "dinov2", "model.drop_path": 0})
     batch = next(state.loader.batches())
     views = state.views_of(batch)
     found, _ = state.objective(state.student, state.teacher, views, None, images=8, teacher_temperature=0.04)

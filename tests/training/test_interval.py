@@ -110,7 +110,7 @@ def test_what_was_named_before_is_not_named_again(tmp_path):
 
 def test_a_skipped_step_counts_by_the_scale_that_it_was_taken_with(tmp_path, monkeypatch):
     """Not by the one that the next will try, or a run would end before it tries the smallest."""
-    state, scales = opened(tmp_path, {"compute.precision": "fp16", "data.workers": 0}).state, []
+    state, scales = opened(tmp_path, {"compute.precision": "fp16", "data.workers": 0}), []
     monkeypatch.setattr(state.interval, "add", lambda *sums: scales.append(float(sums[-1])))
     torch.nn.init.constant_(next(state.student.parameters()), torch.nan)
     batches = state.loader.batches()

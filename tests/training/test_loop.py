@@ -10,7 +10,7 @@ from torch.testing import assert_close
 import dino_vit.method.objective
 import dino_vit.training.interval
 import dino_vit.training.loop
-import dino_vit.training.setup
+import dino_vit.training.pretrain
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.process import Interruption
@@ -57,7 +57,7 @@ def test_steps_are_those_of_the_reference(tmp_path):
     """On the views that the loader makes; all of one size, as the reference resamples positions otherwise."""
     settings = {"budget.steps": 6, "optim.warmup_epochs": 0.25, "optim.freeze_last_layer_epochs": 0}
     settings |= {"model.drop_path": 0, "optim.clip": 0.3, "views.local_size": 32}
-    state = opened(tmp_path / "reference", settings).state
+    state = opened(tmp_path / "reference", settings)
     reference = Reference(state.config, torch.device("cpu"), state)
     losses = []
     for batch in islice(state.loader.batches(), 6):
@@ -78,7 +78,7 @@ def test_steps_are_those_of_the_reference(tmp_path):
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
     settings = {"loss.teacher_temp": 0.07, "loss.warmup_teacher_temp_epochs": 2, "budget.steps": 32}
-    state = opened(tmp_path, settings).state
+    state = opened(tmp_path, settings)
     rates = [state.plan.rates(step) for step in range(32)]
     schedules = {"lr": (0.03 * 8 / 256, 1e-6, 8), "weight_decay": (0.04, 0.4, 0), "momentum": (0.996, 1, 0)}
     for name, (base, final, warmup) in schedules.items():
@@ -221,16 +221,16 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
 def test_in_the_last_part_of_a_run_the_student_sees_all_patches(tmp_path):
     settings = {"model.patch_drop": 0.75, "model.patch_drop_until": 0.5, "budget.steps": 6}
     ready, seen = opened(tmp_path / "run", settings | {"optim.warmup_epochs": 0}), []
-    blocks = ready.state.student.backbone.blocks
+    blocks = ready.student.backbone.blocks
 
     def note(module, arguments):
         seen.append(arguments[0].shape[0])
 
     blocks[0].register_forward_pre_hook(note)
-    with Interruption() as interruption, Reporter(*ready) as reporter:
-        assert train(ready.state, reporter, interruption)
-    views, patch = ready.state.config.views, ready.state.config.model.patch_size
-    rows = ready.state.plan.global_batch
+    with Interruption() as interruption, Reporter(ready) as reporter:
+        assert train(ready, reporter, interruption)
+    views, patch = ready.config.views, ready.config.model.patch_size
+    rows = ready.run.global_batch
     patches = (views.global_size // patch) ** 2
     local_tokens = views.local_count * (1 + (views.local_size // patch) ** 2)
     part, whole = (rows * (2 * (1 + count) + local_tokens) for count in (patches // 4, patches))
@@ -246,7 +246,7 @@ def test_what_else_draws_random_numbers_does_not_change_stochastic_depth(tmp_pat
         torch.rand(3)
 
     # After the generator is seeded, before the student draws; as another thread might.
-    ready.state.teacher.register_forward_hook(draw)
-    with Interruption() as interruption, Reporter(*ready) as reporter:
-        assert train(ready.state, reporter, interruption)
+    ready.teacher.register_forward_hook(draw)
+    with Interruption() as interruption, Reporter(ready) as reporter:
+        assert train(ready, reporter, interruption)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 6)

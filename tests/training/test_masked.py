@@ -33,7 +33,7 @@ def softmaxes(tokens, head, temperature, center=0):
 def test_a_step_is_that_of_the_formulas(tmp_path, shared):
     """View by view and patch by patch, every token computed; its gradients are those of one pass."""
     settings = {**PATCHES, "head.shared": str(shared).lower(), "views.local_count": 1}
-    state = opened(tmp_path, {**settings, "loss.patch_weight": 0.7}).state
+    state = opened(tmp_path, {**settings, "loss.patch_weight": 0.7})
     state.student.train()
     torch.nn.init.normal_(state.student.backbone.mask_token)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_two_processes_follow_one(tmp_path):
 def test_all_that_should_learn_learns(tmp_path):
     settings = {**ALL_TERMS, "optim.freeze_last_layer_epochs": 0.125}
     settings |= {"optim.warmup_epochs": 0}
-    state = opened(tmp_path, {**settings, "loss.centering": "ema"}).state
+    state = opened(tmp_path, {**settings, "loss.centering": "ema"})
     before = tensors_of(state.student)
     batches = state.loader.batches()
     take_step(state, batches)
@@ -151,7 +151,7 @@ def test_all_that_should_learn_learns(tmp_path):
 @pytest.mark.slow
 def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
     """Though each step has another number of masked patches."""
-    state = opened(tmp_path, {**ALL_TERMS, "compute.compile": "true"}).state
+    state = opened(tmp_path, {**ALL_TERMS, "compute.compile": "true"})
     counters = CompileCounter(), CompileCounter()
     for network, counter in zip((state.student, state.teacher), counters, strict=True):
         run = Network.run_backbone.__get__(network)  # which is compiled without the time of a real backend
@@ -186,7 +186,7 @@ def test_masked_patches_cannot_come_or_go_halfway(tmp_path, caplog):
     assert "added a mask token of zeros" in caplog.text
     assert steps(tmp_path / "other")[-1] == 20
     back = {"init.weights": tmp_path / "other", "init.head_epochs": 0.5, "views.global_size": 32}
-    assert opened(tmp_path / "third", back).state.student.backbone.mask_token is None
+    assert opened(tmp_path / "third", back).student.backbone.mask_token is None
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     shutil.copy(max((tmp_path / "run" / "checkpoints").iterdir()), kept)
     settings = {**terms, "budget.steps": 14, "compute.resume": "changed"}
     settings |= {"gram.weights": kept, "gram.weight": 2, "gram.scale": scale}
-    state = opened(tmp_path / "run", settings).state
+    state = opened(tmp_path / "run", settings)
     batch, rates = next(iter(state.loader.batches(10))), state.plan.rates(10)
     views = state.views_of(batch)
     out, _ = state.objective(
@@ -231,7 +231,7 @@ def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size
     outs, views = [], []
     for scale in (1, 2):
         gram = {"gram.weights": tmp_path / "vit.safetensors", "gram.scale": scale}
-        state = opened(tmp_path / f"at{scale}", {**PATCHES, **settings, **gram}).state
+        state = opened(tmp_path / f"at{scale}", {**PATCHES, **settings, **gram})
         batch = next(iter(state.loader.batches()))
         seen, networks = state.views_of(batch), (state.student, state.teacher)
         views.append(seen[0][:16])

@@ -4,18 +4,17 @@ from fractions import Fraction
 import pytest
 
 from dino_vit.config.sections import Compute
-from dino_vit.training.plan import make_plan
+from dino_vit.training.plan import Plan
 from tests.support.facts import run_of
 
 PHASES = ["optim.warmup_epochs=0", "optim.freeze_last_layer_epochs=0"]
 
 
 def test_a_run_is_planned_as_the_reference_does() -> None:
-    plan = make_plan(run_of(images=1_281_167, processes=8))
-    assert (plan.global_batch, plan.steps_per_epoch, plan.length) == (512, 2502, 250_200)
+    plan = Plan(run_of(images=1_281_167, processes=8))
+    assert (plan.steps_per_epoch, plan.length) == (2502, 250_200)
     assert (plan.warmup_steps, plan.freeze_steps, plan.head_steps) == (25_020, 2502, 0)
     assert plan.lr == pytest.approx(1e-3)
-    assert plan.epochs == 100
 
 
 @pytest.mark.parametrize(
@@ -23,8 +22,8 @@ def test_a_run_is_planned_as_the_reference_does() -> None:
     [(["budget.epochs=20"], 20 * 31), (["budget.steps=700"], 700), (["budget.images=44831"], 700)],
 )
 def test_every_unit_of_the_budget_ends_the_run(overrides: list[str], total: int) -> None:
-    plan = make_plan(run_of(*overrides, "optim.accumulate=4", "data.batch_size=16", images=2000))
-    assert (plan.global_batch, plan.length) == (64, total)
+    plan = Plan(run_of(*overrides, "optim.accumulate=4", "data.batch_size=16", images=2000))
+    assert plan.length == total
     assert [plan.position(step).is_last for step in (total - 2, total - 1)] == [False, True]
 
 
@@ -43,7 +42,7 @@ def test_all_phases_have_the_steps_of_their_decimal_number(per_epoch: int) -> No
             "init": config.init.model_copy(update={"head_epochs": epochs}),
             "compute": Compute(eval_every=epochs or None),
         }
-        plan = make_plan(replace(run, config=config.model_copy(update=sections)))
+        plan = Plan(replace(run, config=config.model_copy(update=sections)))
         exact = Fraction(text) * per_epoch
         assert {plan.warmup_steps, plan.freeze_steps, plan.head_steps} == {round(exact)}, text
         if epochs:
@@ -53,16 +52,16 @@ def test_all_phases_have_the_steps_of_their_decimal_number(per_epoch: int) -> No
 
 def test_patches_are_dropped_until_a_part_of_the_schedule_has_passed() -> None:
     settings = ["budget.steps=100", *PHASES, "model.patch_drop=0.75"]
-    plan = make_plan(run_of("model.patch_drop_until=0.8", *settings))
+    plan = Plan(run_of("model.patch_drop_until=0.8", *settings))
     assert [plan.patch_drop(step) for step in (0, 79, 80, 99)] == [0.75, 0.75, 0, 0]
-    assert make_plan(run_of(*settings)).patch_drop(99) == 0.75
+    assert Plan(run_of(*settings)).patch_drop(99) == 0.75
 
 
 @pytest.mark.parametrize("method", ["dino", "dinov2"])
 def test_the_temperature_warms_up_by_epoch_in_2021_and_by_step_in_dinov2(method: str) -> None:
     settings = [f"method={method}", "loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=3"]
     settings += ["budget.epochs=5", "optim.warmup_epochs=1", "data.batch_size=10"]
-    plan = make_plan(run_of(*settings, images=40))
+    plan = Plan(run_of(*settings, images=40))
     values = [plan.rates(step).teacher_temp for step in range(20)]
     ramp = [0.04, 0.055, 0.07] if method == "dino" else [0.04 + 0.03 * step / 11 for step in range(12)]
     whole = [value for value in ramp for _ in range(4 if method == "dino" else 1)]
@@ -79,18 +78,18 @@ def test_the_temperature_warms_up_by_epoch_in_2021_and_by_step_in_dinov2(method:
     ],
 )
 def test_evaluations_are_due_after_epochs_parts_of_them_or_steps(override: str, steps: list[int]) -> None:
-    plan = make_plan(run_of("budget.steps=25", *PHASES, "data.batch_size=10", override, images=100))
+    plan = Plan(run_of("budget.steps=25", *PHASES, "data.batch_size=10", override, images=100))
     assert [step for step in range(1, 26) if plan.position(step - 1).is_evaluated] == steps
 
 
 def test_the_rate_may_stay_at_its_peak() -> None:
-    plan = make_plan(run_of("optim.lr=1e-6", "optim.min_lr=1e-6", "optim.lr_scaling=none"))
+    plan = Plan(run_of("optim.lr=1e-6", "optim.min_lr=1e-6", "optim.lr_scaling=none"))
     assert plan.rates(plan.warmup_steps).lr == plan.rates(plan.length - 1).lr == plan.lr == 1e-6
 
 
 def test_steps_are_logged_at_their_interval_at_evaluations_and_at_the_end() -> None:
     settings = ["budget.steps=25", *PHASES, "data.batch_size=10", "compute.log_every=6"]
     settings += ["compute.eval_every=null", "compute.eval_every_steps=10"]
-    plan = make_plan(run_of(*settings, images=100))
+    plan = Plan(run_of(*settings, images=100))
     logged = [step for step in range(1, 26) if plan.position(step - 1).is_logged]
     assert logged == [6, 10, 12, 18, 20, 24, 25]

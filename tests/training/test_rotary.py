@@ -23,7 +23,7 @@ def test_training_goes_on_from_dinov3(tmp_path):
     settings |= {"views.global_size": 48, "views.local_size": 24, "optim.lr": 1e-3, "optim.min_lr": 0}
     settings |= {"loss.warmup_teacher_temp_epochs": 0, "loss.teacher_temp": 0.04}
     settings |= {"model.width": 64, "model.depth": 2, "model.heads": 2}
-    state = opened(tmp_path / "run", settings).state
+    state = opened(tmp_path / "run", settings)
     assert state.config.model.positions == "rotary"
     assert state.student.backbone.config.rotary_rescale == 2
     trained(tmp_path / "run", settings)
@@ -39,7 +39,7 @@ def test_training_goes_on_from_dinov3(tmp_path):
 @pytest.mark.parametrize("network", ["teacher", "student"])
 def test_the_teacher_alone_is_a_function_of_the_images(tmp_path, network):
     """The student's coordinates are rescaled at random, and its branches dropped."""
-    state = opened(tmp_path, {**ROTARY, "model.drop_path": 0.2}).state
+    state = opened(tmp_path, {**ROTARY, "model.drop_path": 0.2})
     views = state.views_of(next(state.loader.batches()))
     outputs = [getattr(state, network)(views).cls for _ in range(2)]
     assert torch.equal(*outputs) == (network == "teacher")
@@ -50,7 +50,7 @@ def test_the_teacher_alone_is_a_function_of_the_images(tmp_path, network):
 @torch.no_grad()
 def test_batch_norm_of_the_teacher_takes_the_statistics_of_the_batch(tmp_path):
     """As in 2021."""
-    state = opened(tmp_path, {**ROTARY, "head.batch_norm": "true"}).state
+    state = opened(tmp_path, {**ROTARY, "head.batch_norm": "true"})
     views = state.views_of(next(state.loader.batches()))
     whole, part = state.teacher(views).features, state.teacher([views[0][:8]]).features
     assert not torch.allclose(whole[:8], part, atol=1e-3)
@@ -71,6 +71,6 @@ def test_settings_of_positions_are_those_of_the_weights(tmp_path):
     rotary = backbone(depth=2, positions="rotary", rotary_rescale=2.0)
     dino_vit.save_backbone(rotary, tmp_path / "rotary.safetensors")
     settings |= {"init.weights": tmp_path / "rotary.safetensors", "model.rotary_rescale": "null"}
-    state = opened(tmp_path / "run", {**settings, "views.local_size": 24}).state
+    state = opened(tmp_path / "run", {**settings, "views.local_size": 24})
     assert state.student.backbone.rotary
     assert state.student.backbone.config.rotary_rescale is None

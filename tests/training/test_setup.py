@@ -18,9 +18,8 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.open import open_source
 from dino_vit.reports.metrics import Baseline
-from dino_vit.training.pretrain import pretrain
+from dino_vit.training.pretrain import pretrain, set_up
 from dino_vit.training.reporter import describe_baseline, describe_start, start_record
-from dino_vit.training.setup import set_up
 from tests.support.documents import ROOT
 from tests.support.images import write_classes
 from tests.support.peers import HF_VIT
@@ -70,16 +69,16 @@ def test_weights_that_are_not_what_the_settings_say_are_refused(tmp_path, weight
 def test_an_export_can_be_continued_and_weights_are_read_as_told(tmp_path, weights):
     start = load_backbone(weights)
     export_backbone(start, tmp_path / "x.pth", "timm")
-    state = opened(tmp_path / "run", {**FROM, "init.weights": tmp_path / "x.pth"}).state
+    state = opened(tmp_path / "run", {**FROM, "init.weights": tmp_path / "x.pth"})
     assert not moved(tensors_of(state.student.backbone), tensors_of(start))
 
     torch.save(start.state_dict(), tmp_path / "bare.pth")
     told = {"weights": tmp_path / "bare.pth", "heads": 4, "format": "timm"}
     settings = FROM | {"model.heads": 4} | {f"init.{name}": value for name, value in told.items()}
-    state = opened(tmp_path / "told", settings).state
+    state = opened(tmp_path / "told", settings)
     assert (state.config.model.heads, state.student.backbone.position_mode) == (4, "timm")
     expected = load_backbone(weights, network="student")
-    state = opened(tmp_path / "s", {**FROM, "init.weights": weights, "init.network": "student"}).state
+    state = opened(tmp_path / "s", {**FROM, "init.weights": weights, "init.network": "student"})
     assert not moved(tensors_of(state.student.backbone), tensors_of(expected))
     assert moved(tensors_of(expected), tensors_of(start))
 
@@ -105,10 +104,10 @@ def test_images_are_normalised_as_those_that_the_weights_saw(tmp_path):
     trained(tmp_path / "run", settings)
     for ready in (
         load_backbone(tmp_path / "run").provenance,
-        opened(tmp_path / "run", settings).state.config.data,
+        opened(tmp_path / "run", settings).config.data,
     ):
         assert (ready.mean, ready.std) == ((0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    given = opened(tmp_path / "given", {**settings, "data.mean": "[0.5, 0.5, 0.5]"}).state.config.data
+    given = opened(tmp_path / "given", {**settings, "data.mean": "[0.5, 0.5, 0.5]"}).config.data
     assert (given.mean, given.std) == ((0.5, 0.5, 0.5), (0.1, 0.2, 0.3))
 
 
@@ -120,7 +119,7 @@ def test_grey_images_stay_grey_for_weights_of_grey_ones(tmp_path):
     for recipe in ("auto", "dino"):
         run = {**settings, "recipe": recipe, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
         run |= {"head.prototypes": 256, "head.hidden_dim": 64, "head.bottleneck_dim": 32, "budget.steps": 2}
-        for state in (trained(tmp_path / recipe, run, {}), opened(tmp_path / recipe, run, {}).state):
+        for state in (trained(tmp_path / recipe, run, {}), opened(tmp_path / recipe, run, {})):
             data = state.config.data
             assert (data.channels, data.mean, state.config.augment.hue) == (1, (0.3,), 0)
 
@@ -129,7 +128,7 @@ def test_a_frozen_teacher_sees_images_as_it_was_trained_on(tmp_path, weights):
     model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2)
     save_backbone(model, tmp_path / "start.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
     settings = {**FROM, "teacher.weights": weights, "init.weights": tmp_path / "start.safetensors"}
-    data = opened(tmp_path / "run", settings).state.config.data
+    data = opened(tmp_path / "run", settings).config.data
     assert data.mean == load_backbone(weights).provenance.mean
 
 
@@ -140,7 +139,7 @@ def test_weights_of_other_channels_are_inflated(tmp_path, weights):
     with pytest.raises(ValueError, match=r"data.channels=5, but the images of .* have 1 channel"):
         opened(tmp_path / "run", {**settings, "data.channels": 5, "data.mean": "null", "data.std": "null"})
     settings |= {"data.channels": 1, "data.mean": "[0.5]", "data.std": "[0.25]"}
-    state = opened(tmp_path / "run", settings).state
+    state = opened(tmp_path / "run", settings)
     assert not moved(tensors_of(state.student.backbone), tensors_of(load_backbone(weights, channels=1)))
     assert trained(tmp_path / "run", settings).evaluations.best["figure"] == "rankme"
 
@@ -165,10 +164,10 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     }
     settings |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
     found = set_up(configured(tmp_path / "run", settings, {"compute.trackers": "[]"}), Accelerator())
-    short = list(describe_start(*found, start_record(*found)))
+    short = list(describe_start(found, start_record(found)))
     assert len(short) <= 12
     assert f"{len(found.run.choices)} settings were chosen to fit the images" in short[-1]
-    assert ": 1 process on cpu, precision no, images are read in the main process, global batch " in short[0]
+    assert ": 1 process on cpu, precision no, 0 workers, global batch " in short[0]
     (columns,) = [line for line in short if line.startswith("columns of the log: ")]
     assert "docs/" not in columns, "a wheel has no docs"
     table = (ROOT / "docs/start/watch.md").read_text().split("## The lines of the log")[1]
@@ -177,11 +176,11 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     assert all(f"| `{column}` |" in table for column in explained)
     settings["compute.verbose"] = "true"
     found = set_up(configured(tmp_path / "run", settings, {"compute.trackers": "[]"}), Accelerator())
-    said = "\n".join(describe_start(*found, start_record(*found)))
-    config = found.state.config
+    said = "\n".join(describe_start(found, start_record(found)))
+    config = found.config
     for key, value in (("head.prototypes", 256), ("model.patch_size", 4), ("views.global_size", 32)):
         assert f"  {key}={value}: " in said
-    assert config.head.prototypes == len(found.state.student.head.last_layer.weight_v) == 256
+    assert config.head.prototypes == len(found.student.head.last_layer.weight_v) == 256
     assert f"budget.epochs={config.budget.epochs}: " in said
 
 
@@ -189,7 +188,7 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     """Photos of clothes: ten minutes ended below pixels, as the first evaluation had foreseen."""
     run = opened(tmp_path / "run", {"budget.steps": 100})
     baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
-    figures, meaning = describe_baseline(run.state, baseline)
+    figures, meaning = describe_baseline(run, baseline)
     assert figures.startswith(
         "before the first step, images named right in per cent: untrained network 25.5,"
     )
@@ -197,10 +196,10 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
         "pixels are 20 points better than the untrained network, which may not catch up"
     )
     assert "init.weights=timm:" in meaning
-    assert len([*describe_baseline(run.state, replace(baseline, pixels=30.0))]) == 1
+    assert len([*describe_baseline(run, replace(baseline, pixels=30.0))]) == 1
     long = opened(tmp_path / "long", {"budget.steps": 100_000})
-    assert len([*describe_baseline(long.state, baseline)]) == 1
-    (rank,) = describe_baseline(run.state, Baseline(rankme=9.0))
+    assert len([*describe_baseline(long, baseline)]) == 1
+    (rank,) = describe_baseline(run, Baseline(rankme=9.0))
     assert rank.startswith("before the first step: effective rank 9.0, about how many dimensions")
 
 
@@ -248,9 +247,9 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
     settings = {key: value for key, value in TINY.items() if key not in phases}
     settings |= {"budget.steps": "null", "budget.epochs": 5, "data.source": "synthetic:80:32"}
     run = opened(tmp_path / "run", settings, {})
-    optim = run.state.config.optim
+    optim = run.config.optim
     assert (optim.warmup_epochs, optim.freeze_last_layer_epochs) == (0.5, 0.25)
-    said = "\n".join(describe_start(*run, start_record(*run)))
+    said = "\n".join(describe_start(run, start_record(run)))
     assert "  optim.warmup_epochs=0.5: in proportion to a run of 5 epochs" in said
     with pytest.raises(ValueError, match=r"optim.warmup_epochs=7 is not shorter than the run \(5 epochs\)"):
         configured(tmp_path / "run", {**settings, "optim.warmup_epochs": 7}, {})
@@ -258,8 +257,8 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
     trained(tmp_path / "run", settings, {})
     (tmp_path / "run" / "checkpoints" / "step-00000050.safetensors").unlink()
     resumed = opened(tmp_path / "run", settings, {})
-    assert resumed.state.config.optim == optim
-    lines = list(describe_start(*resumed, start_record(*resumed)))
+    assert resumed.config.optim == optim
+    lines = list(describe_start(resumed, start_record(resumed)))
     assert len(lines) == 3
     assert lines[-1].startswith("resuming after step 45 from ")
 
@@ -272,18 +271,18 @@ SHORT |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.head
 
 def test_auto_shows_trained_weights_the_views_that_they_know(tmp_path, weights):
     run = opened(tmp_path / "run", {**AUTO, "init.weights": weights}, {})
-    views, model = run.state.config.views, run.state.config.model
+    views, model = run.config.views, run.config.model
     assert (views.global_size, views.local_size, model.patch_size) == (32, 16, 8)
-    assert not moved(tensors_of(run.state.student.backbone), tensors_of(load_backbone(weights)))
+    assert not moved(tensors_of(run.student.backbone), tensors_of(load_backbone(weights)))
     given = {**AUTO, "init.weights": weights, "views.global_size": 64}
-    assert opened(tmp_path / "given", given, {}).state.student.backbone.image_size == (64, 64)
+    assert opened(tmp_path / "given", given, {}).student.backbone.image_size == (64, 64)
 
 
 def test_views_are_of_the_images_that_the_weights_saw_and_not_of_all_their_positions(tmp_path):
     model = ViTModel(ViTConfig(**HF_VIT | {"image_size": 64}), add_pooling_layer=False)
     model.save_pretrained(tmp_path / "hub")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "hub")
-    state = opened(tmp_path / "run", {**AUTO, "init.weights": tmp_path / "hub"}, {}).state
+    state = opened(tmp_path / "run", {**AUTO, "init.weights": tmp_path / "hub"}, {})
     assert state.config.views.global_size == 32
     assert state.evaluations.online.transform.size == (32, 32)
 
@@ -293,14 +292,14 @@ def test_features_are_read_from_larger_images_than_views(tmp_path):
     trained(tmp_path / "run", SHORT, {})
     model = load_backbone(tmp_path / "run")
     assert (model.image_size, model.transform.size) == ((64, 64), (64, 64))
-    state = opened(tmp_path / "run", {**SHORT, "budget.steps": 8, "compute.resume": "changed"}, {}).state
+    state = opened(tmp_path / "run", {**SHORT, "budget.steps": 8, "compute.resume": "changed"}, {})
     assert (state.step, state.evaluations.online.transform.size) == (6, (64, 64))
     further = {**AUTO, "init.weights": tmp_path / "run"}
     trained(tmp_path / "again", further, {})
     for settings in (further, {**further, "budget.steps": 8, "compute.resume": "changed"}):
-        again = opened(tmp_path / "again", settings, {}).state
+        again = opened(tmp_path / "again", settings, {})
         assert (again.config.views.global_size, again.student.backbone.image_size) == (32, (64, 64))
-    as_published = opened(tmp_path / "plain", {**SHORT, "recipe": "dino"}, {}).state
+    as_published = opened(tmp_path / "plain", {**SHORT, "recipe": "dino"}, {})
     assert as_published.evaluations.online.transform.size == (32, 32)
 
 
@@ -312,20 +311,20 @@ def test_published_weights_see_views_of_224_pixels_at_most(tmp_path):
         export_backbone(published, path, "reference")
         settings = {"init.weights": path, "recipe": "auto", "budget.steps": 4, "init.head_epochs": 0}
         settings |= {"data.source": "synthetic:16:32", "data.batch_size": 8, "compute.eval_every": "null"}
-        config = opened(tmp_path / f"run{side}", settings, {}).state.config
+        config = opened(tmp_path / f"run{side}", settings, {}).config
         assert (config.views.global_size, config.model.image_size) == (views, views)
 
 
 def test_a_run_resumes_with_the_images_that_it_started_with(tmp_path):
     """Those of a run that started before `auto` chose their size are as large as its views."""
     trained(tmp_path, {**SHORT, "model.image_size": "null"}, {})
-    state = opened(tmp_path, SHORT, {}).state
+    state = opened(tmp_path, SHORT, {})
     assert (state.step, state.config.image_shape, state.config.model.image_size) == (6, (32, 32), None)
 
 
 def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights):
     model = {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
-    state = opened(tmp_path / "run", {**AUTO, **model, "teacher.weights": weights}, {}).state
+    state = opened(tmp_path / "run", {**AUTO, **model, "teacher.weights": weights}, {})
     assert (state.config.views.global_size, state.config.model.patch_size) == (32, 8)
 
 
@@ -347,6 +346,6 @@ def test_recipe_auto_looks_at_how_alike_images_are_laid_out(tmp_path, alike, ste
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     settings = {"recipe": "auto", "data.source": tmp_path, "data.batch_size": 4, "data.workers": 0}
     settings |= {"budget.steps": 20, "compute.precision": "no", "compute.eval_every": "null"}
-    config = opened(tmp_path / "run", settings, {}).state.config
+    config = opened(tmp_path / "run", settings, {}).config
     assert config.model.stem == stem
     assert config.views.global_scale == ((0.6, 1.0) if alike else (0.25, 1.0))

@@ -36,7 +36,7 @@ def test_training_goes_on_from_weights_of_the_same_model(tmp_path):
         ValueError, match=r"model.arch=timm:test_resnet \(there timm:test_convnext\) does not"
     ):
         opened(tmp_path / "other", {**RESNET, **settings})
-    backbone = opened(tmp_path / "run", {**CONVNEXT, **settings}).state.student.backbone
+    backbone = opened(tmp_path / "run", {**CONVNEXT, **settings}).student.backbone
     assert isinstance(backbone, TimmBackbone)
     loaded = dino_vit.load_backbone(first).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in backbone.state_dict().items())
@@ -66,12 +66,12 @@ def test_what_timm_has_no_use_for_is_refused(tmp_path, settings, said):
 
 def test_dinov2s_settings_without_masks(tmp_path):
     settings = {"method": "dinov2", "loss.patch_weight": 0, "loss.warmup_teacher_temp_epochs": 0}
-    config = opened(tmp_path, {**CONVNEXT, **settings, "loss.teacher_temp": 0.04}).state.config
+    config = opened(tmp_path, {**CONVNEXT, **settings, "loss.teacher_temp": 0.04}).config
     assert (config.model.layer_scale, config.model.drop_path, config.loss.koleo_weight) == (None, 0.3, 0.1)
 
 
 def test_auto_chooses_for_a_model_of_timm(tmp_path):
     settings = {"recipe": "auto", "model.arch": "timm:test_convnext", "data.source": "synthetic:256:48"}
     settings |= {"data.batch_size": 8, "budget.steps": 10, "data.workers": 0}
-    config = opened(tmp_path / "run", settings, {}).state.config
+    config = opened(tmp_path / "run", settings, {}).config
     assert (config.views.global_shape, config.views.local_shape) == ((64, 64), (32, 32))
