@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from dino_vit.config.auto import choose_all
 from dino_vit.config.draft import Choice, Draft
-from dino_vit.config.earlier import (
+from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
+from dino_vit.config.inherited import (
     choices_since,
     choose_by_checkpoint,
     choose_by_teacher,
     choose_by_weights,
 )
-from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
 from dino_vit.config.length import SHORT, global_batch, run_length
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase

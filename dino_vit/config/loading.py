@@ -200,10 +200,6 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config for parsed arguments."""
-    switched = [text.removesuffix("=true") for text in args.options if text.endswith("=true")]
-    if switched and (values_alone := {"true", "false", "auto"} & {*args.settings}):
-        written = " or ".join(f"{key}={min(values_alone)}" for key in switched)
-        raise ValueError(f"{min(values_alone)} is of no setting; write {written}")
     _check_split([*args.options, *args.settings])
     unset, named, listed = list(cls.positional), list[str](), list[str]()
     for text in args.settings:
@@ -228,31 +224,16 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
 
 def _check_split(texts: Sequence[str]) -> None:
     """Raise if a list or a section was given without quotes, so that the shell split it at its spaces."""
-    for place, text in enumerate(texts):
+    for text in texts:
         value = text.partition("=")[2]
         closing = {"[": "]", "{": "}"}.get(value[:1])
         if closing and value.count(value[0]) > value.count(closing):
-            parts = [part for part in texts[place + 1 :] if part.endswith((",", ":", closing))]
-            ends = (end for end, part in enumerate(parts, 1) if part.endswith(closing))
-            whole = " ".join([text, *parts[: next(ends, 0)]])
-            whole += "" if whole.endswith(closing) else f" ...{closing}"
-            raise ValueError(
-                f"{brief(text)} has no {closing}: the shell splits at spaces; quote it: '{whole}'"
-            )
+            whole = f"'{text} ...{closing}'"
+            raise ValueError(f"{brief(text)} has no {closing}: the shell splits at spaces; quote it: {whole}")
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's way)
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse aliases of lists and sections, which could contain themselves, or fill memory."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        is_alias = isinstance(event, yaml.AliasEvent)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        if is_alias and isinstance(node, yaml.CollectionNode):
-            problem = f"*{event.anchor} stands for a list or a section; write it again"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a name that is given twice, of which PyYAML would take the last."""

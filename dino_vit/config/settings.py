@@ -206,10 +206,3 @@ def nested(layer: Mapping[str, object]) -> dict[str, Any]:
 def get(config: Settings, key: str) -> object:
     """Return the value of a dotted key; in an optional section that is null it is None."""
     return values(config).get(key)
-
-
-def result_changes(config: C, base: C) -> dict[str, tuple[object, object]]:
-    """Return key: (before, now) of the settings that change the result and differ from those of `base`."""
-    now, before = values(config), values(base)
-    fixed = [key for key, info in settings_of(type(config)).items() if not info.resumable]
-    return {key: (before.get(key), now.get(key)) for key in fixed if before.get(key) != now.get(key)}

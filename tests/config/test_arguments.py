@@ -35,12 +35,6 @@ def test_an_unknown_option_is_an_error(capsys):
     assert "there is no option --egg-size; see --help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_a_value_after_a_switch_is_not_taken_for_a_position(value: str) -> None:
-    with pytest.raises(ValueError, match=f"{value} is of no setting; write keep_on={value}"):
-        config_from(parse_arguments(parser(Sheet), ["cake", "--keep-on", value]), Sheet)
-
-
 class Sheet(Settings):
     """A command with positional arguments and a switch."""
 
@@ -97,11 +91,9 @@ def test_a_positional_argument_too_many_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("argv", "quoted"),
     [
-        (["name=x", "sizes=[1,", "2,", "3]"], "'sizes=[1, 2, 3]'"),
-        (["name=x", "--sizes", "[1,", "2,", "3]"], "'sizes=[1, 2, 3]'"),
-        (["sizes=[1,", "2]", "name=x"], "'sizes=[1, 2]'"),
-        (["name=x", "oven={fan:", "off}"], "'oven={fan: off}'"),
-        (["name=x", "sizes=[1,"], "'sizes=[1, ...]'"),
+        (["name=x", "sizes=[1,", "2,", "3]"], "'sizes=[1, ...]'"),
+        (["name=x", "--sizes", "[1,", "2]"], "'sizes=[1, ...]'"),
+        (["name=x", "oven={fan:", "off}"], "'oven={fan: ...}'"),
     ],
 )
 def test_a_list_that_the_shell_split_is_to_be_quoted(argv: list[str], quoted: str) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from dino_vit.config.auto import network_ladder
 from dino_vit.config.complete import Run, complete, decide
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import CheckpointFacts, Facts, StepTime, TeacherFacts, WeightsFacts
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, values
-from dino_vit.config.sizes import network_ladder
 from tests.support.facts import facts_of, run_of
 
 CIFAR = {"size": 32, "images": 50_000, "processes": 2}

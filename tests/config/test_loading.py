@@ -66,14 +66,11 @@ def test_what_is_wrong_and_what_is_allowed_is_said(given: str, allowed: str) -> 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("eggs=&a [*a]", r"\*a stands for a list or a section; write it again"),
-        ("sizes=[&a [1, 1], *a]", r"\*a stands for a list or a section; write it again"),
-        ("eggs=&a {b: *a}", r"\*a stands for a list or a section; write it again"),
         ("eggs=" + "[" * 3000, "cannot be read as YAML"),
         ("eggs={[1]: 2}", "a name must be text"),
     ],
 )
-def test_yaml_that_contains_itself_or_never_ends_is_a_sentence(given: str, problem: str) -> None:
+def test_yaml_that_cannot_be_read_is_a_sentence(given: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         load(Cake, None, [given])
     assert load(Cake, None, ["sizes=[&a 0.5, *a]"]).sizes == (0.5, 0.5)

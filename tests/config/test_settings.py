@@ -2,7 +2,7 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import get, result_changes, settings_of, values
+from dino_vit.config.settings import get, settings_of, values
 from tests.support.cake import Cake
 
 
@@ -27,15 +27,3 @@ def test_the_home_folder_may_be_written_short(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", "/home/someone")
     config = load(PretrainConfig, None, {"output": "~/runs/a", "data.source": ("~/photos", "a~b")})
     assert (config.output, config.data.source) == ("/home/someone/runs/a", ("/home/someone/photos", "a~b"))
-
-
-def test_result_changes_leave_out_what_is_resumable() -> None:
-    cake = load(Cake, None, ["name=x", "eggs=4", "oven.mark=4", "icing.colour=red"])
-    assert result_changes(cake, Cake(name="y")) == {
-        "eggs": (3, 4),
-        "oven.degrees": (180.0, None),
-        "oven.mark": (None, 4),
-        "icing.colour": (None, "red"),
-        "icing.layers": (None, 1),
-    }
-    assert result_changes(Cake(name="x"), Cake(name="y")) == {}

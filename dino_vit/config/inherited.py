@@ -1,4 +1,4 @@
-"""What earlier runs decide: the checkpoint that a run resumes from, weights to start from, a teacher."""
+"""What a run inherits: from the checkpoint that it resumes from, weights to start from, a fixed teacher."""
 
 import math
 from collections.abc import Iterator, Mapping
