@@ -192,7 +192,7 @@ class _Compute(TypedDict, total=False):
     verbose: bool
     trackers: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]]
     peer_timeout: float
-    resume: Literal["same", "changed", "never"]
+    resume: Literal["same", "changed"]
 
 class _Gram(TypedDict, total=False):
     """Gram anchoring: match an earlier teacher's patch similarities, late in a run."""
@@ -442,7 +442,7 @@ def pretrain(
       compute.verbose=false               print all that is chosen at the start, with reasons
       compute.trackers=[]                 Accelerate trackers, as [tensorboard]
       compute.peer_timeout=10             minutes to wait for another rank
-      compute.resume=same                 same: only with the settings of before; changed: with any; never [same|changed|never]
+      compute.resume=same                 same: only with the settings of before; changed: with any [same|changed]
       gram=null                           set gram.weights for Gram anchoring
       gram.weights=...                    weights of that teacher: a kept checkpoint, or another run or file
       gram.weight=1                       weight of the term; 2 in DINOv3's last phase

@@ -67,7 +67,8 @@ def _choose_network(draft: Draft, facts: Facts) -> None:
     rung, reason = ladder[0], "the smallest, of which a step is timed"
     if time:
         images = 60 * minutes / time.step_seconds * global_batch(draft, facts)  # that the smallest sees
-        rung = _choose_rung(ladder, images)
+        seeing = [each for each in ladder if images * (ladder[0].cost / each.cost) ** 2 >= ENOUGH_IMAGES]
+        rung = max(seeing, key=lambda each: each.cost, default=ladder[0])
         draft.slowdown = rung.cost / ladder[0].cost
         count = float(f"{run_length(draft, facts)[0] * global_batch(draft, facts):.2g}")
         reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
@@ -110,13 +111,6 @@ def network_ladder(draft: Draft, image_size: int) -> list[Rung]:
         passes = 4 * views.global_count * (1 + tokens / (6 * width)) + 3 * views.local_count * (3 / 7) ** 2
         rungs.append(Rung(settings, tokens * passes * width**2 * depth))
     return rungs
-
-
-def _choose_rung(ladder: Sequence[Rung], images: float) -> Rung:
-    """Return the largest network that sees enough images, if the smallest sees so many."""
-    smallest = ladder[0]
-    affordable = [rung for rung in ladder if images * (smallest.cost / rung.cost) ** 2 >= ENOUGH_IMAGES]
-    return max(affordable, key=lambda rung: rung.cost, default=smallest)
 
 
 def _choose_sizes(draft: Draft, images: ImageFacts) -> None:

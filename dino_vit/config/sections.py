@@ -51,9 +51,7 @@ HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
 START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
 PositiveShare = Annotated[Positive, Field(le=1)]
-# Of the area of an image: less than a pixel would be the whole image.
-Area = Annotated[float, Field(ge=1e-3, le=1)]
-Share = tuple[Area, Area]
+Area = Annotated[float, Field(ge=1e-3, le=1)]  # less than a pixel would be the whole image
 Minutes = Annotated[float, Field(ge=0.01, le=1e6)]  # PyTorch counts them in nanoseconds
 Sigma = Annotated[float, Field(ge=1e-12, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
@@ -116,10 +114,10 @@ class Data(Settings):
 
     def contradictions(self) -> Iterator[str]:
         """Yield what does not go with the number of sources."""
-        several = isinstance(self.source, tuple)
-        if several and self.labels:
+        are_several = isinstance(self.source, tuple)
+        if are_several and self.labels:
             yield f"data.labels={self.labels} is a file for one source; remove it, or give one data.source"
-        if self.mix and (not several or len(self.mix) != len(self.sources)):
+        if self.mix and (not are_several or len(self.mix) != len(self.sources)):
             shares, sources = plural(len(self.mix), "share"), plural(len(self.sources), "source")
             yield f"data.mix has {shares}, but data.source names {sources}; give one for each, or remove it"
 
@@ -215,10 +213,10 @@ class Views(Settings):
 
     global_count: Few = setting(2, "global views of an image")
     global_size: Side = setting(224, "in pixels: side, or [height, width]")
-    global_scale: Share = setting((0.4, 1.0), "share of the image's area, from and to")
+    global_scale: tuple[Area, Area] = setting((0.4, 1.0), "share of the image's area, from and to")
     local_count: FewOrZero = setting(8, "local views of an image")
     local_size: Side = setting(96, "in pixels: side, or [height, width]")
-    local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
+    local_scale: tuple[Area, Area] = setting((0.05, 0.4), "share of the image's area, from and to")
 
     @property
     def title(self) -> str:
@@ -318,10 +316,7 @@ class Budget(Settings):
         return next(name for (name,) in self.one_of if getattr(self, name) is not None)
 
     def total_steps(self, images: int, batch: int) -> int:
-        """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch.
-
-        How many fit into `minutes` has to be measured.
-        """
+        """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch."""
         if self.images:
             return max(1, self.images // batch)
         return self.steps or (self.epochs or 0) * (images // batch)
@@ -344,8 +339,8 @@ class Compute(Settings):
     verbose: bool = setting(False, "print all that is chosen at the start, with reasons", resumable=True)
     trackers: tuple[str, ...] = setting((), "Accelerate trackers, as [tensorboard]", resumable=True)
     peer_timeout: Minutes = setting(10.0, "minutes to wait for another rank", resumable=True)
-    resume: Literal["same", "changed", "never"] = setting(
-        "same", "same: only with the settings of before; changed: with any; never", resumable=True
+    resume: Literal["same", "changed"] = setting(
+        "same", "same: only with the settings of before; changed: with any", resumable=True
     )
 
     @property

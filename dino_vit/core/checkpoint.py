@@ -100,11 +100,6 @@ class Checkpoints:
             raise StorageError(f"none of the checkpoints in {self.folder} can be read; {advice}")
         return None
 
-    def exist_on_rank_0(self) -> bool:
-        """Tell whether rank 0 has checkpoints; other processes need not see its folder."""
-        with in_all_processes():
-            return from_rank_0(lambda: bool(self.paths()))
-
     def newest_of_rank_0(self) -> Checkpoint | None:
         """Return the newest checkpoint as `newest` does; in other processes than rank 0 its outline.
 

@@ -91,7 +91,8 @@ def locked(folder: Path) -> Iterator[None]:
             # DataLoader workers, which outlive a killed run by some seconds, would inherit that of `flock`.
             lockf(file, LOCK_EX | LOCK_NB)
         except (PermissionError, BlockingIOError):
-            raise _in_use(folder, path.read_text()) from None
+            text = f"another run is using {folder} (process {path.read_text()})"
+            raise ValueError(f"{text}: wait until it ends, or give another output") from None
         except OSError as error:  # as Lustre without its option -o flock
             log.warning("%s cannot be locked (%s): start no second run in this folder", path, error.strerror)
         with suppress(OSError):  # a full disk is no reason to stop: the text is for people
@@ -105,12 +106,6 @@ def locked(folder: Path) -> Iterator[None]:
                     path.unlink()
                     for each in created:
                         each.rmdir()
-
-
-def _in_use(folder: Path, process: str) -> ValueError:
-    return ValueError(
-        f"another run is using {folder} (process {process}): wait until it ends, or give another output"
-    )
 
 
 def is_foreseen(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from dino_vit import __version__
 from dino_vit.config.loading import to_yaml, write_yaml
+from dino_vit.config.objects import is_object
 from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import device_name
@@ -66,18 +67,17 @@ class Reporter:
         self.state = state
         self.is_resumed = state.saved_step is not None
         self.on_metrics, self.on_checkpoint = on_metrics, on_checkpoint
-        config, accelerator = self.state.config, self.state.accelerator
+        config, accelerator, folder = state.config, state.accelerator, state.folder
         self.main = bool(accelerator.is_main_process)
         self.progress = RunProgress(
-            total_steps=self.state.total_steps,
-            step=self.state.step,
+            total_steps=state.total_steps,
+            step=state.step,
             stream=sys.stderr if log.isEnabledFor(logging.INFO) else StringIO(),
-            seconds_left=lambda: self.state.clock.left,
+            seconds_left=lambda: state.clock.left,
         )
         self.history: list[MetricsRecord] = []
         self.baseline: Baseline | None = None
         self.has_advised_on_waiting = False
-        folder = self.state.folder
         if self.main:
             # Another change would go unnoticed with resume=changed.
             compute = config.compute.model_copy(update={"resume": "same"})
@@ -87,7 +87,7 @@ class Reporter:
             with self._full_disk_allowed():
                 write_bytes(folder / "config.yaml", settings)
             # A run that was killed may have logged steps that come after its last checkpoint.
-            self.history = drop_later_records(folder / "metrics.jsonl", self.state.step)
+            self.history = drop_later_records(folder / "metrics.jsonl", state.step)
             if self.is_resumed:
                 self.baseline = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
         # Trackers take numbers and text only.
@@ -198,28 +198,24 @@ class Reporter:
 
     def _next_commands(self, weights: Path) -> str:
         """Return the commands to look at a run with; those that fit any images, of these weights."""
-        sources, folder = self.state.config.data.sources, shlex.quote(str(self.state.folder))
-        chosen = shlex.quote(str(weights))
-        is_passed = any(source.startswith("object:") for source in sources)  # which no command line can name
-        command = f"dino_vit.report({str(self.state.folder)!r})" if is_passed else f"dino-vit report {folder}"
-        text = f"next: `{command}` draws curves, a map of the images and attention"
-        if len(sources) > 1 or is_passed:
-            return text
-        images = shlex.quote(public(sources[0]))
-        if self.state.evaluations.online.has_labels:
-            given = self.state.config.data.labels
-            labels = f" labels={shlex.quote(public(given))}" if given else ""
-            labels += " several=true" if self.state.config.data.several else ""
-            source = self.state.source
-            if given and any(source.label(index) is None for index in evenly_spaced(len(source), SAMPLE)):
-                command = f"dino-vit predict {images} {chosen}{labels} output=rest.csv"
-                return f"{text}; `{command}` labels the other images"
-            return f"{text}; `dino-vit knn {images} {chosen}{labels}` classifies each image by the others"
-        text += f"; `dino-vit embed {images} {chosen}` writes features"
-        return (
-            f"{text}; `dino-vit predict {images} {chosen} labels=few.csv` labels all by those of a few, "
-            "and says first whether the features are better than pixels and gradients"
-        )
+        data, source, folder = self.state.config.data, self.state.source, str(self.state.folder)
+        is_passed = any(map(is_object, data.sources))  # which no command line can name
+        report = f"dino_vit.report({folder!r})" if is_passed else f"dino-vit report {shlex.quote(folder)}"
+        text = f"next: `{report}` draws curves, a map of the images and attention; "
+        if len(data.sources) > 1 or is_passed:
+            return text.rstrip("; ")
+        images = f"{shlex.quote(public(data.sources[0]))} {shlex.quote(str(weights))}"
+        if not self.state.evaluations.online.has_labels:
+            return (
+                f"{text}`dino-vit embed {images}` writes features; `dino-vit predict {images} "
+                "labels=few.csv` labels all by those of a few, and says first whether the features are "
+                "better than pixels and gradients"
+            )
+        labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
+        labels += " several=true" * data.several
+        if data.labels and any(source.label(index) is None for index in evenly_spaced(len(source), SAMPLE)):
+            return f"{text}`dino-vit predict {images}{labels} output=rest.csv` labels the other images"
+        return f"{text}`dino-vit knn {images}{labels}` classifies each image by the others"
 
 
 def start_record(state: TrainingState) -> Start:

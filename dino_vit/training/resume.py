@@ -21,13 +21,7 @@ RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unre
 
 def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
     """Return the checkpoint to resume from, which rank 0 reads."""
-    checkpoints = Checkpoints(Path(config.output))
-    if config.compute.resume == "never" and checkpoints.exist_on_rank_0():
-        raise ValueError(
-            f"{config.output} already holds a run, and compute.resume=never does not overwrite it; "
-            "give another output, or move that folder away"
-        )
-    resumed = checkpoints.newest_of_rank_0()
+    resumed = Checkpoints(Path(config.output)).newest_of_rank_0()
     if resumed and "architecture" not in resumed.metadata:  # as in the folder of a fine-tuning
         text = f"{resumed.path} is not a checkpoint of a pretraining"
         raise ValueError(f"{text}; give another output, or move that folder away")

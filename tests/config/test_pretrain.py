@@ -65,6 +65,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
     [
         (["loss.teacher_temp=0.1"], "loss.teacher_temp=0.1 is not below the student's 0.1"),
         (["head.shared=false"], "head.shared has no effect without loss.patch_weight"),
+        (["model.resnet_width=32"], "model.resnet_width has no effect without model.stem=hybrid"),
         (["views.global_size=[16, 224]", "loss.patch_weight=1"], "has 1 x 14 patches, too few for masks"),
         (["loss.patch_weight=1", "model.patch_drop=0.5"], "needs all patches; set model.patch_drop=0"),
         (

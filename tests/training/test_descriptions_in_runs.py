@@ -142,12 +142,6 @@ def test_what_no_stem_has_is_a_sentence(settings, said, tmp_path):
         configured(tmp_path, as_settings(settings))
 
 
-def test_settings_of_a_resnet_without_one_are_refused(tmp_path):
-    """An option that would do nothing."""
-    with pytest.raises(ConfigError, match=r"model\.resnet_width has no effect without model\.stem=hybrid"):
-        configured(tmp_path, {"model.resnet_width": 32})
-
-
 @pytest.mark.parametrize("part", [{}, {"stem": "conv"}, RESNET], ids=["patches", "conv", "hybrid"])
 def test_a_run_that_began_from_weights_resumes_by_its_own_settings(part, tmp_path):
     """By its config.yaml, which states all of them."""
