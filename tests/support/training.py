@@ -27,23 +27,23 @@ def opened(output, settings, defaults=TINY):
 
 def trained(output, settings=MappingProxyType({}), defaults=TINY):
     """Train in this process and return the state."""
-    ready = opened(output, settings, defaults)
-    with Interruption() as interruption, Reporter(ready) as reporter:
-        assert train(ready, reporter, interruption)
-    return ready
+    state = opened(output, settings, defaults)
+    with Interruption() as interruption, Reporter(state) as reporter:
+        assert train(state, reporter, interruption)
+    return state
 
 
 def interrupted(output, settings, step):
     """Train in this process until a signal comes at a step that is logged."""
-    ready = opened(output, settings)
+    state = opened(output, settings)
     with Interruption() as interruption:
 
         def stop(metrics):
             if metrics.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        with Reporter(ready, on_metrics=stop) as reporter:
-            assert not train(ready, reporter, interruption)
+        with Reporter(state, on_metrics=stop) as reporter:
+            assert not train(state, reporter, interruption)
 
 
 def assert_resumes_exactly(folder, settings, step=7):

@@ -195,11 +195,12 @@ def test_the_networks_of_a_trial_are_gone_after_it(tmp_path):
     code = f"""
 import gc, weakref
 from accelerate import Accelerator
-from dino_vit.training import facts, setup, trial
+from dino_vit.training import facts, trial
+from dino_vit.training.pretrain import build_state
 from tests.support.training import configured
 
 def build(run):
-    state = setup.build_state(run, inputs, accelerator)
+    state = build_state(run, inputs, accelerator)
     states.append(weakref.ref(state))
     assert run.config.compute.compile is False, "it would be most of so few steps"
     return state

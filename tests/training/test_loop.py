@@ -220,17 +220,17 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
 
 def test_in_the_last_part_of_a_run_the_student_sees_all_patches(tmp_path):
     settings = {"model.patch_drop": 0.75, "model.patch_drop_until": 0.5, "budget.steps": 6}
-    ready, seen = opened(tmp_path / "run", settings | {"optim.warmup_epochs": 0}), []
-    blocks = ready.student.backbone.blocks
+    state, seen = opened(tmp_path / "run", settings | {"optim.warmup_epochs": 0}), []
+    blocks = state.student.backbone.blocks
 
     def note(module, arguments):
         seen.append(arguments[0].shape[0])
 
     blocks[0].register_forward_pre_hook(note)
-    with Interruption() as interruption, Reporter(ready) as reporter:
-        assert train(ready, reporter, interruption)
-    views, patch = ready.config.views, ready.config.model.patch_size
-    rows = ready.run.global_batch
+    with Interruption() as interruption, Reporter(state) as reporter:
+        assert train(state, reporter, interruption)
+    views, patch = state.config.views, state.config.model.patch_size
+    rows = state.run.global_batch
     patches = (views.global_size // patch) ** 2
     local_tokens = views.local_count * (1 + (views.local_size // patch) ** 2)
     part, whole = (rows * (2 * (1 + count) + local_tokens) for count in (patches // 4, patches))
@@ -240,13 +240,13 @@ def test_in_the_last_part_of_a_run_the_student_sees_all_patches(tmp_path):
 def test_what_else_draws_random_numbers_does_not_change_stochastic_depth(tmp_path):
     settings = {"model.drop_path": 0.5, "model.patch_drop": 0.5, "budget.steps": 6, "optim.warmup_epochs": 0}
     trained(tmp_path / "whole", settings)
-    ready = opened(tmp_path / "run", settings)
+    state = opened(tmp_path / "run", settings)
 
     def draw(*_):
         torch.rand(3)
 
     # After the generator is seeded, before the student draws; as another thread might.
-    ready.teacher.register_forward_hook(draw)
-    with Interruption() as interruption, Reporter(ready) as reporter:
-        assert train(ready, reporter, interruption)
+    state.teacher.register_forward_hook(draw)
+    with Interruption() as interruption, Reporter(state) as reporter:
+        assert train(state, reporter, interruption)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 6)

@@ -153,8 +153,8 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(output, whole):
 
 def test_only_a_best_that_was_written_counts(tmp_path, monkeypatch):
     """Of four in a row, the second and the last cannot be written, each while the next one is evaluated."""
-    ready = opened(tmp_path / "run", SHORT)
-    state, save = ready, ready.checkpoints.save
+    state = opened(tmp_path / "run", SHORT)
+    save = state.checkpoints.save
 
     def full_at_times(step, *arguments):
         if step in (2, 4):
@@ -162,7 +162,7 @@ def test_only_a_best_that_was_written_counts(tmp_path, monkeypatch):
         return save(step, *arguments)
 
     monkeypatch.setattr(state.checkpoints, "save", full_at_times)
-    with Reporter(ready) as reporter:
+    with Reporter(state) as reporter:
         for step in (1, 2, 3, 4):
             state.step, state.evaluations.best = step, {"figure": "knn", "value": 30.0 + step, "step": step}
             finish_save(state, reporter, wait=True)

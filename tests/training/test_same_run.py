@@ -59,15 +59,15 @@ def test_with_other_labels_figures_so_far_are_set_aside_if_that_is_asked_for(tmp
     unevaluated = opened(output, {**settings, "compute.eval_every": "null"})
     assert unevaluated.evaluations.best["figure"] == "knn"
     assert unevaluated.evaluations.measured_on == before.evaluations.measured_on, "what its figures are by"
-    ready = opened(output, {**settings, "compute.resume": "changed"})
-    assert ready.evaluations.best is None
-    assert ready.evaluations.measured_on != before.evaluations.measured_on
+    state = opened(output, {**settings, "compute.resume": "changed"})
+    assert state.evaluations.best is None
+    assert state.evaluations.measured_on != before.evaluations.measured_on
     assert "its figures so far are set aside" in caplog.text
     aside = output / "earlier-1"
     assert sorted(path.name for path in aside.iterdir()) == ["baseline.json", "metrics.jsonl"]
     assert not (output / "baseline.json").exists()
     assert any(json.loads(line)["knn"] for line in (aside / "metrics.jsonl").read_text().splitlines())
-    with Reporter(ready) as reporter:
+    with Reporter(state) as reporter:
         assert reporter.history == []
 
 

@@ -10,7 +10,8 @@ import dino_vit
 from dino_vit.core.distributed import agree, end_processes, in_all_processes, share_work
 from dino_vit.core.runtime import start_processes
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.training import facts, setup
+from dino_vit.training import facts
+from dino_vit.training.pretrain import set_up
 from tests.support.images import write_classes, write_synthetic
 from tests.support.processes import finish, torchrun_environs
 from tests.support.remote import serving, write_shards
@@ -96,8 +97,8 @@ def check_ranks(rank, environs, folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(facts, name, value)
             with pytest.raises(ValueError, match=message):
-                setup.set_up(config, accelerator)
-    setup.set_up(config, accelerator)
+                set_up(config, accelerator)
+    set_up(config, accelerator)
     (folder / f"done{rank}").touch()
     end_processes()
 
