@@ -46,8 +46,8 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.device import wait_for_device
 from dino_vit.core.runtime import device_name, start_processes
-from dino_vit.models.compiling import compile_networks
 from dino_vit.training.loop import take_step
+from dino_vit.training.networks import compile_networks
 from dino_vit.training.pretrain import set_up
 from dino_vit.views import augment
 

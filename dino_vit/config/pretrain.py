@@ -46,6 +46,14 @@ PHASES = (
     *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
     *("loss.warmup_teacher_temp_epochs", "init.head_epochs"),
 )
+SHAPE = "model.width", "model.depth", "model.heads"
+# Settings that a model of timm has no use for, beside the shape.
+VIT_SETTINGS = (
+    *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
+    *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
+    *("model.dropout", "model.attention_dropout", "model.layer_scale", "model.drop_path_schedule"),
+    *("model.patch_drop", "model.patch_drop_until", "model.init_std", "optim.patch_embed_lr"),
+)
 # Settings that have no effect without another one, by that one.
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "model.stem=hybrid": ("model.resnet_layers", "model.resnet_width"),
@@ -86,7 +94,7 @@ class PretrainConfig(Settings):
     def _defaults_of_the_method(self) -> Self:
         """Use the method's defaults where nothing was given, without their counting as given."""
         for key, value in METHODS.get(self.method, {}).items():
-            if self.model.timm and key in sections.VIT_SETTINGS:
+            if self.model.timm and key in VIT_SETTINGS:
                 continue
             name, _, field = key.partition(".")
             section = getattr(self, name)
@@ -148,7 +156,7 @@ def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
         for name in (name for name in keys if name in changed and not is_there):
             yield Problem(f"{name} has no effect without {needed}; remove it, or set that", [name, key])
     if config.model.timm:
-        needless = [*sections.SHAPE, *sections.VIT_SETTINGS, "loss.patch_weight", "loss.gradient_weight"]
+        needless = [*SHAPE, *VIT_SETTINGS, "loss.patch_weight", "loss.gradient_weight"]
         if unused := [key for key in needless if key in changed]:
             text = f"model.arch={config.model.arch} is built as timm defines it, without masked patches"
             remedy = " ".join(f"{key}={write_yaml(default[key])}" for key in unused)
@@ -163,7 +171,7 @@ def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
 def _check_model(config: PretrainConfig) -> Iterator[Problem]:
     """Check the size of the backbone, its stem, and the patches that are dropped."""
     model, views = config.model, config.views
-    given = [key for key in sections.SHAPE if get(config, key) is not None]
+    given = [key for key in SHAPE if get(config, key) is not None]
     if model.timm and "." in model.timm:
         text = f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
         yield Problem(text, ["model.arch"])
@@ -172,7 +180,7 @@ def _check_model(config: PretrainConfig) -> Iterator[Problem]:
         yield Problem(text, ["model.arch", *given])
     elif not model.arch and not (model.width and model.depth):
         text = "give model.width and model.depth, or model.arch"
-        yield Problem(text, ["model.arch", *sections.SHAPE[:2]])
+        yield Problem(text, ["model.arch", *SHAPE[:2]])
     elif not model.arch:
         yield from _check_heads(model)
     patch = height_width(model.patch_size)

@@ -37,14 +37,6 @@ Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 BaselineName = Literal["pixels", "gradients"]  # features that nothing has learned, in the place of weights
 BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
-SHAPE = "model.width", "model.depth", "model.heads"
-# Settings that a model of timm has no use for, beside the shape.
-VIT_SETTINGS = (
-    *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
-    *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
-    *("model.dropout", "model.attention_dropout", "model.layer_scale", "model.drop_path_schedule"),
-    *("model.patch_drop", "model.patch_drop_until", "model.init_std", "optim.patch_embed_lr"),
-)
 Stem = Literal["patch", "conv", "hybrid"]
 REDUCTION, GROUPS = 16, 32  # of the feature map of the ResNet of a hybrid stem, and of its norms
 HEAD_CHANNELS = 64  # of every named size but vit_huge

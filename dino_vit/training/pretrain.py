@@ -20,13 +20,11 @@ from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.data.remote import retrying
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.optim import build_optimizer, parameter_groups
-from dino_vit.models.compiling import choose_compile, compile_networks, missing_for_compile
-from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.facts import Inputs, check_alike, inspect, open_inputs
 from dino_vit.training.loop import train
-from dino_vit.training.networks import build_objective, shard, student_and_teacher
+from dino_vit.training.networks import build_objective, compile_run, shard, student_and_teacher
 from dino_vit.training.plan import Clock, Plan
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
@@ -155,7 +153,7 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     sizes = [(image.height, image.width) for image in summary.images]
     if advice := advice_on_size(config, sizes, config.data.sources):
         yield advice
-    yield from _compile(state)
+    yield from compile_run(state)
     if config.data.keep_decoded and (note := keep_decoded(state.loader, summary)):
         yield note
     if inputs.checkpoint:
@@ -186,20 +184,3 @@ def _describe_evaluation(state: TrainingState) -> Iterator[str]:
         yield f"{use}; the run learns from all of them, without labels"
         if leak := state.evaluations.online.describe_leak():
             yield leak
-
-
-def _compile(state: TrainingState) -> Iterator[str]:
-    """Compile networks and losses as `compute.compile` says; yield a note on it."""
-    wanted, auto = state.config.compute.compile, state.config.compute.compile == "auto"
-    if not choose_compile(wanted, state.device, state.plan.length):
-        return
-    if auto and not isinstance(state.student.backbone, VisionTransformer):
-        return
-    if auto and (missing := missing_for_compile()):
-        yield f"blocks are not compiled (compute.compile=auto), which would make steps faster: {missing}"
-        return
-    if auto:
-        yield "the first step compiles the blocks, so that others are faster; compute.compile=false avoids it"
-    # FSDP gathers the weights of a block outside of its graph.
-    compile_networks((state.student, state.teacher), whole=not auto and not state.sharded)
-    state.objective.compiled = state.device.type == "cuda"  # a CPU computes them part by part, in its cache

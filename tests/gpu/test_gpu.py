@@ -77,7 +77,7 @@ def test_compiled_blocks_have_the_losses_of_plain_ones(tmp_path, monkeypatch, se
     """As in a run of many steps; a CPU has no Triton, and compiles nothing."""
     settings = {"budget.steps": 6, "optim.warmup_epochs": 0, "compute.precision": "bf16", **settings}
     trained(tmp_path / "plain", {**settings, "compute.compile": "false"})
-    monkeypatch.setattr("dino_vit.training.pretrain.choose_compile", lambda wanted, *_: wanted == "auto")
+    monkeypatch.setattr("dino_vit.training.networks.choose_compile", lambda wanted, *_: wanted == "auto")
     state = trained(tmp_path / "compiled", settings)
     assert state.student.backbone.blocks[0].compiled == (DEVICE.type == "cuda")
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=0.05)

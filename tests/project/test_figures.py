@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dino_vit.models.compiling import COMPILED_STEPS
+from dino_vit.training.networks import COMPILED_STEPS
 from tests.support.documents import README, ROOT
 
 BEFORE = "pixels, gradients, untrained"

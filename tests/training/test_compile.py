@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from dino_vit.models.compiling import COMPILED_STEPS, choose_compile, compile_networks, missing_for_compile
 from dino_vit.models.student_teacher import build_networks
+from dino_vit.training.networks import COMPILED_STEPS, choose_compile, compile_networks, missing_for_compile
 from tests.support.rehearsal import one_of_two
 from tests.support.runs import RESNET, TINY, assert_same_readings, steps, tensors
 from tests.support.training import interrupted, opened, trained
@@ -17,8 +17,8 @@ from tests.support.training import interrupted, opened, trained
 @pytest.fixture
 def auto_compiles(monkeypatch):
     """As on a GPU with all that compiling needs."""
-    monkeypatch.setattr("dino_vit.training.pretrain.choose_compile", lambda wanted, *_: wanted == "auto")
-    monkeypatch.setattr("dino_vit.training.pretrain.missing_for_compile", lambda: None)
+    monkeypatch.setattr("dino_vit.training.networks.choose_compile", lambda wanted, *_: wanted == "auto")
+    monkeypatch.setattr("dino_vit.training.networks.missing_for_compile", lambda: None)
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_auto_says_that_it_compiles_or_why_not(tmp_path, monkeypatch, auto_compi
     assert not [
         note for note in opened(tmp_path / "b", {"compute.compile": "false"}).run.notes if "compile" in note
     ]
-    monkeypatch.setattr("dino_vit.training.pretrain.missing_for_compile", lambda: "there is no Triton")
+    monkeypatch.setattr("dino_vit.training.networks.missing_for_compile", lambda: "there is no Triton")
     (said,) = [note for note in opened(tmp_path / "c", {}).run.notes if "compile" in note]
     assert "there is no Triton" in said
     assert not compiled
