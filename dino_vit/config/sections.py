@@ -44,6 +44,7 @@ STUDENT_TEMPERATURE = 0.1
 START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
 PositiveShare = Annotated[Positive, Field(le=1)]
 Area = Annotated[float, Field(ge=1e-3, le=1)]  # less than a pixel would be the whole image
+Share = tuple[Area, Area]
 Minutes = Annotated[float, Field(ge=0.01, le=1e6)]  # PyTorch counts them in nanoseconds
 Sigma = Annotated[float, Field(ge=1e-12, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
@@ -205,10 +206,10 @@ class Views(Settings):
 
     global_count: Few = setting(2, "global views of an image")
     global_size: Side = setting(224, "in pixels: side, or [height, width]")
-    global_scale: tuple[Area, Area] = setting((0.4, 1.0), "share of the image's area, from and to")
+    global_scale: Share = setting((0.4, 1.0), "share of the image's area, from and to")
     local_count: FewOrZero = setting(8, "local views of an image")
     local_size: Side = setting(96, "in pixels: side, or [height, width]")
-    local_scale: tuple[Area, Area] = setting((0.05, 0.4), "share of the image's area, from and to")
+    local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
 
     @property
     def title(self) -> str:
