@@ -31,7 +31,9 @@ DOUBTFUL = 0.8  # how much more probable another label is than one that looks wr
 _ALIKE = "if these images are like the labelled ones"
 
 
-def describe(learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure]) -> list[str]:
+def describe(
+    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], untested: Sequence[str] = ()
+) -> list[str]:
     """Say how good the labels will be: in a plain sentence, then by figures."""
     figure = trials.figure
     if figure is None:
@@ -59,7 +61,12 @@ def describe(learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, 
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     images = f"{plural(len(tested), 'labelled image')} of {what}"
     figures = f"cross-validated {metric} {interval} on {images}"
-    return [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
+    lines = [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
+    if untested:
+        classes = plural(len(untested), "class", "classes")
+        text = f"Nothing can be said of {classes} with a single labelled image"
+        lines.append(f"{text}: {brief(', '.join(untested), 200)}")
+    return lines
 
 
 def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
@@ -124,36 +131,21 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
     """Choose and fit a classifier."""
     spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")
     learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
-    task, classes = learned.task, learned.classes
+    task = learned.task
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
     folds = folds_of(labelled, learned)
     trials = cross_validate(learned, folds, candidates(task, len(learned)), "Cross-validation, folds")
     baselines = _try_baselines(frozen, labelled) if len(learned) <= BASELINE_IMAGES else {}
     best = trials.best(trials.tested)
-    candidate, by_neighbours = trials.tried[best], trials.tried[best].kind == "k-NN"
+    candidate = trials.tried[best]
     temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
-    scores = train_candidate(candidate, learned)
-    lines, untested = describe(learned, trials, baselines), untested_classes(learned, folds)
-    facts = ClassifierFacts(
-        kind="neighbours" if by_neighbours else "linear",
-        task=task,
-        classes=classes,
-        tokens=spec.tokens,
-        blocks=spec.blocks,
-        temperature=temperature,
-        k=min(int(candidate.value), len(learned)) if by_neighbours else None,
-        tested=tuple(lines),
-    )
-    if untested:
-        text = (
-            f"Nothing can be said of {plural(len(untested), 'class', 'classes')} with a single labelled image"
-        )
-        lines.append(f"{text}: {brief(', '.join(untested), 200)}")
+    untested = untested_classes(learned, folds)
+    lines = describe(learned, trials, baselines, untested)
     percents = [100 * share for share in trials.figures(trials.tested)] if trials.figure else []
     details = {
         "labelled": len(learned),
-        "classes": len(classes),
+        "classes": len(learned.classes),
         "classifier": str(candidate),
         "cross_validated": trials.figure,
         "baselines": baselines,
@@ -162,8 +154,14 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
         "untested": untested,
     }
     names = [labelled.source.name(index) for index in learned.indices.tolist()]
+    facts: dict[str, Any] = {"kind": "linear", "task": task, "classes": learned.classes}
+    facts |= {"tokens": spec.tokens, "blocks": spec.blocks}
+    facts |= {"temperature": temperature, "tested": tuple(lines)}
+    if candidate.kind == "k-NN":
+        facts |= {"kind": "neighbours", "k": min(int(candidate.value), len(learned))}
     model: Any = frozen.model
-    classifier = Classifier(model, scores, facts).to(frozen.device).eval()
+    classifier = Classifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
+    classifier = classifier.to(frozen.device).eval()
     doubts = doubtful_labels(learned, trials, temperature)
     return TrainedClassifier(classifier, learned, names, details, lines, doubts)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.text import plural
-from dino_vit.models.classifiers import vote_weights
+from dino_vit.models.classifiers import vote_logits
 
 Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the memory
 
@@ -145,7 +145,7 @@ def neighbour_means(
     cosines, rows = nearest(bank, queries, k=max(k), self_offset=self_offset)
     # In float64, which a Mac's GPU lacks: images whose neighbours all agree have equal means, and tie.
     dtype = torch.float32 if cosines.device.type == "mps" else torch.float64
-    weights = vote_weights(cosines).to(dtype)
+    weights = vote_logits(cosines).exp().to(dtype)
     values = targets.to(rows.device).to(dtype)
     if not len(queries):  # of one process of many
         return {wanted: weights.new_zeros(0, values.shape[1]).float() for wanted in k}
@@ -160,7 +160,7 @@ def class_scores(
     cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int
 ) -> dict[int, Tensor]:
     """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first."""
-    weights = vote_weights(cosines)
+    weights = vote_logits(cosines).exp()
     # CUDA adds in any order: in float64 the order does not change the sums in float32.
     weights = weights.double() if weights.is_cuda else weights
     scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0

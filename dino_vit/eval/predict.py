@@ -42,7 +42,7 @@ from dino_vit.weights.classifier import (
     save_classifier,
 )
 
-_ROWS = 2**14  # of the table that are computed at a time
+_ROWS = 2**12  # of the table that are computed at a time
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -91,18 +91,13 @@ def run(config: PredictConfig) -> LabelPredictions:
     details = to_jsonable({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():
         with after_figures():
-            write_bytes(output, _written(columns, output.suffix))
+            _write(files, columns, details, fitted)
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
-            write_results(files[1], details)
-            files[2].unlink(missing_ok=True)  # of an earlier call
-            if fitted.doubts:
-                write_bytes(files[2], _written(_doubtful(fitted), ".csv"))
     if config.head and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, Path(config.head), frozen.transform)
-            lines.append(
-                f"{config.head}: the classifier with its backbone, as weights of predict and of export"
-            )
+            what = "the classifier with its backbone, as weights of predict and of export"
+            lines.append(f"{config.head}: {what}")
     return LabelPredictions(
         names=names,
         labels=columns["label"],
@@ -114,6 +109,21 @@ def run(config: PredictConfig) -> LabelPredictions:
         path=output,
         text="\n".join(lines),
     )
+
+
+def _write(
+    files: Sequence[Path],
+    columns: dict[str, list[Any]],
+    details: Mapping[str, Any],
+    fitted: TrainedClassifier,
+) -> None:
+    """Write the table, its JSON and the labels that look wrong."""
+    table, about, doubtful = files[:3]
+    write_bytes(table, _written(columns, table.suffix))
+    write_results(about, details)
+    doubtful.unlink(missing_ok=True)  # of an earlier call
+    if fitted.doubts:
+        write_bytes(doubtful, _written(_doubtful(fitted), ".csv"))
 
 
 def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:

@@ -8,12 +8,12 @@ VOTE_TEMPERATURE = 0.07  # of neighbours, as published with DINO
 BLOCK, _PRODUCTS = 1024, 2**26  # images at a time, and their products with a bank
 
 
-def vote_weights(cosines: Tensor) -> Tensor:
-    """Return what each neighbour weighs, (n, k) with the nearest first: exp(cosine / temperature).
+def vote_logits(cosines: Tensor) -> Tensor:
+    """Return the log of what each neighbour weighs, (n, k) with the nearest first: cosine / temperature.
 
-    All are divided by the weight of the nearest, so that they stay finite.
+    That of the nearest is subtracted, so that the weights stay finite.
     """
-    return ((cosines - cosines[:, :1]) / VOTE_TEMPERATURE).exp()
+    return (cosines - cosines[:, :1]) / VOTE_TEMPERATURE
 
 
 class LinearScores(nn.Module):
@@ -53,8 +53,7 @@ def vote(cosines: Tensor, targets: Tensor, classes: int) -> Tensor:
 
     A class without a vote counts as 1 / (k · c) of one, so that no score is infinite.
     """
-    weights = vote_weights(cosines)
-    weights = weights / weights.sum(dim=1, keepdim=True)
+    weights = vote_logits(cosines).softmax(dim=1)
     unseen = 1 / (cosines.shape[1] * classes)
     if targets.ndim == 2:
         none = weights.new_zeros(weights.shape[0], classes)  # `len` would fix the batch of an ONNX graph
