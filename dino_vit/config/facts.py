@@ -118,10 +118,6 @@ def refused_by_facts(config: PretrainConfig, facts: Facts, steps: int, batch: in
     yield from check_scaled_lr(config.optim, batch)
     if not (facts.checkpoint and config.budget.minutes):  # of which more may have been expected
         yield from check_phases(config, steps / per_epoch, steps_per_epoch=per_epoch)
-    if config.loss.koleo_weight and config.data.batch_size * facts.launch.processes == 1:
-        text = f"loss.koleo_weight={config.loss.koleo_weight:g} keeps the images of a forward pass apart"
-        text = f"{text}, but data.batch_size=1 is one image; raise it, or set loss.koleo_weight=0"
-        yield Problem(text, ["loss.koleo_weight", "data.batch_size"])
 
 
 def check_batch(config: PretrainConfig, facts: Facts, batch: int) -> Iterator[Problem]:

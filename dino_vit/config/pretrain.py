@@ -46,8 +46,7 @@ PHASES = (
     *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
     *("loss.warmup_teacher_temp_epochs", "init.head_epochs"),
 )
-SHAPE = "model.width", "model.depth", "model.heads"
-# Settings that a model of timm has no use for, beside the shape.
+# Settings that a model of timm has no use for.
 VIT_SETTINGS = (
     *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
     *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
@@ -133,8 +132,7 @@ class Problem(NamedTuple):
 
 def refused(config: PretrainConfig) -> Iterator[Problem]:
     """Yield every combination that no images and no launch would make right."""
-    checks = _check_effects, _check_model, _check_views, _check_channels, _check_loss, _check_lengths
-    for check in checks:
+    for check in (_check_groups, _check_effects, _check_model, _check_views, _check_channels, _check_loss):
         yield from check(config)
     yield from (Problem(text, ()) for text in config.data.contradictions())
     if config.budget.epochs is not None:
@@ -144,6 +142,22 @@ def refused(config: PretrainConfig) -> Iterator[Problem]:
 def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
     """Return the learning rate at `global_batch` images of one given for 256."""
     return lr * {"linear": global_batch / 256, "sqrt": sqrt(global_batch / 256), "none": 1.0}[scaling]
+
+
+def _check_groups(config: PretrainConfig) -> Iterator[Problem]:
+    """Refuse settings that exclude each other, and a run without a length."""
+    for name, section in config:
+        groups = [
+            {f"{name}.{key}": value for key in group if (value := getattr(section, key)) is not None}
+            for group in getattr(section, "one_of", ())
+        ]
+        given = {key: value for group in groups for key, value in group.items()}
+        if sum(map(bool, groups)) > 1:
+            texts = (f"{key}={write_yaml(value)}" for key, value in given.items())
+            yield Problem(f"{' and '.join(texts)} exclude each other; give one of them", [*given])
+        if name == "budget" and not given:
+            units = [f"budget.{unit}" for unit, _ in config.budget]
+            yield Problem(f"the run has no length; give one of {', '.join(units)}", units)
 
 
 def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
@@ -156,7 +170,7 @@ def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
         for name in (name for name in keys if name in changed and not is_there):
             yield Problem(f"{name} has no effect without {needed}; remove it, or set that", [name, key])
     if config.model.timm:
-        needless = [*SHAPE, *VIT_SETTINGS, "loss.patch_weight", "loss.gradient_weight"]
+        needless = [*VIT_SETTINGS, "loss.patch_weight", "loss.gradient_weight"]
         if unused := [key for key in needless if key in changed]:
             text = f"model.arch={config.model.arch} is built as timm defines it, without masked patches"
             remedy = " ".join(f"{key}={write_yaml(default[key])}" for key in unused)
@@ -171,16 +185,12 @@ def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
 def _check_model(config: PretrainConfig) -> Iterator[Problem]:
     """Check the size of the backbone, its stem, and the patches that are dropped."""
     model, views = config.model, config.views
-    given = [key for key in SHAPE if get(config, key) is not None]
     if model.timm and "." in model.timm:
         text = f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
         yield Problem(text, ["model.arch"])
-    elif model.arch and given and not model.timm:
-        text = f"model.arch={model.arch} has its own size; set model.arch=null or remove {', '.join(given)}"
-        yield Problem(text, ["model.arch", *given])
     elif not model.arch and not (model.width and model.depth):
         text = "give model.width and model.depth, or model.arch"
-        yield Problem(text, ["model.arch", *SHAPE[:2]])
+        yield Problem(text, ["model.arch", "model.width", "model.depth"])
     elif not model.arch:
         yield from _check_heads(model)
     patch = height_width(model.patch_size)
@@ -279,24 +289,6 @@ def _check_loss(config: PretrainConfig) -> Iterator[Problem]:
             text = f"views.global_size has {rows} x {columns} patches, too few for masks"
             text = f"{text}; lower model.patch_size={patch}, or set loss.patch_weight=0"
             yield Problem(text, ["views.global_size", "model.patch_size", "loss.patch_weight"])
-
-
-def _check_lengths(config: PretrainConfig) -> Iterator[Problem]:
-    """Check the length of the run and the intervals in it."""
-    units = {f"budget.{name}": value for name, value in config.budget}
-    given = [f"{key}={value}" for key, value in units.items() if value is not None]
-    if not given:
-        yield Problem(f"the run has no length; give one of {', '.join(units)}", [*units])
-    elif len(given) > 1:
-        keys = [key for key, value in units.items() if value is not None]
-        yield Problem(f"{' and '.join(given)} are both given; give one", keys)
-    compute = config.compute
-    if compute.eval_every and compute.eval_every_steps:
-        keys = ["compute.eval_every", "compute.eval_every_steps"]
-        yield Problem(f"{' and '.join(keys)} are both given; give one", keys)
-    if compute.keep_every and compute.keep_every % compute.checkpoint_every:
-        text = f"compute.keep_every={compute.keep_every} is not a multiple of compute.checkpoint_every="
-        yield Problem(f"{text}{compute.checkpoint_every}", ["compute.keep_every"])
 
 
 def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[Problem]:

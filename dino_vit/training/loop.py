@@ -71,7 +71,9 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 save(state, reporter, wait=True)
                 reporter.stop()
                 return False
-            if evaluations.is_best(state.step) or state.step % state.config.compute.checkpoint_every == 0:
+            intervals = state.config.compute.checkpoint_every, state.config.compute.keep_every
+            is_due = any(every and state.step % every == 0 for every in intervals)
+            if is_due or evaluations.is_best(state.step):
                 save(state, reporter)
         vote.result()
         save(state, reporter, last=True)

@@ -102,7 +102,6 @@ def test_what_auto_leaves_contradictory_is_refused() -> None:
             "0.287 is not shorter than the run (0.29 epochs, both of 29 steps)",
         ),
         (["optim.lr=5e-3"], {"images": 100_000, "processes": 16}, "is 0.02 at a global batch of 1024"),
-        (["loss.koleo_weight=0.1", "data.batch_size=1"], {"images": 640}, "is one image"),
         (["optim.lr=2e-7", "optim.min_lr=0"], {}, "learns between"),
         (["optim.lr=2e-6"], {}, "optim.min_lr=1e-06 is above the peak of 5e-07"),
         (

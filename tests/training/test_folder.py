@@ -62,7 +62,7 @@ def test_the_same_run_that_logged_nothing_starts_again(tmp_path):
 
 
 def test_what_was_kept_stays_without_the_setting(tmp_path):
-    trained(tmp_path, {**FEW, "budget.steps": 4, "compute.keep_every": 2})
+    trained(tmp_path, {**FEW, "budget.steps": 4, "compute.keep_every": 2, "compute.checkpoint_every": 3})
     changed = {**FEW, "compute.resume": "changed"}
     trained(tmp_path, {**changed, "budget.steps": 6})
     trained(tmp_path, {**changed, "budget.steps": 8})
