@@ -54,7 +54,7 @@ def ridge_predictions(values: Tensor, targets: Tensor, train: Tensor) -> Tensor:
     gram, moments = (x[train] - center).T @ (x[train] - center), (x[train] - center).T @ (y - offset)
     penalty = _RIDGE * int(train.sum()) * torch.eye(len(gram), dtype=x.dtype)
     weight = torch.linalg.solve(gram + penalty, moments).T
-    return x[~train] @ weight.T + offset - weight @ center
+    return x[~train] @ weight.T + (offset - weight @ center)
 
 
 def cross_predictions(values: Tensor, targets: Tensor, first_half: Tensor) -> Tensor:
