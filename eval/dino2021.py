@@ -35,7 +35,6 @@ from dino_vit.core.text import plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.probes import (
     MOMENTUM,
-    LinearHeads,
     count_correct,
     initial_weight,
     top_classes,
@@ -45,6 +44,7 @@ from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
 from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
+from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
 

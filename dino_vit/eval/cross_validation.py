@@ -16,14 +16,16 @@ from dino_vit.config.settings import Task
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import evenly_spaced
 from dino_vit.eval.figures import Figure, accuracy, average_precision, measure
+from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.probes import LinearHeads, on_standardised, train_logistic
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.models.classifiers import (
     BLOCK,
+    LinearHeads,
     LinearScores,
     NeighbourScores,
     Scores,
+    on_standardised,
     score_in_blocks,
     vote,
 )

@@ -18,15 +18,13 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import TITLES, Figure, accuracy, measure
+from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.probes import (
-    LinearHeads,
     count_correct,
     head_losses,
     head_scores,
-    on_standardised,
     top_classes,
     train_heads,
-    train_logistic,
 )
 from dino_vit.eval.results import (
     METRIC,
@@ -47,6 +45,7 @@ from dino_vit.eval.sets import (
     open_sets,
 )
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
+from dino_vit.models.classifiers import LinearHeads, on_standardised
 
 _MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"

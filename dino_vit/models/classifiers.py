@@ -1,7 +1,11 @@
 """Classifiers of features: linear ones, and the vote of the nearest labelled images."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 VOTE_TEMPERATURE = 0.07  # of neighbours, as published with DINO
@@ -29,6 +33,38 @@ class LinearScores(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(features, self.weight, self.bias)
+
+
+class LinearHeads(NamedTuple):
+    """Linear classifiers that read the same columns of the features."""
+
+    weight: Tensor  # (r, c, d)
+    bias: Tensor  # (r, c)
+    columns: slice = slice(None)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the logits of all heads for the columns that they read, (n, d) -> (n, r, c)."""
+        joined = F.linear(x, self.weight.flatten(0, 1), self.bias.flatten())
+        return rearrange(joined, "n (r c) -> n r c", r=len(self.bias))
+
+
+def on_standardised(
+    train: Callable[[Tensor], list[LinearHeads]], features: Tensor, *, enabled: bool = True
+) -> list[LinearHeads]:
+    """Return the heads that `train` returns for features of mean 0 and variance 1, to read them as they are.
+
+    So each column has the same say, as those of untrained networks, above all, are of very different sizes.
+    """
+    if not enabled:
+        return train(features)
+    std, mean = torch.std_mean(features.double(), dim=0, correction=0)
+    scale = std.clamp(min=1e-6 * float(std.max()) + 1e-12).reciprocal().to(features.dtype)
+    mean = mean.to(features.dtype)
+    heads = []
+    for weight, bias, columns in train((features - mean) * scale):
+        weight = weight * scale[columns].to(weight)
+        heads.append(LinearHeads(weight, bias - weight @ mean[columns].to(weight), columns))
+    return heads
 
 
 class NeighbourScores(nn.Module):

@@ -1,8 +1,5 @@
 import pytest
 import torch
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.nn import functional as F
 
@@ -10,19 +7,15 @@ from dino_vit.eval import probes
 from dino_vit.eval.probes import (
     count_correct,
     head_losses,
-    head_scores,
     initial_weight,
-    on_standardised,
     top_classes,
     train_heads,
-    train_logistic,
 )
 from dino_vit.views.sampler import Sampler
 
 CPU = torch.device("cpu")
 COLUMNS = (slice(8, 16), slice(0, 24), slice(8, 24))
 RATES = (0.024, 2.4, 24.0)  # at a batch of 256
-CS = (1e-6, 1e-2, 1.0, 30.0)
 
 
 def labelled(count, seed, classes=5, width=24):
@@ -100,52 +93,6 @@ def test_classifying_in_blocks_equals_classifying_at_once(monkeypatch):
         assert torch.equal(ranked, expected[:, 2].argsort(dim=1, descending=True)[:, :columns])
 
 
-def shifted(count, classes=4, width=6):
-    generator = torch.Generator().manual_seed(0)
-    targets = torch.randint(classes, (count,), generator=generator)
-    centers = torch.randn(classes, width, generator=generator)
-    noise = torch.randn(count, width, generator=generator) * torch.tensor([1, 1, 5, 0.2, 1, 1])
-    shift = torch.tensor([0, 30, 0, -7, 0, 1])  # far from 0, as features are
-    return (centers[targets] + noise + shift).double(), targets
-
-
-def objective(features, targets, weight, bias, c):
-    """Return scikit-learn's objective, image by image."""
-    losses = [
-        torch.logsumexp(weight @ x + bias, 0) - (weight[target] @ x + bias[target])
-        for x, target in zip(features, targets, strict=True)
-    ]
-    return weight.square().sum() / 2 + c * sum(losses)
-
-
-@pytest.mark.parametrize("scores", [1 << 24, 4 * 17])
-def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores):
-    """The objective is convex, so a zero gradient is the optimum, and strictly convex in W."""
-    monkeypatch.setattr(probes, "_MAX_SCORES", scores)
-    features, targets = shifted(60)
-    heads = train_logistic(features, targets, cs=CS[::-1], classes=4, tolerance=1e-10)
-    for c, *head in zip(CS, heads.weight, heads.bias, strict=True):
-        weight, bias = (part.clone().requires_grad_() for part in head)
-        value = objective(features, targets, weight, bias, c)
-        slopes = torch.autograd.grad(value, (weight, bias))
-        scale = c * float(features.abs().sum(dim=0).max())  # of a gradient in which nothing cancels
-        for slope in slopes:
-            assert float(slope.abs().max()) < 1e-6 * scale, c
-        for _ in range(5):
-            other = weight + 0.01 * weight.norm() * torch.randn_like(weight)
-            assert objective(features, targets, other, bias, c) > value
-
-
-def test_several_labels_are_logistic_regressions_of_their_own():
-    features = torch.randn(150, 6, dtype=torch.double)
-    targets = (features[:, :3] + torch.randn(150, 3) > 0.5).double()
-    heads = train_logistic(features, targets, cs=[0.1], classes=3)
-    for label in range(3):
-        peer = LogisticRegression(C=0.1, tol=1e-10, max_iter=10_000).fit(features, targets[:, label])
-        assert heads.weight[0, label].numpy() == pytest.approx(peer.coef_[0], abs=1e-4)
-        assert float(heads.bias[0, label]) == pytest.approx(peer.intercept_[0], abs=1e-4)
-
-
 def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():
     features, targets = torch.randn(64, 5), (torch.rand(64, 3) < 0.4).float()
     settings = {"columns": [slice(1, 5)], "rates": [2.0], "batch_size": 64, "seed": 0, "classes": 3}
@@ -157,27 +104,3 @@ def test_heads_of_several_labels_follow_the_gradient_of_their_cross_entropy():
     loss.backward()
     torch.testing.assert_close(head.weight[0], start.detach() - 0.5 * start.grad)
     torch.testing.assert_close(head.bias[0], -0.5 * bias.grad)
-
-
-def test_heads_on_standardised_features_read_them_as_they_are():
-    """As scikit-learn's pipeline of a scaler and a regression does; a constant column counts for nothing."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([100.0, 1.0, 0.01, 0.0])
-    x = sizes * torch.randn(300, 4, generator=generator) + torch.tensor([5.0, -3.0, 0.0, 7.0])
-    score = x[:, 0] / 100 + x[:, 2] / 0.01 + torch.randn(300, generator=generator)
-    y = torch.bucketize(score, torch.tensor([-1.0, 1.0]))
-    columns = [slice(None), slice(1, 4)]
-
-    def train(features):
-        fits = [
-            train_logistic(features[:, part], y, cs=[0.3], classes=3, tolerance=1e-10) for part in columns
-        ]
-        return [fit._replace(columns=part) for fit, part in zip(fits, columns, strict=True)]
-
-    plain = on_standardised(train, x, enabled=False)
-    for heads, unscaled, part in zip(on_standardised(train, x), plain, columns, strict=True):
-        pipeline = make_pipeline(StandardScaler(), LogisticRegression(C=0.3, tol=1e-8, max_iter=1000))
-        expected = pipeline.fit(x[:, part].double(), y).predict_proba(x[:, part].double())
-        found = head_scores(heads, x)[:, 0].softmax(dim=-1)
-        assert torch.allclose(found.double(), torch.from_numpy(expected), atol=1e-3)  # of 1
-        assert not torch.allclose(found, head_scores(unscaled, x)[:, 0].softmax(dim=-1), atol=1e-2)
