@@ -33,7 +33,7 @@ FIGURES = {
         for name in SETS
         for row in (f"k-NN | {BEFORE}, trained, ±", "linear | trained")
     ],
-        ("docs/race.md", "| set | pixels |"): [
+    ("docs/race.md", "| set | pixels |"): [
         f"race | Small | {name}, {minutes}: k-NN | {columns}"
         for name in ("flowers", "groceries", "hands", "cifar10")
         for minutes, columns in (
