@@ -7,9 +7,11 @@ import json
 import os
 import re
 import zlib
+from bisect import bisect
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -167,7 +169,7 @@ class Rows(Store):
         # Arrow looks for a row of a table in one chunk after another.
         columns = [table.column(column) for table in tables]
         self.chunks = [chunk for each in columns for chunk in each.chunks] or [_unpacked(index)]
-        self.starts = np.cumsum([0, *map(len, self.chunks)])
+        self.starts = [0, *accumulate(map(len, self.chunks))]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Rows, (self.index, self.column, self.tables)
@@ -175,8 +177,8 @@ class Rows(Store):
     def _image(self, row: int) -> tuple[pa.Buffer | None, str | None]:
         """Return the bytes of an image, or without them the path of its file."""
         at = int(self.index.columns["row"][row])
-        chunk = int(np.searchsorted(self.starts, at, side="right")) - 1
-        value = self.chunks[chunk][at - int(self.starts[chunk])]
+        chunk = bisect(self.starts, at) - 1
+        value = self.chunks[chunk][at - self.starts[chunk]]
         if not value.is_valid:
             return None, None
         if not pa.types.is_struct(value.type):
