@@ -94,7 +94,6 @@ class _Model(TypedDict, total=False):
     drop_path: float
     drop_path_schedule: Literal["linear", "uniform"]
     patch_drop: float
-    patch_drop_until: float
     layer_scale: float | None
     init_std: float
     grad_checkpointing: bool
@@ -376,7 +375,6 @@ def pretrain(
       model.drop_path=0.1                 stochastic depth of the student's last block
       model.drop_path_schedule=linear     rising from 0, or all equal [linear|uniform]
       model.patch_drop=0                  share of a global view's patches that the student does not see
-      model.patch_drop_until=1            share of the run with model.patch_drop; then it sees all
       model.layer_scale=null              initial scale of the branches of a block; null: none
       model.init_std=0.02                 standard deviation of the first weights of linear layers
       model.grad_checkpointing=false      recompute blocks to save memory

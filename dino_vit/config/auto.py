@@ -199,22 +199,15 @@ def _choose_for_short(draft: Draft, likeness: float) -> None:
     if not (draft["init.weights"] or draft.config.model.timm):
         reason = "patches learn shapes from the gradients around them, before CLS tokens do"
         draft.choose("loss.gradient_weight", 2.0, reason)
-    scales, reason = ((0.25, 1.0), (0.1, 0.4)), "a short run learns faster from views with more of the image"
-    alike = likeness >= ALIKE
-    if alike:
-        scales = (0.6, 1.0), (0.3, 0.7)
-        reason = f"images lie alike (correlation {likeness:.2f}), so they differ in where small parts are"
-    draft.choose("views.global_scale", scales[0], reason)
-    draft.choose("views.local_scale", scales[1], reason)
+    reason = "a short run learns faster from views with more of the image"
+    draft.choose("views.global_scale", (0.25, 1.0), reason)
+    draft.choose("views.local_scale", (0.1, 0.4), reason)
     config = draft.config
-    if alike:
-        _choose_stem(draft, config)
+    if likeness >= ALIKE:
+        _choose_stem(draft, config, likeness)
     if may_see_less(config):
         reason = "a short run sees more images where most of their patches are left out"
-        dropped = draft.choose("model.patch_drop", SEEN_IN_SHORT["model.patch_drop"], reason)
-        if dropped and alike:
-            reason = "then all patches, as features are read from all"
-            draft.choose("model.patch_drop_until", 0.8, reason)
+        draft.choose("model.patch_drop", SEEN_IN_SHORT["model.patch_drop"], reason)
         reason = "a short run learns more from more images than from more views of each"
         draft.choose("views.local_count", SEEN_IN_SHORT["views.local_count"], reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
@@ -225,12 +218,13 @@ def _choose_for_short(draft: Draft, likeness: float) -> None:
             draft.choose(key, defaults[key], f"DINO's, for a run of fewer than {SHORT:,} steps")
 
 
-def _choose_stem(draft: Draft, config: PretrainConfig) -> None:
+def _choose_stem(draft: Draft, config: PretrainConfig, likeness: float) -> None:
     """Begin with convolutions, which learn shapes in minutes; narrow ones, as their time is that of steps."""
     patch = height_width(draft["model.patch_size"])
     if config.model.timm or config.init or stem_problem("conv", patch, config.model.resnet_width):
         return
-    reason = "images that lie alike differ by shapes, which a short run learns by early convolutions"
+    reason = f"images lie alike (correlation {likeness:.2f}), so they differ by shapes, which a short run "
+    reason += "learns by early convolutions"
     if draft.choose("model.stem", "conv", reason) == "conv":
         reason = "half the width of the tokens: as good, in less than half the time"
         draft.choose("model.stem_width", max(1, config.model.shape[0] // 2), reason)

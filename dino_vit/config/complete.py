@@ -63,7 +63,7 @@ def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) 
         raise ConfigError(problem.text for problem in problems)
     for key, value in changes.items():
         draft.override(key, value, "to time a step")
-    return _as_run(draft, draft.config, facts, SHORT)  # its first steps lie before model.patch_drop_until
+    return _as_run(draft, draft.config, facts, SHORT)
 
 
 def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> Run:

@@ -51,13 +51,12 @@ VIT_SETTINGS = (
     *("model.patch_size", "model.stem", "model.stem_width", "model.resnet_layers", "model.resnet_width"),
     *("model.positions", "model.rotary_rescale", "model.key_bias", "model.registers", "model.qk_scale"),
     *("model.dropout", "model.attention_dropout", "model.layer_scale", "model.drop_path_schedule"),
-    *("model.patch_drop", "model.patch_drop_until", "model.init_std", "optim.patch_embed_lr"),
+    *("model.patch_drop", "model.init_std", "optim.patch_embed_lr"),
 )
 # Settings that have no effect without another one, by that one.
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "model.stem=hybrid": ("model.resnet_layers", "model.resnet_width"),
     "model.stem=conv": ("model.stem_width",),
-    "model.patch_drop": ("model.patch_drop_until",),
     "loss.patch_weight": ("head.shared",),
 }
 

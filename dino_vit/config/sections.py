@@ -141,7 +141,6 @@ class Model(Settings):
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting("linear", "rising from 0, or all equal")
     patch_drop: BelowOne = setting(0.0, "share of a global view's patches that the student does not see")
-    patch_drop_until: PositiveShare = setting(1.0, "share of the run with model.patch_drop; then it sees all")
     layer_scale: Positive | None = setting(None, "initial scale of the branches of a block; null: none")
     init_std: Positive = setting(0.02, "standard deviation of the first weights of linear layers")
     grad_checkpointing: bool = setting(False, "recompute blocks to save memory", resumable=True)

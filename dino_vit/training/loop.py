@@ -87,7 +87,6 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     state.begin_step()
     rates = state.rates
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
-    state.student.patch_drop = state.plan.patch_drop(state.position.at)
 
     # The running statistics of BatchNorm, which a forward pass changes.
     before = snapshot(state.statistics)

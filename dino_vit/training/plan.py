@@ -147,11 +147,3 @@ class Plan:
                 warmup=loss.warmup_teacher_temp_epochs * (self.steps_per_epoch // unit),
             ),
         )
-
-    def patch_drop(self, at: float) -> float:
-        """Return the share of patches that the student does not see at a position.
-
-        In the last part of a run it may see all, as features are read from all patches.
-        """
-        model = self.config.model
-        return model.patch_drop if at < model.patch_drop_until * self.length else 0.0

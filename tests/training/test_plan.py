@@ -50,13 +50,6 @@ def test_all_phases_have_the_steps_of_their_decimal_number(per_epoch: int) -> No
             assert all(plan.position(step - 1).is_evaluated for step in due - {0}), text
 
 
-def test_patches_are_dropped_until_a_part_of_the_schedule_has_passed() -> None:
-    settings = ["budget.steps=100", *PHASES, "model.patch_drop=0.75"]
-    plan = Plan(run_of("model.patch_drop_until=0.8", *settings))
-    assert [plan.patch_drop(step) for step in (0, 79, 80, 99)] == [0.75, 0.75, 0, 0]
-    assert Plan(run_of(*settings)).patch_drop(99) == 0.75
-
-
 @pytest.mark.parametrize("method", ["dino", "dinov2"])
 def test_the_temperature_warms_up_by_epoch_in_2021_and_by_step_in_dinov2(method: str) -> None:
     settings = [f"method={method}", "loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=3"]

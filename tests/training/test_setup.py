@@ -349,4 +349,3 @@ def test_recipe_auto_looks_at_how_alike_images_are_laid_out(tmp_path, alike, ste
     settings |= {"budget.steps": 20, "compute.precision": "no", "compute.eval_every": "null"}
     config = opened(tmp_path / "run", settings, {}).config
     assert config.model.stem == stem
-    assert config.views.global_scale == ((0.6, 1.0) if alike else (0.25, 1.0))
