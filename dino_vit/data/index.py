@@ -39,7 +39,7 @@ TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the rows in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 11  # of what an index holds
+VERSION = 12  # of what an index holds
 
 
 class Index(ABC):
