@@ -74,12 +74,16 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
     layer = _without(below, [*above, *_rivals(cls, above)]) | above
     layer = {rival: None for rival in _rivals(cls, layer) if infos[rival].default is not None} | layer
     origins = {key: f" ({file})" for key in layer.keys() - above.keys()}
-    problems: list[str] = []
+    unknown: dict[str, list[str]] = {}
     for key, value in layer.items():
         # A section without settings is no mistake.
         if key not in infos and (key not in sections(cls) or value not in (None, {})):
-            hint = _hint(cls, key, value, python and key in above)
-            problems.append(f"{brief(key)} is not a setting{origins.get(key, '')}; {hint}")
+            hint = f"{origins.get(key, '')}; {_hint(cls, key, value, python and key in above)}"
+            unknown.setdefault(hint, []).append(brief(key))
+    problems = [
+        f"{', '.join(keys)} {'is not a setting' if len(keys) == 1 else 'are not settings'}{hint}"
+        for hint, keys in unknown.items()
+    ]
     try:
         config = cls.model_validate(nested({key: layer[key] for key in layer if key in infos}))
     except ValidationError as error:

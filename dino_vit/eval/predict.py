@@ -86,7 +86,8 @@ def run(config: PredictConfig) -> LabelPredictions:
     if fitted.doubts:
         where = f"; {files[2]} lists them" if output else ""
         given = plural(len(fitted.names), "given label")
-        lines.append(f"{len(fitted.doubts):,} of {given} look wrong: others are far more probable{where}")
+        doubts = f"{len(fitted.doubts):,} of {given} may be wrong, as another is far more probable"
+        lines.append(f"{doubts}: look at them{where}")
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = to_jsonable({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():

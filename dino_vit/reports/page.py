@@ -155,8 +155,10 @@ def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
         found[f"{kind} of a simple classifier"] = f"{probe:.1f} %", _before(before, "probe")
     if knn is not None and (better := better_baseline(record.baseline)):
         levels = [f"{name} {before[name]:.1f} %" for name in BASELINES if name in before]
-        above = f"{knn - better[1]:+.1f}".replace("-", "−")
-        found["points above gradients and pixels"] = above, ", ".join(levels)
+        name, above = "above gradients and pixels", knn - better[1]
+        if above < 0:
+            name = f"below {better[0]}"
+        found[f"points {name}"] = f"{abs(above):.1f}", ", ".join(levels)
     found |= newest_evaluation(record)
     if rank is not None and len(found) < FIGURES:
         found["dimensions that the features use"] = f"{rank:.0f}", _before(before, "rankme")

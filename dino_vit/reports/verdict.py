@@ -217,10 +217,10 @@ def _judge_accuracies(run: JudgedRun) -> Diagnosis:
     below = below and f", and {below}"
     if run.changes:
         return Diagnosis("stuck", f"It is worse than before training{below}: {figures}.")
-    figures += f"; on {run.readings[0].images:,} images the difference may be chance"
+    unsure = f"on {run.readings[0].images:,} images the difference may be chance"
     has_risen = max(reading.rise for reading in run.readings) >= RISES  # of more images it may be sure
     name: DiagnosisName = "too early" if has_risen else "stuck"
-    return Diagnosis(name, f"It is not clearly better than before training{below}: {figures}.")
+    return Diagnosis(name, f"It is not clearly better than before training ({unsure}){below}: {figures}.")
 
 
 def _accuracy_text(run: JudgedRun) -> str:

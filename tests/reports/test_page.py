@@ -181,7 +181,7 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     assert drawn["Loss"]["levels"] == {f"ln({last.prototypes})": pytest.approx(math.log(last.prototypes))}
     assert figures(record) == {
         "accuracy of neighbours": ("40.0 %", "before training 20.0 %"),
-        "points above gradients and pixels": ("+30.0", "pixels 10.0 %"),
+        "points above gradients and pixels": ("30.0", "pixels 10.0 %"),
         "dimensions that the features use": ("55", "before training 12"),
     }
     among = replace(record, baseline=replace(record.baseline, leave_one_out=True))

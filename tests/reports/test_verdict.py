@@ -140,8 +140,8 @@ def test_all_accuracies_decide():
     assert same.diagnosis == EARLY
     assert evaluated(knn=[32.0, 33.0, 32.5], before={"knn": 32.0}).diagnosis == STUCK, "it has hardly risen"
     assert same.sentence == (
-        "It is not clearly better than before training: k-NN, which names an image after the most similar "
-        "others, is right for 35.5 %, before training 32.0 %; on 341 images the difference may be chance."
+        "It is not clearly better than before training (on 341 images the difference may be chance): k-NN, "
+        "which names an image after the most similar others, is right for 35.5 %, before training 32.0 %."
     )
     # A probe is better than neighbours on any features, so it is not what is compared with pixels.
     probe = {"probe": [44.0, 50.0, 60.0], "knn": [40.0] * 3, "before": {"pixels": 45.0}}
