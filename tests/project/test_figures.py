@@ -9,16 +9,7 @@ from dino_vit.training.networks import COMPILED_STEPS
 from tests.support.documents import README, ROOT
 
 BEFORE = "pixels, gradients, untrained"
-SETS = (
-    "groceries",
-    "flowers",
-    "hands",
-    "cifar10",
-    "textures",
-    "groceries-grey",
-    "flowers-grey",
-    "hands-grey",
-)
+SETS = ("groceries", "hands")
 # By page and heading of the table: benchmark, table, row, and the columns in the order of the page. What was
 # not measured is an empty cell.
 FIGURES = {
