@@ -24,6 +24,7 @@ def test_killed_at_random_and_resumed_is_bit_for_bit_the_same(tmp_path):
     chance = random.Random(0)
     for step in sorted(chance.randrange(STEPS * 9 // 10) for _ in range(KILLS)):
         killed = Run(tmp_path / "killed", SETTINGS, before=os.setsid)
+        killed.wait_until(lambda run=killed.process.pid: os.getpgid(run) == run)  # os.setsid was called
         killed.wait_until(lambda step=step: reported(tmp_path / "killed") >= step)
         os.killpg(killed.process.pid, signal.SIGKILL)  # its loader processes too, and whatever it writes
         assert killed.wait() == -signal.SIGKILL
