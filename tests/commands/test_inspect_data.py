@@ -7,12 +7,10 @@ import torch
 from PIL import Image, ImageCms
 
 from dino_vit.cli import main
-from dino_vit.commands.inspect_data import training_config
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.open import open_source
-from dino_vit.data.statistics import inspect_images
 from tests.support.images import write_synthetic
 
 
@@ -121,15 +119,3 @@ def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path,
     np.save(tmp_path / "all.npy", np.linspace(-9, 40, 1024, dtype=np.float32).reshape(4, 16, 16))
     assert main(["inspect-data", str(tmp_path / "all.npy"), f"sheet={tmp_path / 'none.png'}"]) == 2
     assert "none.png cannot be drawn: training could use none" in capsys.readouterr().err
-
-
-def test_the_views_are_those_of_images_that_lie_alike(tmp_path):
-    """The sheet shows what a pretraining would choose."""
-    for number in range(12):
-        light = np.zeros((40, 40, 3), np.uint8)
-        light[10:30, 12 + number % 3 : 28] = 200  # one thing, each time in the middle
-        Image.fromarray(light).save(tmp_path / f"{number}.png")
-    source = open_source(str(tmp_path))
-    summary = inspect_images(source, range(12))
-    assert summary.likeness > 0.8
-    assert training_config(None, source, summary).views.global_scale == (0.6, 1.0)

@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(saved(smooth("RGB"), "PNG"))
     Path("run").mkdir()
-    texts = {"l.json": '{"cat/1.png": "a"}', "list.txt": "photos/cat/1.png"}
+    texts = {"l.json": '{"cat/1.png": "a", "dog/2.png": "b"}', "list.txt": "photos/cat/1.png"}
     texts["small.yaml"] = "views: {global_size: 32, local_size: 16, local_count: 1}\n"
     texts["few.csv"] = "path,label\ncat/1.png,x\ndog/2.png,y\n"
     texts |= {"c.yaml": "source: photos\nweights: w.safetensors\n", "run/config.yaml": "seed: 1\n"}

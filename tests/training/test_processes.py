@@ -60,7 +60,7 @@ def test_two_processes_follow_one(tmp_path, alone):
     output = tmp_path / "run"
     first, second = finish(pair(output, TWO, torchrun_environs()))
     assert "2 processes on cpu" in first
-    assert "global batch 16 = 8 images × 1 micro-batch × 2 processes" in first
+    assert "global batch 16" in first
     assert first.count("saved:") == 1
     said = [line for line in second.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
     assert said == [], "only the first process speaks"
