@@ -27,7 +27,7 @@ from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.reports.accuracies import FIGURES, above_baseline, better_baseline, levels_text
+from dino_vit.reports.accuracies import FIGURES, better_baseline, levels_text
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -214,9 +214,10 @@ class Reporter:
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
         if data.labels and any(source.label(index) is None for index in evenly_spaced(len(source), SAMPLE)):
-            above = above_baseline(self.history[-1], self.baseline) if self.history else None
-            if above is not None and above <= -FAR and (better := better_baseline(self.baseline)):
-                images = f"{shlex.quote(public(data.sources[0]))} {better[0]}"  # which are far better
+            better = better_baseline(self.baseline) if self.baseline else None
+            knn = self.history[-1].knn if self.history else None
+            if better and knn is not None and better[1] - knn >= FAR:
+                images = f"{shlex.quote(public(data.sources[0]))} {better[0]}"
             return f"{text}`dino-vit predict {images}{labels} output=rest.csv` labels the other images"
         return f"{text}`dino-vit knn {images}{labels}` classifies each image by the others"
 
