@@ -184,6 +184,8 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
         "points above gradients and pixels": ("30.0", "pixels 10.0 %"),
         "dimensions that the features use": ("55", "before training 12"),
     }
+    behind = replace(record, baseline=replace(record.baseline, gradients=52.0))
+    assert figures(behind)["points below gradients"] == ("12.0", "pixels 10.0 %, gradients 52.0 %")
     among = replace(record, baseline=replace(record.baseline, leave_one_out=True))
     beside = "among the training images, before training 20.0 %"
     assert figures(among)["accuracy of neighbours"] == ("40.0 %", beside)

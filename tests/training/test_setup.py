@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,9 +16,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.open import open_source
-from dino_vit.reports.metrics import Baseline
 from dino_vit.training.pretrain import pretrain, set_up
-from dino_vit.training.reporter import describe_baseline, describe_start, start_record
+from dino_vit.training.reporter import describe_start, start_record
 from tests.support.documents import ROOT
 from tests.support.images import write_classes
 from tests.support.peers import HF_VIT
@@ -182,25 +180,6 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
         assert f"  {key}={value}: " in said
     assert config.head.prototypes == len(found.student.head.last_layer.weight_v) == 256
     assert f"budget.epochs={config.budget.epochs}: " in said
-
-
-def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path):
-    """Photos of clothes: ten minutes ended below pixels, as the first evaluation had foreseen."""
-    run = opened(tmp_path / "run", {"budget.steps": 100})
-    baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
-    figures, meaning = describe_baseline(run, baseline)
-    assert figures.startswith(
-        "before the first step, images named right in per cent: untrained network 25.5,"
-    )
-    assert meaning.startswith(
-        "pixels are 20 points better than the untrained network, which may not catch up"
-    )
-    assert "init.weights=timm:" in meaning
-    assert len([*describe_baseline(run, replace(baseline, pixels=30.0))]) == 1
-    long = opened(tmp_path / "long", {"budget.steps": 100_000})
-    assert len([*describe_baseline(long, baseline)]) == 1
-    (rank,) = describe_baseline(run, Baseline(rankme=9.0))
-    assert rank.startswith("before the first step: effective rank 9.0, about how many dimensions")
 
 
 def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeypatch):

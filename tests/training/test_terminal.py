@@ -12,12 +12,14 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.text import duration, progress
+from dino_vit.reports.metrics import Baseline
 from dino_vit.reports.verdict import Verdict
 from dino_vit.training import reporter
 from dino_vit.training.progress import RunProgress
+from dino_vit.training.reporter import describe_baseline
 from tests.support.history import ADVICE, HEALTHY, NEWS, Clock, show_some
 from tests.support.images import write_synthetic
-from tests.support.training import trained
+from tests.support.training import opened, trained
 
 FINE = Verdict("learning", "")
 
@@ -249,3 +251,25 @@ def test_the_next_command_has_the_labels_of_the_run(
     network = str(tmp_path / "run") if network == "run" else network
     arguments = f"{tmp_path / 'photos'} {network} labels={tmp_path / 'few.csv'}"
     assert re.search(f"`dino-vit {advised.format(arguments)}", capsys.readouterr().err)
+
+
+def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path):
+    """Photos of clothes: ten minutes ended below pixels, as the first evaluation had foreseen."""
+    run = opened(tmp_path / "run", {"budget.steps": 100})
+    baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
+    figures, meaning = describe_baseline(run, baseline)
+    assert figures.startswith(
+        "before the first step, images named right in per cent: untrained network 25.5,"
+    )
+    assert meaning.startswith(
+        "pixels are 20 points better than the untrained network, which may not catch up"
+    )
+    assert "init.weights=timm:" in meaning
+    assert len([*describe_baseline(run, replace(baseline, pixels=30.0))]) == 1
+    long = opened(tmp_path / "long", {"budget.steps": 100_000})
+    assert len([*describe_baseline(long, baseline)]) == 1
+    (rank,) = describe_baseline(run, Baseline(rankme=9.0))
+    assert rank.startswith("before the first step: effective rank 9.0, about how many dimensions")
+    learned = opened(tmp_path / "learned", {"budget.steps": 20_000, "loss.gradient_weight": 2})
+    assert len([*describe_baseline(learned, baseline)]) == 1, "patches learn gradients sooner"
+    assert len([*describe_baseline(opened(tmp_path / "not", {"budget.steps": 20_000}), baseline)]) == 2
