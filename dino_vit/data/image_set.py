@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.text import plural, printable, public
-from dino_vit.data.labels import HELD_OUT, TRAIN, Column, Labels
+from dino_vit.data.labels import Column, Labels
 
 if TYPE_CHECKING:
     from dino_vit.data.shards import Shards
@@ -220,37 +220,6 @@ class ImageSet:
             return self, None
         number = next((number for number, part in enumerate(self.mix.parts) if part.labels.names), 0)
         return self.mix.parts[number], self.mix.names[number]
-
-
-class Split(NamedTuple):
-    """A part of a set."""
-
-    name: str
-    indices: NDArray[np.int64]
-
-
-def choose_splits(images: ImageSet) -> tuple[Split, Split] | None:
-    """Return what to learn from and what to judge on; None unless the set has both, with labels."""
-    names = {name.lower(): name for name in images.splits.names}
-
-    def first(wanted: Sequence[str]) -> Split | None:
-        splits = (Split(names[name], images.split(names[name])) for name in wanted if name in names)
-        return next((split for split in splits if (images.codes(split.indices) >= 0).any()), None)
-
-    train, held_out = first(TRAIN), first(HELD_OUT)
-    return (train, held_out) if train and held_out else None
-
-
-def describe_use(images: ImageSet, train: Split, held_out: Split, name: str) -> str:
-    """Return what a set is split into and how that is used, as a sentence."""
-    sizes = (f"{split} ({plural(count, 'image')})" for split, count in images.split_sizes().items())
-    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
-
-
-def count_shared(source: ImageSet, train: ImageSet) -> int:
-    """Return how many images of a source are those of another, whatever paths lead to them."""
-    learned = set(train.origins())
-    return sum(origin in learned for origin in source.origins())
 
 
 def evenly_spaced(length: int, count: int) -> list[int]:

@@ -15,13 +15,13 @@ from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
-from dino_vit.data.holdout import choose_blocks
-from dino_vit.data.image_set import ImageSet, count_shared
+from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.batches import Features, missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
+from dino_vit.eval.holdout import choose_blocks
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
-from dino_vit.eval.sets import divide, labelled_subset
+from dino_vit.eval.sets import count_shared, divide, labelled_subset
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform

@@ -26,14 +26,20 @@ from dino_vit.core.invocation import after_figures
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, plural, public
-from dino_vit.data.image_set import count_shared
 from dino_vit.data.label_files import SEPARATOR
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
-from dino_vit.eval.sets import LabelledSubset, divide, labelled_features, labelled_subset, open_subset
+from dino_vit.eval.sets import (
+    LabelledSubset,
+    count_shared,
+    divide,
+    labelled_features,
+    labelled_subset,
+    open_subset,
+)
 from dino_vit.weights.classifier import (
     Classifier,
     labels_of,

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
-from dino_vit.data.holdout import choose_blocks, choose_folds, numbers_of, series_of
-from dino_vit.data.image_set import ImageSet, choose_splits, count_shared, describe_use
+from dino_vit.data.image_set import ImageSet
+from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.figures import Predictions
+from dino_vit.eval.holdout import choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
@@ -109,6 +110,31 @@ class LabelledSubset:
 Sets = tuple[LabelledSubset, LabelledSubset]  # the images to learn from, and those to judge by
 
 
+class Split(NamedTuple):
+    """A part of a set."""
+
+    name: str
+    indices: NDArray[np.int64]
+
+
+def choose_splits(images: ImageSet) -> tuple[Split, Split] | None:
+    """Return what to learn from and what to judge on; None unless the set has both, with labels."""
+    names = {name.lower(): name for name in images.splits.names}
+
+    def first(wanted: Sequence[str]) -> Split | None:
+        splits = (Split(names[name], images.split(names[name])) for name in wanted if name in names)
+        return next((split for split in splits if (images.codes(split.indices) >= 0).any()), None)
+
+    train, held_out = first(TRAIN), first(HELD_OUT)
+    return (train, held_out) if train and held_out else None
+
+
+def describe_use(images: ImageSet, train: Split, held_out: Split, name: str) -> str:
+    """Return what a set is split into and how that is used, as a sentence."""
+    sizes = (f"{split} ({plural(count, 'image')})" for split, count in images.split_sizes().items())
+    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is evaluated against {train.name}"
+
+
 def divide(
     images: LabelledSubset,
     train: LabelledSubset | None = None,
@@ -187,6 +213,12 @@ def _open_sets(config: SupervisedConfig, blocks: int | None) -> Sets:
         refuse_same_images(judge.name, judge.images, name, learn.images)
         return _with_same_names(learn, judge)
     return learn, judge
+
+
+def count_shared(source: ImageSet, train: ImageSet) -> int:
+    """Return how many images of a source are those of another, whatever paths lead to them."""
+    learned = set(train.origins())
+    return sum(origin in learned for origin in source.origins())
 
 
 def refuse_same_images(name: str, source: ImageSet, train_name: str, train: ImageSet) -> None:

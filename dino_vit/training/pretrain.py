@@ -16,9 +16,9 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
 from dino_vit.core.runtime import DTYPES, launched_for_shards, start_processes
-from dino_vit.data.image_set import choose_splits, describe_use
 from dino_vit.data.remote import retrying
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.sets import choose_splits, describe_use
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.evaluations import Evaluations

@@ -5,8 +5,7 @@ import zipfile
 
 import pytest
 
-from dino_vit.data.image_set import choose_splits, describe_use
-from dino_vit.data.label_files import join_labels, read_entries
+from dino_vit.data.label_files import read_entries
 from dino_vit.data.labels import Folders, encode_labels, folder_columns
 from dino_vit.data.open import open_source
 from tests.support.image_sets import FILES, write_folder
@@ -238,23 +237,6 @@ def test_a_folder_and_a_zip_have_the_same_splits(folder, tmp_path):
         for name in source.splits.names:
             assert all(f"{name}/" in source.name(index) for index in source.split(name))
         assert source.labels.names == ("a", "b")
-        train, held_out = choose_splits(source)
-        assert (train.name, held_out.name) == ("train", "val")
-        assert describe_use(source, train, held_out, "photos") == (
-            "photos has the splits test (2 images), train (8 images), val (4 images): "
-            "val is evaluated against train"
-        )
-
-
-def test_a_split_without_labels_is_passed_over(folder, tmp_path):
-    for number, path in enumerate(sorted((folder / "val").rglob("*.png"))):
-        path.rename(folder / "val" / f"{number}.png")
-    source = open_source(str(folder))
-    assert choose_splits(source)[1].name == "test"
-    labels = tmp_path / "labels.csv"
-    names = [source.name(index) for index in range(len(source))]
-    labels.write_text("".join(f"{name},{number % 2}\n" for number, name in enumerate(names)))
-    assert choose_splits(join_labels(source, labels))[1].name == "val"
 
 
 def test_labels_that_are_no_number_are_none_and_said(caplog, tmp_path):

@@ -9,10 +9,11 @@ import torch
 from PIL import Image
 
 from dino_vit.config.commands import SupervisedConfig
+from dino_vit.data.label_files import join_labels
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.sets import open_sets, open_subset
+from dino_vit.eval.sets import choose_splits, describe_use, open_sets, open_subset
 from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
@@ -44,6 +45,32 @@ def test_one_set_is_split_by_the_seed():
     assert len(set(val.targets.tolist())) > 5, "not a run of a sorted set"
     again, other = (sets_of("synthetic:103:32", seed=seed)[1] for seed in (1, 2))
     assert again.indices.tolist() == val.indices.tolist() != other.indices.tolist()
+
+
+def test_what_learns_and_what_is_judged_is_said(folder, tmp_path):
+    for split, classes in (("train", "ab"), ("val", "ab"), ("test", "a")):
+        folder(f"photos/{split}", classes)
+    source = open_source(str(tmp_path / "photos"))
+    train, held_out = choose_splits(source)
+    assert (train.name, held_out.name) == ("train", "val")
+    assert describe_use(source, train, held_out, "photos") == (
+        "photos has the splits test (3 images), train (6 images), val (6 images): "
+        "val is evaluated against train"
+    )
+
+
+def test_a_split_without_labels_is_passed_over(folder, tmp_path):
+    for split in ("train", "val", "test"):
+        folder(f"photos/{split}", "ab")
+    val = tmp_path / "photos" / "val"
+    for number, path in enumerate(sorted(val.rglob("*.png"))):
+        path.rename(val / f"{number}.png")
+    source = open_source(str(tmp_path / "photos"))
+    assert choose_splits(source)[1].name == "test"
+    labels = tmp_path / "labels.csv"
+    names = [source.name(index) for index in range(len(source))]
+    labels.write_text("".join(f"{name},{number % 2}\n" for number, name in enumerate(names)))
+    assert choose_splits(join_labels(source, labels))[1].name == "val"
 
 
 def test_splits_are_the_sets(folder, tmp_path, caplog):

@@ -9,7 +9,7 @@ import torch
 
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.settings import Task
-from dino_vit.data.holdout import STRETCHES, choose_blocks, choose_folds, numbers_of, series_of
+from dino_vit.eval.holdout import STRETCHES, choose_blocks, choose_folds, numbers_of, series_of
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
 
 
