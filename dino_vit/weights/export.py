@@ -60,8 +60,9 @@ def export_backbone(
 
     The formats are `reference` (DINO's own), a .pth or .safetensors file, `timm`, such a file or, without
     a suffix, a folder for `timm.create_model`, `huggingface`, a folder for `AutoModel.from_pretrained`, and
-    `onnx`. The export only appears at `path` if its features equal those of the model. A classifier, which
-    `load_classifier` returns, is written as onnx only; its graph gives probabilities.
+    `onnx`. The export only appears at `path` if it gives the features of the model, for random images of the
+    trained size: of all tokens by Hugging Face's class and ONNX Runtime, else of the CLS token. A classifier,
+    which `load_classifier` returns, is written as onnx only; its graph gives probabilities.
     """
     path = Path(path)
     if format not in FORMATS:
@@ -173,13 +174,17 @@ def _compare_features(exported: Backbone | Classifier, written: Path, format: st
     model = _backbone_of(exported)
     shape = 2, model.channels, *_size_of(exported)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    what = "outputs of the classifier" if isinstance(exported, Classifier) else "CLS features"
+    what, ours = "CLS features", model.forward_cls(images)
     library = LIBRARIES.get(format)
-    ours = exported(images) if isinstance(exported, Classifier) else model.forward_cls(images)
     if library and find_spec(library):
         how, theirs = f"with {library}", _features_elsewhere(model, str(written), format, images)
-        if format == "timm" and isinstance(model, VisionTransformer):  # which may have a classifier
+        if isinstance(exported, Classifier):
+            what, ours = "outputs of the classifier", exported(images)
+        elif format == "timm" and isinstance(model, VisionTransformer):  # which may have a classifier
             ours = model(images)
+        elif format != "timm":
+            what, tokens = "CLS and patch features", model.forward_features(images)
+            ours = torch.cat([tokens[:, :1], tokens[:, model.first_patch :]], dim=1)
     else:
         how = "by loading it again"
         theirs = load_backbone(written, format=format, heads=model.heads, verbose=False).forward_cls(images)
@@ -197,14 +202,16 @@ def _features_elsewhere(model: Backbone, path: str, format: str, images: Tensor)
     if format == "onnx":
         import onnxruntime
 
-        return torch.from_numpy(onnxruntime.InferenceSession(path).run(None, {INPUT: images.numpy()})[0])
+        outputs = onnxruntime.InferenceSession(path).run(None, {INPUT: images.numpy()})
+        cls, *patches = map(torch.from_numpy, outputs)
+        return torch.cat([cls[:, None], *patches], dim=1) if patches else cls
     arguments = model_arguments(model, format)
     if format == "huggingface":
         from transformers import AutoModel
 
         theirs: Any = AutoModel.from_pretrained(path, **arguments).eval()
-        features: Tensor = theirs(images).last_hidden_state[:, 0]
-        return features
+        tokens: Tensor = theirs(images).last_hidden_state
+        return torch.cat([tokens[:, :1], tokens[:, model.first_patch :]], dim=1)
     import timm
 
     if is_folder(Path(path), format):

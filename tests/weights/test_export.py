@@ -154,6 +154,17 @@ def test_an_export_that_disagrees_is_not_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_graph_whose_patches_disagree_is_not_kept(tmp_path, monkeypatch):
+    def reversed_patches(graph, images):
+        tokens = graph.model.forward_features(images)
+        return tokens[:, 0], tokens[:, graph.model.first_patch :].flip(1)
+
+    monkeypatch.setattr(export._Graph, "forward", reversed_patches)
+    with pytest.raises(WeightsError, match="relative difference of the CLS and patch features"):
+        export_backbone(backbone(depth=1), tmp_path / "vit.onnx", "onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_older_exports_are_replaced_and_only_if_allowed(tmp_path):
     model = backbone()
     save_backbone(model, tmp_path / "a.safetensors")
