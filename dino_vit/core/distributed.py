@@ -80,7 +80,7 @@ def in_all_processes() -> Iterator[None]:
 
 def from_rank_0(work: Callable[[], T]) -> T:
     """Return what `work` returns on rank 0, or raise its error, in all processes of `in_all_processes`."""
-    return share_work(lambda ranks: [work() for rank in ranks if rank == 0], range(world_size()))[0]
+    return share_work(lambda mine: [work() for number in mine if number == 0], range(world_size()))[0]
 
 
 def share_work(work: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any]) -> list[T]:

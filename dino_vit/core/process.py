@@ -129,7 +129,7 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Undo this in a worker: its memory would only grow, as images have many sizes.
+    """Let glibc return freed memory again, in a DataLoader worker: images of many sizes would only add up.
 
     The thresholds are those at which glibc arrives by itself, unless they were set before.
     """

@@ -25,7 +25,7 @@ class RngPurpose(IntEnum):
     SYNTHETIC = 5
     REPLACEMENT = 6
     EVALUATION = 7
-    MASKS = 10
+    MASKS = 10  # 8 and 9 were purposes that are gone
     SHARDS = 11
     WINDOW = 12
     MIX = 13

@@ -34,8 +34,8 @@ class TeacherOutput(NamedTuple):
     """What the student is to predict: the teacher's logits for the global views, or a backbone's features."""
 
     cls: Tensor  # (g·b, width)
-    logits: Mapping[str, LazyLogits] = {}  # of CLS tokens, and of masked patches, by the names of centers
-    centers: Mapping[str, Tensor] = {}  # what is subtracted from them
+    logits: Mapping[str, LazyLogits] = {}  # "cls": of CLS tokens, "patch": of masked patches
+    centers: Mapping[str, Tensor] = {}  # what is subtracted from each
     patches: Tensor | None = None  # (g·b, N, width)
 
 
@@ -84,10 +84,10 @@ class Objective:
         self.gram_teacher = gram_teacher and gram_teacher.to(device).requires_grad_(False)
         self.fixed_teacher = fixed_teacher and fixed_teacher.to(device)
         self.prototypes = None if isinstance(fixed_teacher, Backbone) else prototypes
-        self.centers: dict[str, Center | SinkhornCenter] = {}  # by their names in a checkpoint
+        self.centers: dict[str, Center | SinkhornCenter] = {}  # "cls" and "patch"
         if self.prototypes:
             build = SinkhornCenter if centering == "sinkhorn" else Center
-            for name in ("loss", "patch_loss") if patch_weight else ("loss",):
+            for name in ("cls", "patch") if patch_weight else ("cls",):
                 self.centers[name] = build(prototypes=prototypes).to(device)
 
     def __call__(
@@ -150,9 +150,9 @@ class Objective:
     ) -> TeacherOutput:
         """Return the targets for the CLS tokens of the global views, and for the masked patches."""
         out = teacher([views], masks)
-        logits = {"loss": LazyLogits.of(out.features, out.prototypes).computed()}
-        if out.patch_features is not None and "patch_loss" in self.centers:
-            logits["patch_loss"] = LazyLogits.of(out.patch_features, out.patch_prototypes)
+        logits = {"cls": LazyLogits.of(out.features, out.prototypes).computed()}
+        if out.patch_features is not None and "patch" in self.centers:
+            logits["patch"] = LazyLogits.of(out.patch_features, out.patch_prototypes)
         centers = {name: self.centers[name](each, temperature) for name, each in logits.items()}
         return TeacherOutput(out.cls, logits, centers)
 
@@ -185,22 +185,22 @@ class Objective:
         cls = dino_loss(
             out.features,
             out.prototypes,
-            logits["loss"],
-            centers["loss"],
+            logits["cls"],
+            centers["cls"],
             views=self.views,
             global_views=self.global_views,
             student_temperature=self.student_temperature,
             teacher_temperature=teacher_temperature,
             compiled=self.compiled,
         )
-        if out.patch_features is None or out.patch_prototypes is None or "patch_loss" not in logits:
+        if out.patch_features is None or out.patch_prototypes is None or "patch" not in logits:
             return cls, None
         assert masks is not None
         patch = patch_loss(
             out.patch_features,
             out.patch_prototypes,
-            logits["patch_loss"],
-            centers["patch_loss"],
+            logits["patch"],
+            centers["patch"],
             masks.weights,
             views=rows,
             student_temperature=self.student_temperature,
@@ -234,7 +234,7 @@ def output_sums(
     for name, term in {**optional, "patch_loss": terms.patch}.items():
         sums |= {} if term is None else {name: term.detach()}
     for name, logits in teacher_out.logits.items():
-        loss, center = terms.cls if name == "loss" else terms.patch, teacher_out.centers[name]
+        loss, center = terms.cls if name == "cls" else terms.patch, teacher_out.centers[name]
         assert loss is not None
         targets = target_sums(loss, logits, center, teacher_temperature=teacher_temperature)
         sums |= {f"{name}.{part}": value for part, value in targets.items()}
@@ -249,11 +249,11 @@ def output_statistics(sums: Mapping[str, Tensor], micro_batches: int) -> dict[st
         for name, value in sums.items()
         if "." not in name
     }
-    for name in ("loss", "patch_loss"):
+    for name in ("cls", "patch"):
         prefix = f"{name}."
         parts = {key.removeprefix(prefix): sums[key] for key in sums if key.startswith(prefix)}
         figures = loss_statistics(parts, micro_batches) if parts else {}
-        if name == "loss":
+        if name == "cls":
             statistics |= figures
         elif parts:
             statistics |= {f"patch_{figure}": figures[figure] for figure in PATCH_STATISTICS}

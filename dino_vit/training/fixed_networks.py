@@ -22,7 +22,7 @@ from dino_vit.models.student_teacher import Network
 from dino_vit.weights import load_backbone
 from dino_vit.weights.formats.layouts import OURS
 
-HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
+HEADS = {"head": "cls.center", "patch_head": "patch.center"}  # and the centre of the outputs of each
 
 
 class TrainedTeacher(NamedTuple):

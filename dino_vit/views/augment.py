@@ -298,10 +298,10 @@ def _hue_(x: Tensor, own: Tensor, *, turns: int) -> None:
 def _blur_(x: Tensor, taps: Tensor) -> None:
     """Convolve with a Gaussian, reflected at the borders.
 
-    On a CPU that is a sum of shifted images, whose result does not depend on the number of threads; elsewhere
-    two products with a matrix for each image, which move 0.4 GB in place of 6.5 (64 images, rehearsed), and
-    of a depthwise convolution's 0.7. On an H200 a blur by compiled shifts took 3.1 ms of 34; by their bytes
-    and operations products take 0.3 to 0.7.
+    On a CPU it is a sum of shifted images, whose result does not depend on the number of threads, elsewhere
+    two products with a matrix for each image. For 64 images the products read and write 0.4 GB, a depthwise
+    convolution 0.7 GB, shifted sums 6.5 GB. Compiled shifted sums took 3.1 of the 34 ms of a step on an H200;
+    products should take 0.3 to 0.7 ms (estimated from bytes and operations, not measured).
     """
     if x.device.type == "cpu":
         _blur_by_shifts_(x, taps)

@@ -110,13 +110,13 @@ class Loader(Dataset[Any]):
         for index, view in enumerate(self.views):
             self.by_size.setdefault(view.size, []).append(index)
 
-    def batches(self, position: int = 0) -> Generator[Batch]:
-        """Yield the batches from a step on, without end; closing the iterator ends the workers."""
+    def batches(self, start_step: int = 0) -> Generator[Batch]:
+        """Yield the batches from `start_step` on, without end; closing the iterator ends the workers."""
         stops = multiprocessing.Event()
         loader: DataLoader[Any] = DataLoader(
             replace(self, prefetch=()),  # whose threads stay in this process
             batch_size=None,
-            sampler=self.sampler.batch_specs(position),
+            sampler=self.sampler.batch_specs(start_step),
             num_workers=self.workers,
             prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
@@ -129,11 +129,11 @@ class Loader(Dataset[Any]):
                 batches = iter(loader)
             with ExitStack() as threads:
                 for prefetch in self.prefetch:  # after the fork of the workers, which would inherit its files
-                    threads.enter_context(prefetch.running(position))
+                    threads.enter_context(prefetch.running(start_step))
                 for taken in count():
                     batch = next(batches)
                     for prefetch in self.prefetch:
-                        prefetch.position = position + taken // self.sampler.accumulate
+                        prefetch.position = start_step + taken // self.sampler.accumulate
                         if prefetch.failure:
                             raise prefetch.failure
                     if isinstance(batch, Exception):
@@ -172,13 +172,13 @@ class Loader(Dataset[Any]):
         keys: Any = {"seed": self.sampler.seed, "epoch": spec.epoch, "samples": spec.samples}
         box_draws = draw_box_numbers(self.views, **keys)
         read = torch.from_numpy(spec.samples).clone()
-        for position, sample in enumerate(spec.samples.tolist()):
-            read[position], image, crops = self._read(sample, box_draws[position], unreadable, times)
+        for row, sample in enumerate(spec.samples.tolist()):
+            read[row], image, crops = self._read(sample, box_draws[row], unreadable, times)
             with timed(times, "crop"):
                 image, boxes = interleave(image), crops.boxes(image)
                 for size, indices in self.by_size.items():
                     interpolation = self.views[indices[0]].interpolation
-                    out = views[size][:, position]
+                    out = views[size][:, row]
                     crop_views(image, boxes[indices], size, interpolation=interpolation, out=out)
         rows = draw_augment([view.augment for view in self.views], **keys)
         flat = {size: stacked.flatten(0, 1) for size, stacked in views.items()}
@@ -210,7 +210,7 @@ class Loader(Dataset[Any]):
         times: dict[str, float],
     ) -> tuple[int, Tensor, ViewBoxes]:
         """Return index, pixels and boxes of a sample, or of its first readable replacement."""
-        for index in chain([sample], self.sampler.others(sample, REPLACEMENTS)):
+        for index in chain([sample], self.sampler.replacements(sample, REPLACEMENTS)):
             crops = ViewBoxes(self.views, box_draws)
             reduction = crops.reduction if self.scaled_decoding else None
             try:

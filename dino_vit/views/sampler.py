@@ -208,23 +208,23 @@ class Sampler:
         """Return the indices of an epoch."""
         return (self.mixed or self.build_order()).take(epoch, 0, self.length)
 
-    def others(self, sample: int, count: int) -> Iterator[int]:
+    def replacements(self, sample: int, count: int) -> Iterator[int]:
         """Draw replacements for an unreadable image, as a function of its index alone."""
         keys = self.seed, RngPurpose.REPLACEMENT, sample, np.arange(count)
         start, stop = self.mixed.range_around(sample) if self.mixed else (0, self.length)
         yield from (start + (random_bits(*keys) % np.uint64(stop - start)).astype(np.int64)).tolist()
 
-    def batch_specs(self, position: int = 0) -> Iterator[BatchSpec]:
-        """Yield this process's part of each micro-batch, from a position (in steps) on, without end."""
+    def batch_specs(self, start_step: int = 0) -> Iterator[BatchSpec]:
+        """Yield this process's part of each micro-batch, from a step on, without end."""
         order, parts = self.mixed or self.build_order(), self.world_size * self.accumulate
-        for number in count(position):
+        for number in count(start_step):
             epoch, step = divmod(number, self.steps_per_epoch)
             start = step * self.batch_size
             stop = min(start + self.batch_size, self.length)
             # Processes share a last batch evenly by images of the epoch's start, repeated if they are few.
             missing = (start - stop) % parts
-            others = np.resize(order.take(epoch, 0, min(missing, self.length)), missing)
-            batch = np.concatenate([order.take(epoch, start, stop), others])
+            padding = np.resize(order.take(epoch, 0, min(missing, self.length)), missing)
+            batch = np.concatenate([order.take(epoch, start, stop), padding])
             size = len(batch) // parts
             for micro in range(self.accumulate):
                 first = (micro * self.world_size + self.rank) * size

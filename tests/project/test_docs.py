@@ -94,7 +94,7 @@ def test_every_command_is_understood(parts, inside):
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_exist_and_take_what_is_given(page, trained):
     checkpoint = max((trained / "runs/pretrain/checkpoints").iterdir())
-    tensors = {name.split(".backbone.")[-1] for name in read_tensors(checkpoint)[0]} | {"loss.center"}
+    tensors = {name.split(".backbone.")[-1] for name in read_tensors(checkpoint)[0]} | {"cls.center"}
     found = 0
     for text in quoted(PAGES[page]):
         key, equals, _ = text.partition("=")

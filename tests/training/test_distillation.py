@@ -37,7 +37,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
     found = opened(tmp_path / "run", pupil(wide, **{"model.drop_path": 0}))
     state = found
     teacher = open_teacher(dino_vit.load_backbone(wide))
-    assert_close(state.objective.centers["loss"].center, teacher.centers["loss.center"])
+    assert_close(state.objective.centers["cls"].center, teacher.centers["cls.center"])
     batch = next(state.loader.batches())
     views, images, temperature = state.views_of(batch), len(batch.samples), 0.04
     (loss, *_), _ = state.objective(
@@ -46,7 +46,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
     with torch.no_grad():
         network = teacher.network
         logits = network.head(network.backbone(views[0]))
-        targets = ((logits - teacher.centers["loss.center"]) / temperature).softmax(1).split(images)
+        targets = ((logits - teacher.centers["cls.center"]) / temperature).softmax(1).split(images)
         outputs = [state.student.head(state.student.backbone(size)) / 0.1 for size in views]
         students = [part.log_softmax(1) for size in outputs for part in size.split(images)]
         terms = [
@@ -115,8 +115,8 @@ def test_masked_patches_are_learned_without_hiding_them(tmp_path):
     settings = {"teacher.weights": tmp_path / "teacher", **PATCHES}
     state = trained(tmp_path / "run", {**settings, "budget.steps": 10})
     assert not state.config.head.shared
-    assert "patch_loss.center" in tensors(tmp_path / "run", 10)
-    assert "patch_loss" in state.objective.centers
+    assert "patch.center" in tensors(tmp_path / "run", 10)
+    assert "patch" in state.objective.centers
     assert state.student.backbone.mask_token is None
     with pytest.raises(
         ValueError, match=r"sees 6 × 6 patches of a global view where the student sees 12 × 12"

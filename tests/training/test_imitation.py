@@ -55,7 +55,7 @@ def test_a_run_resumes_exactly(tmp_path, weights, capsys, caplog):
     said = capsys.readouterr().err
     assert "imitates the features of" in said
     assert "gap" not in said.split("step  1/10")[-1]
-    assert "loss.center" not in tensors(tmp_path / "run", 10)
+    assert "cls.center" not in tensors(tmp_path / "run", 10)
     last = history(tmp_path / "run")[-1]
     assert (last["prototypes"], last["entropy_gap"], last["excess"]) == (None, None, None)
     assert last["patch_loss"] is not None

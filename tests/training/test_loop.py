@@ -73,7 +73,7 @@ def test_steps_are_those_of_the_reference(tmp_path):
         assert_close(tensors_of(ours.head.mlp), tensors_of(theirs.head.mlp), atol=1e-5, rtol=1e-4)
         direction = theirs.head.last_layer.parametrizations.weight.original1
         assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
-    assert_close(taken.objective.centers["loss"].center, other.loss.center, atol=1e-6, rtol=1e-5)
+    assert_close(taken.objective.centers["cls"].center, other.loss.center, atol=1e-6, rtol=1e-5)
 
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):

@@ -65,7 +65,7 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
         *softmaxes(tokens[0][:, 0], heads[0][0], temperatures[0]).chunk(2),
         softmaxes(student.backbone(locals_), heads[0][0], temperatures[0]),
     ]
-    center = state.objective.centers["loss"].center
+    center = state.objective.centers["cls"].center
     teacher_shares = softmaxes(tokens[1][:, 0], heads[1][0], temperatures[1], center).exp().chunk(2)
     pairs = [(t, s) for t in range(2) for s in range(3) if s != t]
     cls = sum(-(teacher_shares[t] * student_logs[s]).sum(1).mean() for t, s in pairs) / len(pairs)
@@ -74,7 +74,7 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
         places = hidden[view].nonzero()[:, 0]
         if len(places):
             mine = softmaxes(tokens[0][view, 1 + places], heads[0][1], temperatures[0])
-            center = state.objective.centers["patch_loss"].center
+            center = state.objective.centers["patch"].center
             theirs = softmaxes(tokens[1][view, 1 + places], heads[1][1], temperatures[1], center).exp()
             patch = patch - (theirs * mine).sum(1).mean() / 16
     assert_close(out.cls, cls, atol=1e-5, rtol=1e-5)
@@ -127,7 +127,7 @@ def test_two_processes_follow_one(tmp_path):
     finish(pair(tmp_path / "run", {**settings, "data.batch_size": 8}, torchrun_environs()))
     keys = "loss", "patch_loss", "gradient_norm", "patch_entropy_gap", "patch_output_entropy"
     assert_same_readings(tmp_path / "run", tmp_path / "alone", *keys, atol=2e-4, rtol=1e-4)
-    centers = [tensors(tmp_path / name, 8)["patch_loss.center"] for name in ("run", "alone")]
+    centers = [tensors(tmp_path / name, 8)["patch.center"] for name in ("run", "alone")]
     assert_close(*centers, atol=1e-4, rtol=1e-3)
 
 
@@ -142,7 +142,7 @@ def test_all_that_should_learn_learns(tmp_path):
     fixed = {"head.last_layer.weight_g", "patch_head.last_layer.weight_g"}
     assert before.keys() - moved(before, tensors_of(state.student)) == frozen | fixed
     assert "backbone.mask_token" in before
-    assert state.objective.centers["patch_loss"].center.any()
+    assert state.objective.centers["patch"].center.any()
     for _ in range(2):
         take_step(state, batches)
     assert before.keys() - moved(before, tensors_of(state.student)) == fixed

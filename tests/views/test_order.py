@@ -52,7 +52,7 @@ def test_an_image_of_the_same_source_stands_in_for_one_that_cannot_be_read():
     sampler = Sampler(length=sum(COUNTS), batch_size=24, seed=3, mixed=mixed())
     for sample in (0, 299, 300, 1299, 1300, 1349):
         number = int(np.searchsorted(STARTS, sample, side="right"))
-        others = list(sampler.others(sample, 10))
+        others = list(sampler.replacements(sample, 10))
         assert all(STARTS[number - 1] <= other < STARTS[number] for other in others)
 
 
