@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +36,7 @@ from dino_vit.data.remote import (
     is_url,
     read_file,
 )
+from dino_vit.data.shards import RemoteShards, Shards
 from dino_vit.data.stores.ranges import CLASS_NAMES, FIELDS, Ranges, class_names
 
 INDEX = ".arrow"  # what the name of an index ends in
@@ -98,7 +98,7 @@ class Catalogue(Index):
     def __reduce__(self) -> tuple[Any, ...]:
         return Catalogue, (self.folder, self.path)
 
-    def path_of(self, shard: int) -> str:
+    def archive(self, shard: int) -> str:
         return os.path.join(self.folder, self.files[shard].as_py())
 
     def digest(self, shard: int) -> str:
@@ -133,7 +133,7 @@ class Catalogue(Index):
 @lru_cache(HELD)
 def _columns(catalogue: Catalogue, shard: int) -> dict[str, Any]:
     """Return the columns of the index of a shard, its kinds of images as codes of labels and splits."""
-    index = read_index(catalogue.path_of(shard), catalogue.indexes[shard].as_py().hex())
+    index = read_index(catalogue.archive(shard), catalogue.indexes[shard].as_py().hex())
     kinds = [(label, os.fsencode(folder)) for label, folder in json.loads(index.schema.metadata[b"kinds"])]
     rows: NDArray[np.int32] = np.from_dlpack(index["kind"])  # type: ignore[assignment]
     labels = np.array([catalogue.code(*kind) for kind in kinds], np.int32)
@@ -142,30 +142,18 @@ def _columns(catalogue: Catalogue, shard: int) -> dict[str, Any]:
     return {**columns, "name": index["name"], "label": labels.take(rows), "split": splits.take(rows)}
 
 
-@dataclass(frozen=True)
-class _Paths(Sequence[str]):
-    """The paths of the archives of a catalogue."""
-
-    catalogue: Catalogue
-
-    def __len__(self) -> int:
-        return len(self.catalogue.files)
-
-    def __getitem__(self, shard: Any) -> Any:
-        return self.catalogue.path_of(shard)
-
-
 class CataloguedRanges(Ranges):
     """Images in archives with a catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        super().__init__(catalogue, _Paths(catalogue), catalogue.signatures, catalogue.digest)
+        kind = RemoteShards if is_url(catalogue.folder) else Shards
+        super().__init__(catalogue, kind(catalogue.archive, catalogue.signatures, catalogue.digest))
 
     def read(self, row: int) -> bytes:
         try:
             return super().read(row)
         except (ChangedFile, FileNotFoundError) as error:
-            archive = self.shards.paths[self.index.locate(row)[0]]
+            archive = self.shards.path(self.index.locate(row)[0])
             raise stale(f"{archive} is not as it was when it was catalogued") from error
 
 

@@ -107,7 +107,7 @@ def _meaning(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
     beside = {os.path.dirname(os.path.join(folder, shard.file)) for shard in shards}
     if stated != ["null"] or [] in map(class_names, beside):
         labels = encode_labels([json.loads(label) for label in stated])
-        codes = dict(zip(stated, labels.codes.take(np.arange(len(stated))).tolist(), strict=True))
+        codes = dict(zip(stated, labels.codes(np.arange(len(stated))).tolist(), strict=True))
     else:
         labels, codes = encode_labels([folders.label(below) for _, below in kinds]), None
     return {**label_facts(labels, Column(names=folders.splits)), "depth": folders.depth, "stated": codes}

@@ -126,7 +126,7 @@ class ImageSet:
 
     def codes(self, indices: Indices | None = None) -> NDArray[np.int32]:
         """Return the codes of the labels of some images, or of all, by `labels`; −1: no label."""
-        return self.labels.codes.take(self.rows_of(indices))
+        return self.labels.codes(self.rows_of(indices))
 
     def label(self, index: int) -> int | None:
         """Return the code of the label of an image."""
@@ -135,12 +135,12 @@ class ImageSet:
 
     def split_sizes(self) -> dict[str, int]:
         """Return how many images each split has."""
-        codes = self.splits.codes.take(self.rows_of()) if self.splits.names else np.empty(0, np.int32)
+        codes = self.splits.codes(self.rows_of()) if self.splits.names else np.empty(0, np.int32)
         return {name: int((codes == code).sum()) for code, name in enumerate(self.splits.names)}
 
     def split(self, name: str) -> NDArray[np.int64]:
         """Return the indices of the images of a split."""
-        codes = self.splits.codes.take(self.rows_of())
+        codes = self.splits.codes(self.rows_of())
         return np.flatnonzero(codes == self.splits.names.index(name))
 
     def rows_of(self, indices: Indices | None = None) -> NDArray[np.int64]:
@@ -171,8 +171,8 @@ class ImageSet:
         """Return the same images with other labels, given by image."""
         if not isinstance(self.rows, range):
             by_row = np.full(self.rows.max(initial=-1) + 1, -1, np.int32)
-            by_row[self.rows] = labels.codes.take(np.arange(len(self)))
-            labels = replace(labels, codes=by_row)
+            by_row[self.rows] = labels.codes(np.arange(len(self)))
+            labels = replace(labels, codes=by_row.take)
         return replace(self, labels=labels)
 
     def with_sets(self) -> "ImageSet":

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +33,7 @@ from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.labels import Codes, Column, Labels, folder_columns, to_bits
+from dino_vit.data.labels import Column, Labels, folder_columns, to_bits
 from dino_vit.data.remote import UNKNOWN, file_signatures, is_url
 
 TRAILER = struct.Struct("<Q")
@@ -68,28 +69,16 @@ class Index(ABC):
         """Return the images that have the rows of this index."""
         names, sets = tuple(map(printable, self.metadata["labels"])), self.metadata["sets"]
         splits = tuple(map(printable, self.metadata["splits"]))
+        bits = None if sets is None else to_bits(sets, len(names))
         return ImageSet(
             store=store,
             rows=range(len(self)),
             names=self.name,
-            labels=Labels(
-                IndexCodes(self, "label"), names, None if sets is None else to_bits(sets, len(names))
-            ),
-            splits=Column(IndexCodes(self, "split"), splits),
+            labels=Labels(partial(self.take, "label"), names, bits),
+            splits=Column(partial(self.take, "split"), splits),
             fingerprint=self.metadata["fingerprint"],
             stamp=stamp,
         )
-
-
-@dataclass(frozen=True)
-class IndexCodes(Codes):
-    """The codes in a column of an index."""
-
-    index: Index
-    column: str
-
-    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        return self.index.take(self.column, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +108,8 @@ class IndexContents:
         shown = [os.fsencode(public(os.fsdecode(path))) if b"://" in path else path for path in paths]
         labels, splits = folder_columns(shown)
         labels = self.labels or labels
-        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.codes.take(rows))}
-        arrays |= {"split": to_arrow(splits.codes.take(rows)), "shard": to_arrow(shards[rows])}
+        arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.codes(rows))}
+        arrays |= {"split": to_arrow(splits.codes(rows)), "shard": to_arrow(shards[rows])}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata |= label_facts(labels, splits)
         metadata |= {"fingerprint": fingerprint_of(names, sizes[rows]), "shards": self.shard_count}

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, Mix, Store
-from dino_vit.data.labels import Codes, Column, Labels
+from dino_vit.data.labels import Column, Labels
 
 
 class JoinedStores(Store):
@@ -37,60 +38,52 @@ class JoinedStores(Store):
         part, index = self._locate(row)
         return f"{self.titles[part]}/{self.parts[part].name(index)}"
 
-
-@dataclass(frozen=True)
-class _JoinedCodes(Codes):
-    """The codes of several columns, one after another, as codes of the joined column."""
-
-    starts: NDArray[np.int64]
-    parts: Sequence[tuple[Column, ImageSet, NDArray[np.int32]]]  # and the code for each code in it
-
-    def take(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def codes(
+        self, columns: Sequence[Column], code_of: Sequence[NDArray[np.int32]], rows: NDArray[np.int64]
+    ) -> NDArray[np.int32]:
+        """Return joined codes, given the column of each part and the joined code for each code in it."""
         codes, owners = np.full(np.shape(rows), -1, np.int32), np.searchsorted(self.starts, rows, "right") - 1
         for number in np.unique(owners).tolist():
-            column, images, code_of = self.parts[number]
             mine = owners == number
-            own = column.codes.take(images.rows_of(rows[mine] - self.starts[number]))
-            codes[mine] = np.append(code_of, np.int32(-1))[own]  # the last for −1
+            own = columns[number].codes(self.parts[number].rows_of(rows[mine] - self.starts[number]))
+            codes[mine] = np.append(code_of[number], np.int32(-1))[own]  # the last for −1
         return codes
 
 
-def _join_labels(starts: NDArray[np.int64], parts: Sequence[ImageSet]) -> Labels:
+def _join_labels(store: JoinedStores) -> Labels:
     """Return the labels of several sets: classes are those of the same name; with sets all are sets."""
-    columns = [part.labels for part in parts]
+    columns = [part.labels for part in store.parts]
     if any(column.sets is not None for column in columns):
         columns = [column.as_sets() for column in columns]
+    joined, code_of = _join_names(columns)
+    if all(column.sets is None for column in columns):
+        return Labels(partial(store.codes, columns, code_of), joined)
+    sets = list[NDArray[np.bool_]]()
+    for number, column in enumerate(columns):
+        assert column.sets is not None
+        sets.append(np.zeros((len(column.sets), len(joined)), np.bool_))
+        sets[-1][:, code_of[number]] = column.sets
+        code_of[number] = np.arange(len(column.sets), dtype=np.int32) + sum(map(len, sets[:-1]))
+    return Labels(partial(store.codes, columns, code_of), joined, np.concatenate(sets))
+
+
+def _join_names(columns: Sequence[Column]) -> tuple[tuple[str, ...], list[NDArray[np.int32]]]:
+    """Return all names of several columns, and for each column the places of its names among them."""
     names = tuple(dict.fromkeys(chain.from_iterable(column.names for column in columns)))
-    sets, code_of = list[NDArray[np.bool_]](), list[NDArray[np.int32]]()
-    for column in columns:
-        places = np.array([names.index(name) for name in column.names], np.int32)
-        if column.sets is None:
-            code_of.append(places)
-            continue
-        code_of.append(np.arange(len(column.sets), dtype=np.int32) + sum(map(len, sets)))
-        sets.append(np.zeros((len(column.sets), len(names)), np.bool_))
-        sets[-1][:, places] = column.sets
-    codes = _JoinedCodes(starts, [*zip(columns, parts, code_of, strict=True)])
-    return Labels(codes, names, np.concatenate(sets) if sets else None)
-
-
-def _join_splits(starts: NDArray[np.int64], parts: Sequence[ImageSet]) -> Column:
-    names = tuple(dict.fromkeys(chain.from_iterable(part.splits.names for part in parts)))
-    code_of = [np.array([names.index(name) for name in part.splits.names], np.int32) for part in parts]
-    splits = [part.splits for part in parts]
-    return Column(_JoinedCodes(starts, [*zip(splits, parts, code_of, strict=True)]), names)
+    return names, [np.array([names.index(name) for name in column.names], np.int32) for column in columns]
 
 
 def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
     """Return the images of several sets as one, one set after another; `titles` precede their names."""
-    store = JoinedStores(titles, parts)
+    store, splits = JoinedStores(titles, parts), [part.splits for part in parts]
+    split_names, split_codes = _join_names(splits)
     stamps = [part.stamp for part in parts]
     return ImageSet(
         store=store,
         rows=range(sum(map(len, parts))),
         names=store.name,
-        labels=_join_labels(store.starts, parts),
-        splits=_join_splits(store.starts, parts),
+        labels=_join_labels(store),
+        splits=Column(partial(store.codes, splits, split_codes), split_names),
         fingerprint=_digest("joined", parts, ""),
         stamp=None if None in stamps else "\0".join(map(str, stamps)),
     )

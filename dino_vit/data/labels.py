@@ -8,8 +8,8 @@ number is a class.
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any
@@ -34,19 +34,15 @@ NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write fo
 ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
 
 
-class Codes:
-    """The codes of the rows of a store, −1 for none, as all are here; others are computed when needed."""
-
-    def take(self, rows: Rows) -> NDArray[Any]:
-        """Return the codes of some rows, as an array of codes does."""
-        return np.full(np.shape(rows), -1, np.int32)
+def no_codes(rows: Rows) -> NDArray[Any]:
+    return np.full(np.shape(rows), -1, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A column of names, of which each row has one or none."""
+    """A column of names, of which each row of a store has one or none."""
 
-    codes: Codes | NDArray[np.int32] = field(default_factory=Codes)  # j is called names[j]
+    codes: Callable[[Rows], NDArray[Any]] = no_codes  # of rows: j is called names[j]; −1: none
     names: tuple[str, ...] = ()
 
 
@@ -103,7 +99,7 @@ def encode_labels(
     if any(isinstance(value, list | tuple) for value in values):
         return _encode_sets([_named(value, classes, title) for value in values])
     if classes is not None:
-        return Labels(_indices(values, classes, title), tuple(classes))
+        return Labels(_indices(values, classes, title).take, tuple(classes))
     absent = [_is_absent(value) for value in values]
     if any(absent):
         text = plural(sum(absent), "image has", "images have")
@@ -113,7 +109,7 @@ def encode_labels(
     if None not in map(_as_number, names):  # so that 10 comes after 9
         names.sort(key=lambda text: (_as_number(text), text))
     codes = {"": -1} | {name: code for code, name in enumerate(names)}
-    return Labels(np.array([codes[text] for text in texts], np.int32), tuple(names))
+    return Labels(np.array([codes[text] for text in texts], np.int32).take, tuple(names))
 
 
 def _is_absent(value: object) -> bool:
@@ -167,7 +163,7 @@ def _encode_sets(values: Sequence[list[object] | None]) -> Labels:
     codes = {None: -1} | {each: code for code, each in enumerate(different)}
     numbers = {name: number for number, name in enumerate(names)}
     bits = to_bits([[numbers[name] for name in each] for each in different], len(names))
-    return Labels(np.array([codes[each] for each in sets], np.int32), names, bits)
+    return Labels(np.array([codes[each] for each in sets], np.int32).take, names, bits)
 
 
 def _known(names: Sequence[str]) -> tuple[str, ...]:
@@ -248,4 +244,4 @@ def folder_columns(names: Sequence[bytes]) -> tuple[Labels, Column]:
     numbers = {folder: number for number, folder in enumerate(different)}
     rows = np.array([numbers[folder] for folder in given], np.int64)
     splits = np.array([folders.split(folder) for folder in different], np.int32)
-    return replace(classes, codes=classes.codes.take(rows)), Column(splits.take(rows), folders.splits)
+    return replace(classes, codes=classes.codes(rows).take), Column(splits.take(rows).take, folders.splits)

@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +32,6 @@ from dino_vit.data.remote import (
     SourceLost,
     changed,
     check_length,
-    is_url,
     remote_info,
     remote_signature,
     request,
@@ -45,78 +46,80 @@ RECENT_S = 600  # for which a copy that another run uses is spared
 POLL_S = 0.2  # between two looks at the position of the run
 
 
+@dataclass(eq=False)
 class Shards:
-    """The files that hold the images of a set, read in ranges of bytes; and local copies of remote ones."""
+    """Local files that hold the images of a set, read in ranges of bytes by threads and processes at once."""
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        file_signatures: NDArray[np.int64],
-        digest: Callable[[int], str] | None = None,
-    ) -> None:
-        """`digest` returns the one of a shard that a catalogue states, empty if there is none."""
-        self.paths, self.file_signatures, self.is_remote = paths, file_signatures, is_url(paths[0])
-        self.copies = LocalCopies(self, digest)
-        self._unchanged: set[int] = set()  # remote files that were checked
+    path: Callable[[int], str]
+    file_signatures: NDArray[np.int64]
+    digest: Callable[[int], str] | None = None  # that a catalogue states, empty if there is none
+    is_remote: ClassVar = False
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return self.file_signatures[:, 0]
 
     def read(self, shard: int, start: int, size: int) -> bytes:
-        """Read from a copy, or else from the file itself; threads and processes may do so at once."""
-        path = self.paths[shard]
-        if self.is_remote:
-            data = self.copies.read(shard, start, size)
-            return retry(lambda: self.request(shard, start, size), path) if data is None else data
+        path = self.path(shard)
         with open(path, "rb", buffering=0) as file:
             # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
-            if os.fstat(file.fileno()).st_size != self.file_signatures[shard, 0]:
+            if os.fstat(file.fileno()).st_size != self.sizes[shard]:
                 raise changed(path)
             return check_length(os.pread(file.fileno(), size, start), size, path)
-
-    def request(self, shard: int, start: int, size: int) -> bytes:
-        """Read a range of a remote file by one request, after a look whether it is still the same."""
-        if shard not in self._unchanged:
-            self.check_unchanged(shard)
-        return request(self.paths[shard], start, size)
-
-    def check_unchanged(self, shard: int) -> None:
-        """Raise if a remote file is not the one in the index."""
-        size, version, _ = self.file_signatures[shard].tolist()
-        now = remote_signature(remote_info(self.paths[shard], fresh=True))
-        if now[0] != size or version not in (UNKNOWN, now[1]):
-            raise changed(self.paths[shard])
-        self._unchanged.add(shard)
 
 
 # Caches of fsspec have no bound, and cost more to read: 100 kB of a `filecache` 0.5 ms, of a `blockcache`
 # 0.35 ms, here 0.27 ms. The first copies shards of 100 MB from a server of the same host at 110 to 130 MB/s,
 # the second at 50 to 80, this at 75 to 115 (two busy cores), with several requests at a time, as stores that
 # are far away answer a single one slowly.
-class LocalCopies:
-    """Local copies of remote shards, which all processes of a host read and one makes.
+@dataclass(eq=False)
+class RemoteShards(Shards):
+    """Remote files, with local copies of some, which all processes of a host read and one makes.
 
     All files in the folder, also those of other runs, stay within `limit` bytes together.
     """
 
-    def __init__(self, shards: Shards, digest: Callable[[int], str] | None = None) -> None:
-        self.shards, self.digest, self.sizes = shards, digest, shards.file_signatures[:, 0]
-        self.folder, self.limit = cache_folder() / SHARDS, math.inf
+    folder: Path = field(default_factory=lambda: cache_folder() / SHARDS)
+    limit: float = math.inf
+    is_remote: ClassVar = True
+    _unchanged: set[int] = field(default_factory=set)  # files that were checked
 
-    def name(self, shard: int) -> str:
+    def read(self, shard: int, start: int, size: int) -> bytes:
+        """Read from a copy, or else from the file itself."""
+        data = self._read_copy(shard, start, size)
+        return retry(lambda: self._request(shard, start, size), self.path(shard)) if data is None else data
+
+    def _request(self, shard: int, start: int, size: int) -> bytes:
+        """Read a range by one request, after a look whether the file is still the same."""
+        if shard not in self._unchanged:
+            self._check_unchanged(shard)
+        return request(self.path(shard), start, size)
+
+    def _check_unchanged(self, shard: int) -> None:
+        """Raise if a file is not the one in the index."""
+        size, version, _ = self.file_signatures[shard].tolist()
+        now = remote_signature(remote_info(self.path(shard), fresh=True))
+        if now[0] != size or version not in (UNKNOWN, now[1]):
+            raise changed(self.path(shard))
+        self._unchanged.add(shard)
+
+    def _name(self, shard: int) -> str:
         """Return the name of a copy, beginning with the number of its shard; another if that changed."""
-        size, version, _ = self.shards.file_signatures[shard].tolist()
+        size, version, _ = self.file_signatures[shard].tolist()
         stated = (self.digest and self.digest(shard)) or f"{size}\0{version}"
-        key = hashlib.sha256(os.fsencode(f"{self.shards.paths[shard]}\0{stated}")).hexdigest()
+        key = hashlib.sha256(os.fsencode(f"{self.path(shard)}\0{stated}")).hexdigest()
         return f"{shard}-{key[:24]}{SUFFIX}"
 
-    def shard_called(self, name: str) -> int | None:
+    def _shard_called(self, name: str) -> int | None:
         """Return the shard whose copy has a name, or None for a copy of another source."""
         number = name.partition("-")[0]
         shard = int(number) if number.isdecimal() else len(self.sizes)
-        return shard if shard < len(self.sizes) and name == self.name(shard) else None
+        return shard if shard < len(self.sizes) and name == self._name(shard) else None
 
-    def path(self, shard: int) -> Path:
-        return self.folder / self.name(shard)
+    def copy_path(self, shard: int) -> Path:
+        return self.folder / self._name(shard)
 
-    def present(self) -> int:
+    def copied_bytes(self) -> int:
         """Return the bytes of the copies that there are, of other sources too."""
         total = 0
         for path in filter(lambda path: _COPY.fullmatch(path.name), self.folder.glob(f"*{SUFFIX}")):
@@ -124,21 +127,21 @@ class LocalCopies:
                 total += path.stat().st_size
         return total
 
-    def read(self, shard: int, start: int, size: int) -> bytes | None:
+    def _read_copy(self, shard: int, start: int, size: int) -> bytes | None:
         """Return a range of the copy of a shard, or None if there is none.
 
         A copy is not held open: once deleted, it must not take room on the disk.
         """
         with suppress(OSError):
-            if self.exists(shard):
-                with self.path(shard).open("rb", buffering=0) as file:
+            if self.has_copy(shard):
+                with self.copy_path(shard).open("rb", buffering=0) as file:
                     data = os.pread(file.fileno(), size, start)
                     return data if len(data) == size else None
         return None
 
-    def exists(self, shard: int) -> bool:
+    def has_copy(self, shard: int) -> bool:
         """Tell whether there is a copy, and other runs from time to time that it is used."""
-        path = self.path(shard)
+        path = self.copy_path(shard)
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - RECENT_S / 10:
                 os.utime(path)
@@ -147,7 +150,7 @@ class LocalCopies:
 
     def copy(self, shard: int, stop: threading.Event | None = None) -> bool:
         """Copy a shard if it has no copy, or return False if another run is about to."""
-        path = self.path(shard)
+        path = self.copy_path(shard)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(PARTIAL)
         with _claimed(partial) as descriptor:
@@ -161,20 +164,20 @@ class LocalCopies:
 
     def _download(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
         """Write a shard to an open file, and verify it."""
-        url, size = self.shards.paths[shard], int(self.shards.file_signatures[shard, 0])
+        url, size = self.path(shard), int(self.sizes[shard])
 
         def download(start: int) -> None:
             if stop and stop.is_set():
                 raise SourceLost(f"{public(url)} is no longer needed")
             length = min(PART, size - start)
-            data = retry(lambda: self.shards.request(shard, start, length), url, stop)
+            data = retry(lambda: self._request(shard, start, length), url, stop)
             os.pwrite(descriptor, data, start)
 
-        retry(lambda: self.shards.check_unchanged(shard), url, stop)
+        retry(lambda: self._check_unchanged(shard), url, stop)
         os.ftruncate(descriptor, 0)
         with ThreadPoolExecutor(REQUESTS) as pool:
             deque(pool.map(download, range(0, size, PART)), maxlen=0)
-        retry(lambda: self.shards.check_unchanged(shard), url, stop)
+        retry(lambda: self._check_unchanged(shard), url, stop)
         with open(descriptor, "rb", closefd=False) as file:
             file.seek(0)
             stated = self.digest and self.digest(shard)
@@ -198,7 +201,7 @@ class LocalCopies:
                         if descriptor is not None:
                             continue
                 total += status.st_size
-                number = self.shard_called(entry.name) if entry.name.endswith(SUFFIX) else None
+                number = self._shard_called(entry.name) if entry.name.endswith(SUFFIX) else None
                 if entry.name.endswith(SUFFIX) and number not in kept:
                     used = number is None and time.time() - status.st_mtime < RECENT_S
                     needed = 2**63 if number is None else int(uses[number])
@@ -211,6 +214,7 @@ class LocalCopies:
             total -= size
 
 
+@dataclass(eq=False)
 class Prefetch:
     """A thread that keeps local copies of the shards that come next, the nearest first.
 
@@ -218,17 +222,12 @@ class Prefetch:
     within `ahead` images are copied, as far as their limit allows.
     """
 
-    def __init__(
-        self,
-        copies: LocalCopies,
-        next_uses: Callable[[int], NDArray[np.int64]],
-        ahead: int,
-        limit: float | None = None,
-    ) -> None:
-        """`limit` are the bytes that copies of this source may take, where several share the folder."""
-        self.copies, self.next_uses, self.ahead, self.limit = copies, next_uses, ahead, limit
-        self.position = 0
-        self.failure: ValueError | ChangedFile | Refused | None = None  # why a run must end
+    shards: RemoteShards
+    next_uses: Callable[[int], NDArray[np.int64]]
+    ahead: int
+    limit: float | None = None  # bytes of copies of this source, where several share the folder
+    position: int = 0
+    failure: ValueError | ChangedFile | Refused | None = None  # why a run must end
 
     @contextmanager
     def running(self, position: int) -> Iterator[None]:
@@ -263,18 +262,18 @@ class Prefetch:
 
     def copy_next(self, stop: threading.Event | None = None) -> bool:
         """Copy the nearest shard that is missing; return False if there is none."""
-        copies = self.copies
+        shards = self.shards
         uses = self.next_uses(self.position)
         near = np.flatnonzero(uses < self.ahead)
         near = near[np.argsort(uses[near], kind="stable")].tolist()
         near = near[
-            : np.searchsorted(np.cumsum(copies.sizes[near]), self.limit or copies.limit, side="right")
+            : np.searchsorted(np.cumsum(shards.sizes[near]), self.limit or shards.limit, side="right")
         ]
         for shard in near:
-            if copies.exists(shard):
+            if shards.has_copy(shard):
                 continue
-            copies.make_room(shard, uses, near)
-            if copies.copy(shard, stop):
+            shards.make_room(shard, uses, near)
+            if shards.copy(shard, stop):
                 return True
         return False
 

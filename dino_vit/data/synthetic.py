@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import Codes, Labels
+from dino_vit.data.labels import Labels
 from dino_vit.data.stores.calls import Calls
 
 Plane = NDArray[np.floating[Any]]
@@ -28,7 +28,7 @@ PIECES = 4, 6  # of a quilt, at least and at most
 PERIODS = 2.2, 3.4  # of a pattern in half an image, at least and at most
 
 
-class Textures(Codes):
+class Textures:
     """Textures and their labels; the texture of a row is a function of (seed, row)."""
 
     def __init__(self, length: int, size: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class Textures(Codes):
         plane = torch.from_numpy(np.rint(grey).astype(np.uint8))
         return plane.expand(3, -1, -1).contiguous()
 
-    def take(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def codes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the classes of some rows."""
         return rows % len(PATTERNS)
 
@@ -81,7 +81,7 @@ def make_textures(*, length: int = 20_000, size: int = 32, seed: int = 0) -> Ima
         store=Calls(textures.read, fingerprint),
         rows=range(length),
         names=textures.name,
-        labels=Labels(textures, tuple(textures.classes)),
+        labels=Labels(textures.codes, tuple(textures.classes)),
         fingerprint=fingerprint,
         stamp="",
     )

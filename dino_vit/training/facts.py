@@ -147,7 +147,7 @@ def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
         ),
         bits=summary.bits,
         likeness=summary.likeness,
-        shards=sum(len(shards.paths) for shards in sharded),
+        shards=sum(len(shards.sizes) for shards in sharded),
         is_remote=any(shards.is_remote for shards in sharded),
     )
 

@@ -23,7 +23,7 @@ from dino_vit.data.image_set import ImageSet, Mix, ShardLayout
 from dino_vit.data.images.decoded import expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.open import open_source
-from dino_vit.data.shards import Prefetch
+from dino_vit.data.shards import Prefetch, RemoteShards
 from dino_vit.data.statistics import ImageSummary
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
@@ -221,26 +221,26 @@ def build_prefetch(
     sources: int = 1,
 ) -> Prefetch | None:
     """Let a source, by its number in a mix, read from copies; it may fill its part of the cache."""
-    assert source.shards, "only sources in shards are copied"
-    copies, data, mixed = source.shards.copies, config.data, sampler.mixed
+    shards, data, mixed = source.shards, config.data, sampler.mixed
+    assert isinstance(shards, RemoteShards), "others need no copies"
     if data.cache:
-        copies.folder = below_home(data.cache)
+        shards.folder = below_home(data.cache)
     if not data.cache_gb:
         return None
-    copies.folder.mkdir(parents=True, exist_ok=True)
-    room = disk_usage(copies.folder).free + copies.present()
-    copies.limit = min(data.cache_gb * 1e9, ROOM * room)
-    limit = copies.limit / sources
+    shards.folder.mkdir(parents=True, exist_ok=True)
+    room = disk_usage(shards.folder).free + shards.copied_bytes()
+    shards.limit = min(data.cache_gb * 1e9, ROOM * room)
+    limit = shards.limit / sources
     order = mixed.orders[number] if mixed else sampler.build_order()
     span = order.span if isinstance(order, WindowOrder) else None
-    sizes = np.sort(copies.sizes)[::-1]
+    sizes = np.sort(shards.sizes)[::-1]
     if span is None and sizes.sum() > limit:
         return None
     needed = sizes[: data.window + 2].sum()
     if data.order == "window" and needed > limit:
         raise ValueError(
             f"data.window={data.window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
-            f"data.cache_gb={data.cache_gb:g} and the disk of {copies.folder} allow: give a larger cache or "
+            f"data.cache_gb={data.cache_gb:g} and the disk of {shards.folder} allow: give a larger cache or "
             "a smaller window (or data.cache_gb=0, which requests each image by itself)"
         )
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # one process of a host makes copies
@@ -251,8 +251,8 @@ def build_prefetch(
         batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
         ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
         ahead = ahead * sampler.length // mixed.counts[number] if mixed else ahead  # in images of the mix
-    uses = ShardUses(sampler, len(copies.sizes), number)
-    return Prefetch(copies, uses.next, ahead, limit)
+    uses = ShardUses(sampler, len(shards.sizes), number)
+    return Prefetch(shards, uses.next, ahead, limit)
 
 
 def make_views(

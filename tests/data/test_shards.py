@@ -42,12 +42,12 @@ def server(folder, monkeypatch):
 def opened(url, folder):
     """Open the shards below a URL and return the source and the copies of them."""
     source = open_source(f"{url}/{{000..{COUNT - 1:03d}}}.tar")
-    source.shards.copies.folder = folder
-    return source, source.shards.copies
+    source.shards.folder = folder
+    return source, source.shards
 
 
 def content(copies, shard):
-    return copies.path(shard).read_bytes()
+    return copies.copy_path(shard).read_bytes()
 
 
 def files_in(folder):
@@ -67,7 +67,7 @@ def test_a_copy_is_read_as_the_shard_would_be(server, folder, tmp_path):
     ]
     assert remotely == [local.read(index) for index in range(3)]
     assert len(server.requests) == asked
-    copies.path(0).unlink()  # as another run may
+    copies.copy_path(0).unlink()  # as another run may
     assert source.read(0) == local.read(0)
     assert len(server.requests) > asked
 
@@ -114,7 +114,7 @@ def test_a_shard_that_was_changed_is_refused(server, folder, tmp_path):
         copies.copy(1)
     with pytest.raises(ChangedFile):
         source.read(IMAGES)
-    assert not copies.path(1).exists()
+    assert not copies.copy_path(1).exists()
     assert source.read(0)  # of another shard
 
 
@@ -130,7 +130,7 @@ def test_the_thread_copies_what_comes_next_and_keeps_to_its_limit(server, tmp_pa
         while prefetch.copy_next():
             assert files_in(tmp_path / "copies") <= copies.limit
         near = [shard for shard in order if position <= uses[shard] < position + 250]
-        assert all(copies.path(shard).exists() for shard in near)
+        assert all(copies.copy_path(shard).exists() for shard in near)
     assert server.requested() == {f"{shard:03d}.tar" for shard in range(COUNT)}
 
 
@@ -139,20 +139,20 @@ def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(ser
     for shard in range(5):
         copies.copy(shard)
     used, unused = (copies.folder / f"0-{letter * 24}.shard" for letter in "ab")
-    shutil.copy(copies.path(0), used)
-    shutil.copy(copies.path(0), unused)
+    shutil.copy(copies.copy_path(0), used)
+    shutil.copy(copies.copy_path(0), unused)
     os.utime(unused, (0, 0))
     uses = np.array([50, 10, 90, 30, 70, 0, 0, 0])
     foreign = [copies.folder / name for name in ("family.shard", "download.partial")]
     for path in foreign:
         path.write_bytes(b"of a user")
-    for gone in (unused, *map(copies.path, (2, 4, 0)), used):
+    for gone in (unused, *map(copies.copy_path, (2, 4, 0)), used):
         assert gone.exists()
-        copies.limit = copies.present() + copies.sizes[5] - 1  # files of others do not count
+        copies.limit = copies.copied_bytes() + copies.sizes[5] - 1  # files of others do not count
         copies.make_room(5, uses, keep=[1, 3])
         assert not gone.exists()
-    assert copies.path(1).exists()
-    assert copies.path(3).exists()
+    assert copies.copy_path(1).exists()
+    assert copies.copy_path(3).exists()
     assert all(path.read_bytes() == b"of a user" for path in foreign)
 
 
@@ -161,7 +161,7 @@ def test_names_of_classes_beside_shards_are_no_shard(server, folder, tmp_path):
     (folder / "classes.txt").write_text("a\nb\n")
     _, copies = opened(server.url, tmp_path / "copies")
     copies.copy(0)
-    copies.path(0).rename(copies.folder / f"{COUNT}-{'a' * 24}.shard")
+    copies.copy_path(0).rename(copies.folder / f"{COUNT}-{'a' * 24}.shard")
     copies.limit = 0
     copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
     assert not list(copies.folder.iterdir())
@@ -237,12 +237,12 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch):
     local = open_source(str(tmp_path / "shards" / "*.tar"))
     with gcs_bucket(tmp_path / "shards", int(port)) as put:
         source = open_source("gs://shards/*.tar")
-        source.shards.copies.folder = tmp_path / "copies"
+        source.shards.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 40)] == [local.read(index) for index in (0, 40)]
-        assert source.shards.copies.copy(1)
+        assert source.shards.copy(1)
         put("002.tar", bytes(int(source.shards.file_signatures[2, 0])))
         with pytest.raises(ChangedFile):
-            source.shards.copies.copy(2)
+            source.shards.copy(2)
     assert source.read(IMAGES) == local.read(IMAGES)
 
 
@@ -252,7 +252,7 @@ def test_shards_are_copied_from_s3_and_an_image_that_is_replaced_is_noticed(fold
         for name, value in s3_environ(bucket).items():
             monkeypatch.setenv(name, value)
         source = open_source("s3://shards/*.tar")
-        copies = source.shards.copies
+        copies = source.shards
         copies.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 100)] == [local.read(index) for index in (0, 100)]
         assert copies.copy(3)

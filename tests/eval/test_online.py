@@ -164,7 +164,7 @@ def test_the_images_are_a_function_of_the_seed():
 def partly_labelled(length, labels):
     textures = make_textures(length=length)
     numbers = [labels.get(index, -1) for index in range(length)]
-    return textures.with_labels(Labels(np.array(numbers, np.int32), textures.labels.names))
+    return textures.with_labels(Labels(np.array(numbers, np.int32).take, textures.labels.names))
 
 
 @pytest.mark.parametrize("labels", [{}, dict.fromkeys(range(100), 7)], ids=["no labels", "one class"])

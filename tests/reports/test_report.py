@@ -55,7 +55,7 @@ def test_the_map_holds_the_neighbours_of_the_teacher(made):
 def test_the_map_shows_images_with_labels_first():
     labels = np.full(50, -1, dtype=np.int32)
     labels[[3, 10, 41]] = 0, 1, 1
-    source = make_textures(length=50).with_labels(Labels(labels, ("a", "b")))
+    source = make_textures(length=50).with_labels(Labels(labels.take, ("a", "b")))
     indices = report.images_of_map(source, seed=0, count=20)
     assert {*indices[-3:]} == {3, 10, 41}, "drawn above the others"
     assert len({*indices}) == 20

@@ -11,7 +11,6 @@ from functools import partial
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
@@ -21,8 +20,8 @@ from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.label_files import is_label, parse_json
 from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels
 from dino_vit.data.paths import file_identity, folder_of, is_image, short_names
-from dino_vit.data.remote import changed, exists, open_file, read_file
-from dino_vit.data.shards import Shards
+from dino_vit.data.remote import changed, exists, is_url, open_file, read_file
+from dino_vit.data.shards import RemoteShards, Shards
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
 FIELDS = "start", "stored", "size", "method", "crc"  # of a member, in the index
@@ -55,14 +54,8 @@ class Ranges(Store):
 
     shards: Shards
 
-    def __init__(
-        self,
-        index: Index,
-        files: Sequence[str],
-        signatures: NDArray[np.int64],
-        digest: Callable[[int], str] | None = None,
-    ) -> None:
-        self.index, self.shards = index, Shards(files, signatures, digest)
+    def __init__(self, index: Index, shards: Shards) -> None:
+        self.index, self.shards = index, shards
 
     @property
     def layout(self) -> ShardLayout:
@@ -73,7 +66,7 @@ class Ranges(Store):
         return read_member(self.shards, shard, {field: int(columns[field][at]) for field in FIELDS})
 
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
-        files = list(map(file_identity, self.shards.paths))
+        files = [file_identity(self.shards.path(shard)) for shard in range(len(self.shards.sizes))]
         located = map(self.index.locate, rows)
         return [(files[shard], int(columns["start"][at])) for shard, columns, at in located]
 
@@ -96,7 +89,9 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     with indexing(spec):
         read = [*files, *filter(exists, beside)]
     index = open_index(suffix[1:], spec, lambda _: _contents(spec, files, listed), read, prepare=list_all)
-    return index.image_set(Ranges(index, files, index.file_signatures[: len(files)]), index.stamp)
+    kind = RemoteShards if is_url(files[0]) else Shards
+    shards = kind(list(files).__getitem__, index.file_signatures[: len(files)])
+    return index.image_set(Ranges(index, shards), index.stamp)
 
 
 def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -> IndexContents:
@@ -147,7 +142,7 @@ def read_member(shards: Shards, shard: int, member: Mapping[str, int]) -> bytes:
     if not header:
         return decompress(data, member["method"], member["size"], member["crc"])
     if zlib.crc32(data[:header]) != member["crc"]:
-        raise changed(shards.paths[shard])
+        raise changed(shards.path(shard))
     return data[header:]
 
 
