@@ -203,8 +203,9 @@ def figures_page() -> str:
     """Return the page of plots, with machine, date and command."""
     parts = [FIGURES]
     for name, heading in PLOTTED.items():
-        parts.append(f"## {heading}")
-        for device, result in results(name).items():
+        measured = results(name)
+        parts += [f"## {heading}"] if measured else []
+        for device, result in measured.items():
             title, note = (result["tables"][0][key] for key in ("title", "note"))
             parts.append(f"![{title}]({name}-{device}.svg)")
             parts.append(f"*{title}.* {note.partition('What the runs said')[0]}")
