@@ -107,10 +107,15 @@ def test_settings_exist_and_take_what_is_given(page, trained):
     assert found >= 3 or page in ("evaluation", "race")  # which are about other commands
 
 
-def test_the_map_names_packages_and_modules_that_exist():
-    packages = {row[0].strip("`") for row in rows(ARCHITECTURE) if re.fullmatch(r"`\w+`", row[0])}
+def test_the_map_names_every_module():
+    _, *parts = re.split(r"\n\*\*`(\w+)/`", ARCHITECTURE.split("\n## ")[1])
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
     folders = {path.name for path in (ROOT / "dino_vit").iterdir() if path.is_dir()} - {"__pycache__"}
-    assert packages == folders
+    assert texts.keys() == folders
+    for package, text in texts.items():
+        modules = {path.name for path in (ROOT / "dino_vit" / package).rglob("*.py")}
+        named = set(re.findall(r"`(\w+\.py)`", text))
+        assert modules - {"__init__.py"} <= named <= modules, package
     paths = re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", ARCHITECTURE)
     assert len(paths) >= 25
     known = [str(path) for path in (ROOT / "dino_vit").rglob("*.py")]
