@@ -41,12 +41,12 @@ from dino_vit.eval.probes import (
 )
 from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
-from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
+from supervised import EpochTraining, SupervisedLoader
 
 
 class Dino2021Config(SupervisedConfig, CachedConfig):

@@ -47,7 +47,6 @@ from dino_vit.eval.figures import TOP_K, Figure, Predictions, accuracy
 from dino_vit.eval.knn import classify
 from dino_vit.eval.results import EvaluationResult, conclude_classes
 from dino_vit.eval.sets import labelled_features, open_sets
-from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method import optim
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import Backbone
@@ -57,6 +56,7 @@ from dino_vit.views.build import rotated
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.views.geometry import View
 from dino_vit.weights import load_backbone, save_backbone
+from supervised import EpochTraining, SupervisedLoader
 
 MIN_LR = 1e-6  # at the end
 NEIGHBOURS = 20

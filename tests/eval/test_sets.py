@@ -1,23 +1,15 @@
 import os
-from contextlib import closing
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.label_files import join_labels
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.sets import choose_splits, describe_use, open_sets, open_subset
-from dino_vit.eval.supervised import SupervisedLoader
-from dino_vit.views.eval_transform import EvalTransform
-from dino_vit.views.geometry import View, ViewAugment
-from tests.support.backbones import backbone
+from dino_vit.eval.sets import choose_splits, describe_use, open_sets
 from tests.support.images import write_classes
 
 
@@ -114,31 +106,6 @@ def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
         sets_of(folder("three", "abc"), train=two)
 
 
-def feed_of(train, batch_size, **settings):
-    """Return a loader that leaves images as they are, but for their size."""
-    transform = EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3)
-    frozen = FrozenBackbone(model=backbone(), transform=transform, batch_size=batch_size)
-    view = View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0))
-    return SupervisedLoader(train, frozen, view=view, seed=0, workers=0, **settings)
-
-
-def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
-    """Every image is as bright as its class says."""
-    for label in range(3):
-        (tmp_path / str(label)).mkdir()
-        for number in range(8):
-            Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
-    for label in range(3):
-        (tmp_path / str(label) / "0.png").write_bytes(b"no image")
-    train = open_subset(str(tmp_path), open_source(str(tmp_path)))
-    feed = feed_of(train, 50)
-    assert (feed.global_batch, feed.steps_per_epoch) == (24, 1), "no more than there are"
-    with closing(feed.batches()) as batches:
-        for images, targets in islice(batches, 3):
-            brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
-            torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)
-
-
 SPELLINGS = {
     "alike": "hard",
     "by a dot": "./hard",
@@ -193,13 +160,3 @@ def test_a_fifth_of_few_images_leaves_two_classes_to_learn_from(folder, tmp_path
         path.unlink()
     with pytest.raises(ValueError, match=r"all labelled images of the rest of .* are of one class"):
         sets_of(str(images))
-
-
-@pytest.mark.parametrize("keep_last", [False, True])
-def test_the_last_incomplete_batch_is_dropped_or_kept(keep_last):
-    train, _ = sets_of("synthetic:75:16")
-    feed = feed_of(train, 32, keep_last=keep_last)
-    assert len(train) == 60
-    with closing(feed.batches()) as batches:
-        sizes = [len(targets) for _, targets in islice(batches, 3)]
-    assert (feed.steps_per_epoch, sizes) == ((2, [32, 28, 32]) if keep_last else (1, [32] * 3))
