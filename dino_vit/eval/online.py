@@ -19,7 +19,7 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.batches import Features, missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
-from dino_vit.eval.holdout import choose_blocks
+from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.sets import count_shared, divide, labelled_subset
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
@@ -244,7 +244,7 @@ class OnlineEvaluation:
         order = indices.argsort()
         labels = self._targets(indices[order])
         series = labels.tolist() if self.task == "multiclass" else [0] * len(labels)
-        first = torch.from_numpy(choose_blocks(series, 2, seed=0))
+        first = torch.from_numpy(choose_folds(series, 2, seed=0) == 0)
         return torch.zeros_like(first).index_copy(0, order, first)
 
     def _targets(self, indices: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.figures import Predictions
-from dino_vit.eval.holdout import choose_blocks, choose_folds, numbers_of, series_of
+from dino_vit.eval.holdout import choose_folds, numbers_of, series_of
 from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
@@ -67,9 +67,13 @@ class LabelledSubset:
 
     def folds(self, count: int, seed: int) -> Rows:
         """Return the fold of each image, by blocks of neighbours in the order of their names."""
-        name, indices = self.source.name, self.indices.tolist()
+
+        def name(row: int) -> str:
+            return self.source.name(int(self.indices[row]))
+
+        series = (series_of(name(row)) for row in range(len(self)))
         classes = self.targets.tolist() if self.task == "multiclass" else None
-        return choose_folds(series_of(name, indices), count, seed, numbers_of(name, indices), classes)
+        return choose_folds(series, count, seed, lambda row: numbers_of(name(row)), classes)
 
     def require_two_classes(self) -> None:
         """Raise an error unless there is something to predict."""
@@ -324,5 +328,5 @@ def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, Labe
     if len(train) == 1:
         raise ValueError("there is one image to train on, and none to choose the best head by: give more")
     series = train.targets.tolist() if train.task == "multiclass" else [0] * len(train)
-    chosen = choose_blocks(series, _HELD_OUT_SHARE, seed)
+    chosen = choose_folds(series, _HELD_OUT_SHARE, seed) == 0
     return train[np.flatnonzero(~chosen)], train[np.flatnonzero(chosen)]
