@@ -131,26 +131,29 @@ def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> lis
 
 
 def train_candidate(candidate: Candidate, learned: LabelledFeatures) -> Scores:
-    """Return the scores of a candidate, learned from some images."""
+    """Return the scores of a candidate, learned from some images; k-NN makes unit vectors of theirs."""
     if candidate.kind == "k-NN":
+        for block in torch.split(learned.features, BLOCK):  # in place: they may be most of the memory
+            block.copy_(F.normalize(block))
         k, classes = int(candidate.value), len(learned.classes)
         return NeighbourScores(learned.features, learned.targets, k=k, classes=classes)
     return train_regressions([candidate.value], learned)[0]
 
 
 def score_all(
-    tried: Sequence[Candidate], learned: LabelledFeatures, queries: Tensor
+    tried: Sequence[Candidate], images: LabelledFeatures, learned: Tensor, queries: Tensor
 ) -> dict[Candidate, Tensor]:
-    """Return what each candidate says of images that it has not learned from; one search is for all k."""
-    scores, classes = dict[Candidate, Tensor](), len(learned.classes)
+    """Return what each candidate says of features, learned from some rows; one search is for all k."""
+    scores, classes = dict[Candidate, Tensor](), len(images.classes)
     if cs := sorted(each.value for each in tried if each.kind != "k-NN"):
-        for c, regression in zip(cs, train_regressions(cs, learned), strict=True):
+        regressions = train_regressions(cs, images[learned.cpu().numpy()])
+        for c, regression in zip(cs, regressions, strict=True):
             scores[Candidate("logistic regression", c)] = score_in_blocks(regression, queries)
     if ks := [int(each.value) for each in tried if each.kind == "k-NN"]:
-        cosines, rows = nearest(learned.features, queries, k=max(ks))
+        cosines, rows = nearest(images.features, queries, k=max(ks), among=learned)
         blocks = [*zip(torch.split(cosines, BLOCK), torch.split(rows, BLOCK), strict=True)]
         for k in ks:
-            votes = [vote(near[:, :k], learned.targets[row[:, :k]], classes) for near, row in blocks]
+            votes = [vote(near[:, :k], images.targets[row[:, :k]], classes) for near, row in blocks]
             scores[Candidate("k-NN", k)] = torch.cat(votes)
     return scores
 
@@ -190,8 +193,8 @@ def cross_validate(
     with progress(title, FOLDS) as advance:
         for fold in torch.unique(folds):
             held = (folds[judged] == fold).nonzero()[:, 0]
-            others = learned[(folds != fold).nonzero()[:, 0].cpu().numpy()]
-            found = score_all(tried, others, learned.features[judged[held]])
+            others = (folds != fold).nonzero()[:, 0]
+            found = score_all(tried, learned, others, learned.features[judged[held]])
             for each, by_candidate in found.items():
                 scores[each][held] = by_candidate
             advance(1)

@@ -27,7 +27,7 @@ RANKED = 5  # classes returned per query: enough for top-1 and top-5
 NO_CLASS = torch.iinfo(torch.int64).min  # fills the ranking where fewer classes have a vote
 _FAISS_GPU_MOST = 2048  # neighbours that FAISS can find on a GPU
 # Numbers in memory at a time: of the bank, of queries with their neighbours, of products, of class scores.
-_BANK, _QUERIES, _PRODUCTS, _VOTES = 2**26, 2**25, 2**24, 2**23
+_BANK, _QUERIES, _PRODUCTS, _VOTES = 2**24, 2**25, 2**24, 2**23
 
 
 def unit(features: Tensor) -> Tensor:
@@ -38,22 +38,25 @@ def unit(features: Tensor) -> Tensor:
 
 
 def nearest(
-    bank: Matrix, queries: Tensor, *, k: int, self_offset: int | None = None
+    bank: Matrix, queries: Tensor, *, k: int, self_offset: int | None = None, among: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines with the k nearest bank rows and the rows, nearest first: (queries, k) each.
 
     Works on the device of the queries. With `self_offset`, query i is bank row self_offset + i and does not
-    find itself. A bank of fewer than k rows is returned whole.
+    find itself; `among` are the only rows to find. A bank of fewer than k rows is returned whole.
     """
     queries, with_itself = unit(queries), self_offset is not None
-    k = min(k, len(bank) - with_itself)
+    length = len(bank) if among is None else len(among)
+    k = min(k, length - with_itself)
     cosines = queries.new_empty(len(queries), 0)
     rows = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
     size = max(1, _BANK // queries.shape[1])
-    for start in range(0, len(bank) if len(queries) else 0, size):
-        block = unit(torch.as_tensor(bank[start : start + size], device=queries.device))
+    for start in range(0, length if len(queries) else 0, size):
+        part = slice(start, start + size)
+        chosen = part if among is None else among[part]  # a block at a time: a copy of all may be too large
+        block = unit(torch.as_tensor(bank[chosen], device=queries.device))
         block_cosines, block_rows = _search(block, queries, min(k + with_itself, len(block)))
-        block_rows = block_rows + start
+        block_rows = block_rows + start if among is None else among[part][block_rows]
         if self_offset is not None:
             itself = torch.arange(self_offset, self_offset + len(queries), device=queries.device)
             block_cosines = block_cosines.masked_fill(block_rows == rearrange(itself, "q -> q 1"), -torch.inf)

@@ -1,11 +1,11 @@
 """Label images by a few that have labels: a table with confidences."""
 
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.label_files import SEPARATOR
 from dino_vit.data.open import open_source
@@ -48,7 +48,8 @@ from dino_vit.weights.classifier import (
     save_classifier,
 )
 
-_ROWS = 2**12  # of the table that are computed at a time
+Columns = dict[str, Any]  # lists of texts, arrays of numbers
+_ROWS = 2**13  # of the table that are computed at a time
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,7 +61,7 @@ class LabelPredictions(Result):
     confidence: NDArray[np.float64]  # probability that a label is right
     classifier: Classifier
     features: Tensor  # (images, d)
-    columns: dict[str, list[Any]]  # of the table, for pandas.DataFrame
+    columns: Columns  # of the table, for pandas.DataFrame
     details: dict[str, Any]  # what the JSON file holds
     path: Path | None
 
@@ -120,17 +121,17 @@ def run(config: PredictConfig) -> LabelPredictions:
 
 def _write(
     files: Sequence[Path],
-    columns: dict[str, list[Any]],
+    columns: Columns,
     details: Mapping[str, Any],
     fitted: TrainedClassifier,
 ) -> None:
     """Write the table, its JSON and the labels that look wrong."""
     table, about, doubtful = files[:3]
-    write_bytes(table, _written(columns, table.suffix))
+    _write_table(table, columns)
     write_results(about, details)
     doubtful.unlink(missing_ok=True)  # of an earlier call
     if fitted.doubts:
-        write_bytes(doubtful, _written(_doubtful(fitted), ".csv"))
+        _write_table(doubtful, _doubtful(fitted))
 
 
 def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
@@ -188,22 +189,24 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
     return TrainedClassifier(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines)
 
 
-def tabulate(queries: Tensor, fitted: TrainedClassifier) -> dict[str, list[Any]]:
+def tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
     """Return the columns of the table for the features of many images, some at a time."""
-    columns = defaultdict[str, list[Any]](list)
-    for block in torch.split(queries, _ROWS):
-        for title, values in _tabulate(block, fitted).items():
-            columns[title] += values
-    return dict(columns)
+    blocks = [_tabulate(block, fitted) for block in torch.split(queries, _ROWS)]
+    return {
+        title: np.concatenate([block[title] for block in blocks])
+        if isinstance(first, np.ndarray)
+        else [*chain.from_iterable(block[title] for block in blocks)]
+        for title, first in blocks[0].items()
+    }
 
 
-def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> dict[str, list[Any]]:
+def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
     facts, outputs = fitted.classifier.facts, fitted.classifier.of_features(queries)
 
-    def rounded(values: Tensor) -> list[float]:
-        return [round(value, 4) for value in values.tolist()]
+    def rounded(values: Tensor) -> NDArray[np.float64]:
+        return values.double().cpu().numpy().round(4)
 
-    columns: dict[str, list[Any]] = {"label": [*labels_of(outputs, facts.classes, facts.task)]}
+    columns: Columns = {"label": [*labels_of(outputs, facts.classes, facts.task)]}
     if facts.task == "multiclass":
         top = outputs.topk(min(2, len(facts.classes)), dim=1)
         columns["confidence"] = rounded(top.values[:, 0])
@@ -221,7 +224,7 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> dict[str, list[Any]
     return columns
 
 
-def _doubtful(fitted: TrainedClassifier) -> dict[str, list[Any]]:
+def _doubtful(fitted: TrainedClassifier) -> Columns:
     """Return the labels that look wrong as columns."""
     return {
         "name": [fitted.names[doubt.row] for doubt in fitted.doubts],
@@ -248,7 +251,7 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
     )
 
 
-def _summary(columns: dict[str, list[Any]], task: Task) -> str:
+def _summary(columns: Columns, task: Task) -> str:
     """Say how many images have which label, and how sure that is."""
     count = plural(len(columns["name"]), "image")
     sure = np.array(columns["confidence"])
@@ -258,14 +261,13 @@ def _summary(columns: dict[str, list[Any]], task: Task) -> str:
     return f"{text}; {brief(', '.join(counts), 200)}"
 
 
-def _written(columns: dict[str, list[Any]], suffix: str) -> bytes:
-    """Return a table as CSV, or as Parquet, in which several labels are a list."""
-    file = BytesIO()
-    if suffix == ".csv":
-        write_csv(pa.table({**columns, "label": _cells(columns["label"])}), file)
-    else:
-        parquet.write_table(pa.table(columns), file)
-    return file.getvalue()
+def _write_table(path: Path, columns: Columns) -> None:
+    """Write a table as CSV, or as Parquet, in which several labels are a list."""
+    with replacing(path) as partial:
+        if path.suffix == ".csv":
+            write_csv(pa.table({**columns, "label": _cells(columns["label"])}), partial)
+        else:
+            parquet.write_table(pa.table(columns), partial)
 
 
 def _cells(labels: Sequence[str] | Sequence[list[str]]) -> list[str]:

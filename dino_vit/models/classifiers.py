@@ -75,7 +75,7 @@ class NeighbourScores(nn.Module):
 
     def __init__(self, bank: Tensor, targets: Tensor, *, k: int, classes: int) -> None:
         super().__init__()
-        self.register_buffer("bank", F.normalize(bank.float()))  # (m, d)
+        self.register_buffer("bank", bank)  # (m, d), unit vectors
         self.register_buffer("targets", targets)  # (m,) classes; (m, c) 0 or 1 for each label
         self.k, self.classes = min(k, len(bank)), classes
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_vit.eval.classifier_training import DOUBTFUL, describe, doubtful_labels, untested_classes
 from dino_vit.eval.cross_validation import (
@@ -17,6 +18,7 @@ from dino_vit.eval.cross_validation import (
     calibrate,
     candidates,
     cross_validate,
+    train_candidate,
 )
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.neighbours import weighted_knn
@@ -188,3 +190,31 @@ def test_labels_that_were_exchanged_look_wrong():
     assert [doubt.other for doubt in doubts] == [noisy.classes[train.targets[doubt.row]] for doubt in doubts]
     assert all(doubt.other_probability - doubt.probability > DOUBTFUL for doubt in doubts)
     assert doubtful_labels(train, cross_validate(train, in_turn(200), [Candidate("k-NN", 10)], ""), 1.0) == []
+
+
+class Allocations(TorchDispatchMode):
+    """Notes how many bytes the largest tensor has, of those that are not the features themselves."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.features, self.largest = features.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() != self.features:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return found
+
+
+def test_features_of_very_many_labelled_images_are_not_copied(monkeypatch):
+    monkeypatch.setattr("dino_vit.eval.neighbours._BANK", 2**12)
+    monkeypatch.setattr("dino_vit.eval.cross_validation.JUDGED_SCORES", 600)
+    train = features(images=4000, width=64)
+    with Allocations(train.features) as seen:
+        trials = cross_validate(train, in_turn(4000), [Candidate("k-NN", k) for k in (5, 1)], "")
+        classifier = train_candidate(trials.tried[0], train)
+    assert seen.largest <= 4 * 64 * 1024, (
+        "of 1000 images that are judged, or less; of all it is four times that"
+    )
+    torch.testing.assert_close(classifier.bank.norm(dim=1), torch.ones(4000))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
@@ -49,7 +50,7 @@ def test_what_was_saved_is_loaded(classifier, tmp_path):
 def test_votes_are_those_of_the_neighbours():
     bank, targets = torch.randn(20, 8), torch.arange(20) % 3
     queries, values = torch.randn(5, 8), torch.nn.functional.one_hot(targets, 3)
-    found = NeighbourScores(bank, targets, k=4, classes=3)(queries)
+    found = NeighbourScores(F.normalize(bank), targets, k=4, classes=3)(queries)
     for query, row in zip(queries, found, strict=True):
         cosines = torch.cosine_similarity(query[None], bank)
         near = cosines.argsort(descending=True)[:4]
