@@ -222,7 +222,7 @@ def demo(
 
         dino_vit.demo(quick=True)
 
-    Pretrain on textures, whose classes tell by k-NN what was learned of them, and write a report.
+    Pretrain on textures, measure by k-NN what was learned, and write a report.
 
     The settings and their defaults:
 

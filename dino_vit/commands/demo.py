@@ -28,7 +28,7 @@ class DemoResult(Result):
 
 
 def run(config: DemoConfig) -> DemoResult:
-    """Pretrain on textures, whose classes tell by k-NN what was learned of them, and write a report."""
+    """Pretrain on textures, measure by k-NN what was learned, and write a report."""
     settings = recipe(config)
     folder = Path(settings.output)
     pretrain(settings)
