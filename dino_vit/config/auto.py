@@ -70,7 +70,7 @@ def _choose_network(draft: Draft, facts: Facts) -> None:
         seeing = [each for each in ladder if images * (ladder[0].cost / each.cost) ** 2 >= ENOUGH_IMAGES]
         rung = max(seeing, key=lambda each: each.cost, default=ladder[0])
         draft.slowdown = rung.cost / ladder[0].cost
-        count = float(f"{run_length(draft, facts)[0] * global_batch(draft, facts):.2g}")
+        count = float(f"{run_length(draft, facts).steps * global_batch(draft, facts):.2g}")
         reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
         if rung is ladder[0] and count < ENOUGH_IMAGES:
             reason = f"the smallest: {reason}, fewer than the {ENOUGH_IMAGES:,} it needs"
@@ -167,7 +167,7 @@ def _choose_schedule(draft: Draft, facts: Facts) -> int:
         passes = 10 * round(10 * (IMAGENET / images) ** 0.25)
         reason = f"more passes over fewer images: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
         draft.choose("budget.epochs", min(max(passes, 30), 800), reason)
-    steps, evaluations = run_length(draft, facts)
+    steps, evaluations, _ = run_length(draft, facts)
     epochs = steps / max(1, images // batch)
     warmup, freeze = _round(min(10.0, epochs / 10)), _round(min(1.0, epochs / 20))
     draft.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")

@@ -17,7 +17,7 @@ from dino_vit.config.inherited import (
     choose_by_teacher,
     choose_by_weights,
 )
-from dino_vit.config.length import SHORT, global_batch, run_length
+from dino_vit.config.length import SHORT, Length, global_batch, run_length
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase
 from dino_vit.config.settings import ConfigError
@@ -41,6 +41,7 @@ class Run:
     global_batch: int
     steps_per_epoch: int
     length: int  # in steps; with budget.minutes as many as are expected
+    evaluated_images: int  # of an evaluation, at most
     shared: Mapping[str, str]  # what all ranks must have alike, by the name of each
 
 
@@ -49,10 +50,10 @@ def complete(config: PretrainConfig, facts: Facts) -> Run:
     draft, images = decide(config, facts), facts.images
     check_images(draft.config, images)
     completed, batch = load(PretrainConfig, None, draft.values), global_batch(draft, facts)
-    steps, _ = run_length(draft, facts)
-    if problems := list(refused_by_facts(completed, facts, steps, batch)):
+    length = run_length(draft, facts)
+    if problems := list(refused_by_facts(completed, facts, length.steps, batch)):
         raise ConfigError(problem.text for problem in problems)
-    return _as_run(draft, completed, facts, steps)
+    return _as_run(draft, completed, facts, length)
 
 
 def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) -> Run:
@@ -63,11 +64,11 @@ def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) 
         raise ConfigError(problem.text for problem in problems)
     for key, value in changes.items():
         draft.override(key, value, "to time a step")
-    return _as_run(draft, draft.config, facts, SHORT)
+    return _as_run(draft, draft.config, facts, Length(SHORT))
 
 
-def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> Run:
-    launch, batch = facts.launch, global_batch(draft, facts)
+def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: Length) -> Run:
+    steps, launch, batch = length.steps, facts.launch, global_batch(draft, facts)
     per_epoch = facts.images.count // batch
     precision = launch.precision if config.compute.precision == "auto" else config.compute.precision
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}
@@ -84,6 +85,7 @@ def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> R
         global_batch=batch,
         steps_per_epoch=per_epoch,
         length=steps,
+        evaluated_images=length.images,
         shared=shared,
     )
 
@@ -117,7 +119,7 @@ def _choose_gentle_rates(draft: Draft) -> None:
 
 def _shorten_phases(draft: Draft, facts: Facts) -> None:
     """Shorten the phases that were not given, in a run that one of them does not fit."""
-    steps, images = run_length(draft, facts)[0], facts.images.count
+    steps, images = run_length(draft, facts).steps, facts.images.count
     epochs = steps / max(1, images // min(global_batch(draft, facts), images))
     phases = {key: draft[key] for key in PHASES if draft.is_open(key) and draft[key]}
     if all(value < epochs for value in phases.values()):

@@ -12,6 +12,8 @@ from dino_vit.config.sections import ChannelStatistics
 from dino_vit.core import Size
 from dino_vit.core.text import plural
 
+EVALUATED_IMAGES = 5000  # by an evaluation, at most
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts:
@@ -49,6 +51,7 @@ class CheckpointFacts:
     chosen: frozenset[str] = frozenset()  # those that nobody gave
     length: int = 0  # in steps; with minutes as many as were expected
     seconds: float = 0.0  # of training
+    evaluated_images: int = EVALUATED_IMAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ class StepTime(NamedTuple):
     step_seconds: float
     evaluation_seconds: float = 0.0
     measuring_seconds: float = 0.0  # that it took to measure them
+    evaluated_images: int = EVALUATED_IMAGES  # by that evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,48 +1,62 @@
-"""The number of steps of a run, and what a short run sees less of."""
+"""The number of steps of a run, its evaluations, and what a short run sees less of."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_vit.config.draft import Draft
-from dino_vit.config.facts import Facts, StepTime
+from dino_vit.config.facts import EVALUATED_IMAGES, Facts, StepTime
 from dino_vit.config.pretrain import PretrainConfig, needing_all_patches
 
 EVALUATIONS = 6  # in a run of fewer than 60 epochs
-# Share of the minutes that evaluations take, at most; but two are always made: before the first step and
-# after the last one.
-EVALUATED = 0.1
+# Share of the minutes that evaluations may take. Where they would take more there are fewer of them; where those
+# before the first step and after the last one would, these are of fewer images, but of FEWEST_IMAGES.
+EVALUATED, FEWEST_IMAGES = 0.1, 500
+BEFORE_TRAINING = 2  # evaluations: with what needs no network the first one takes as long as two
 SHORT = 30_000  # steps; shorter runs get `_choose_for_short`
 # What the student sees of an image in a short run, and in others.
 SEEN_IN_SHORT: dict[str, Any] = {"views.local_count": 4, "model.patch_drop": 0.75}
 SEEN_IN_LONG: dict[str, Any] = {"views.local_count": 8, "model.patch_drop": 0.0}
 
 
-def run_length(draft: Draft, facts: Facts) -> tuple[int, int]:
-    """Return the steps of a run, and its evaluations; with `budget.minutes` as many as are expected."""
+class Length(NamedTuple):
+    """The steps of a run, as many as are expected with `budget.minutes`, and its evaluations."""
+
+    steps: int
+    evaluations: int = EVALUATIONS
+    images: int = EVALUATED_IMAGES  # of an evaluation, at most
+
+
+def run_length(draft: Draft, facts: Facts) -> Length:
+    """Return the length of a run."""
     minutes, checkpoint, time = draft["budget.minutes"], facts.checkpoint, facts.step_time
     if minutes is None:
         batch = min(global_batch(draft, facts), facts.images.count)  # more is refused
-        return max(1, draft.config.budget.total_steps(facts.images.count, batch)), EVALUATIONS
+        steps = max(1, draft.config.budget.total_steps(facts.images.count, batch))
+        return Length(steps, images=checkpoint.evaluated_images if checkpoint else EVALUATED_IMAGES)
     if checkpoint:
-        if minutes == checkpoint.settings["budget.minutes"]:
-            return checkpoint.length, EVALUATIONS
-        return max(1, round(60 * minutes * checkpoint.step / max(checkpoint.seconds, 1e-6))), EVALUATIONS
+        steps = checkpoint.length
+        if minutes != checkpoint.settings["budget.minutes"]:
+            steps = max(1, round(60 * minutes * checkpoint.step / max(checkpoint.seconds, 1e-6)))
+        return Length(steps, images=checkpoint.evaluated_images)
     if time is None:
-        return 1, EVALUATIONS  # unknown yet; the step that is timed is a short run's
+        return Length(1)  # unknown yet; the step that is timed is a short run's
     return _in_time(draft, 60 * minutes, time)
 
 
-def _in_time(draft: Draft, seconds: float, time: StepTime) -> tuple[int, int]:
+def _in_time(draft: Draft, seconds: float, time: StepTime) -> Length:
     """Return the steps and the evaluations that are expected in some seconds."""
     step_seconds = draft.slowdown * time.step_seconds
     evaluation_seconds = draft.slowdown * time.evaluation_seconds
-    affordable = int(EVALUATED * seconds / max(evaluation_seconds, 1e-6)) - 1
-    evaluations = max(1, min(EVALUATIONS, affordable))
-    # Measuring and evaluations, of which one is before the first step, are part of the minutes.
-    seconds -= time.measuring_seconds + (evaluations + 1) * evaluation_seconds
+    affordable, images = EVALUATED * seconds / max(evaluation_seconds, 1e-6), EVALUATED_IMAGES
+    evaluations = max(1, min(EVALUATIONS, int(affordable) - BEFORE_TRAINING))
+    if (share := affordable / (evaluations + BEFORE_TRAINING)) < 1:
+        images = max(FEWEST_IMAGES, int(share * time.evaluated_images))
+        evaluation_seconds *= min(1.0, images / time.evaluated_images)
+    # Measuring and evaluations are part of the minutes.
+    seconds -= time.measuring_seconds + (evaluations + BEFORE_TRAINING) * evaluation_seconds
     steps = max(1, int(seconds / step_seconds))
     if steps >= SHORT:  # a step of a long run takes longer than that of a short run, which was timed
         steps = max(SHORT - 1, int(steps / _long_step(draft)))
-    return steps, evaluations
+    return Length(steps, evaluations, images)
 
 
 def _long_step(draft: Draft) -> float:

@@ -162,6 +162,7 @@ def checkpoint_facts(checkpoint: Checkpoint) -> CheckpointFacts:
         chosen=frozenset(metadata["chosen"]),
         length=metadata["length"],
         seconds=metadata["seconds"],
+        evaluated_images=metadata["evaluated_images"],
     )
 
 

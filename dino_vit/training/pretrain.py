@@ -119,6 +119,7 @@ def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingS
         source=inputs.source.evaluated_part()[0],
         transform=build_eval_transform(config),
         seed=config.seed,
+        images=run.evaluated_images,
         autocast=DTYPES[run.precision] if run.precision != "no" else None,
     )
     minutes, compute = config.budget.minutes, config.compute

@@ -167,6 +167,7 @@ class TrainingState:
             "length": self.plan.length,
             "position": list(self.position),
             "seconds": self.clock.seconds,
+            "evaluated_images": self.run.evaluated_images,
             "evaluation_seconds": self.clock.reserve,
         }
 

@@ -36,9 +36,9 @@ def time_step(config: PretrainConfig, facts: Facts, build: Callable[[Run], Train
             changes["compute.compile"] = False
         state = build(sketch(config, facts, changes))
         step = _step_seconds(state, choose_workers(config.data.workers, facts.launch.processes))
-        evaluation = _evaluation_seconds(state)
+        evaluation, images = _evaluation_seconds(state), len(state.evaluations.online.indices)
     with in_all_processes():
-        return from_rank_0(lambda: StepTime(step, evaluation, time.monotonic() - start))
+        return from_rank_0(lambda: StepTime(step, evaluation, time.monotonic() - start, images))
 
 
 def _step_seconds(state: TrainingState, workers: int) -> float:

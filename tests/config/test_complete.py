@@ -138,7 +138,25 @@ def test_the_network_is_chosen_from_one_measured_step(speed: float, width: int) 
     assert "in 10 minutes on this machine" in reasons["model.width"]
     if width == 96:
         assert run.length == pytest.approx((600 - 5 - 4 * 15) * speed / 8, rel=0.02)
-        assert run.config.compute.eval_every == pytest.approx(run.length / run.steps_per_epoch / 3, rel=0.01)
+        assert run.config.compute.eval_every == pytest.approx(run.length / run.steps_per_epoch / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "images", "evaluations"), [(1, 717, 1), (3, 2151, 1), (10, 5000, 4), (60, 5000, 6)]
+)
+def test_evaluations_take_a_tenth_of_the_minutes(minutes: int, images: int, evaluations: int) -> None:
+    """The first one also evaluates what needs no network."""
+    time = StepTime(0.5, 10.0, 2.0, evaluated_images=3586)
+    run = run_of("recipe=auto", f"budget.minutes={minutes}", images=3586, step_time=time)
+    assert run.evaluated_images == images
+    reasons = {choice.key: choice.reason for choice in run.choices}
+    times = "1 time" if evaluations == 1 else f"{evaluations} times"
+    assert reasons["compute.eval_every"].startswith(f"{times} in a run")
+    slow = run_of("recipe=auto", f"budget.minutes={minutes}", images=3586, step_time=StepTime(5.0, 1e4))
+    assert slow.evaluated_images == 500
+    for given in (f"budget.minutes={minutes}", "budget.minutes=90"):
+        assert resumed(run, "recipe=auto", given, images=3586).evaluated_images == images
+    assert run_of("recipe=auto", "budget.steps=9", images=3586).evaluated_images == 5000
 
 
 def test_a_long_run_of_minutes_has_the_steps_that_it_takes_and_not_those_of_a_short_one() -> None:
@@ -190,6 +208,7 @@ def resumed(run: Run, *overrides: str, **changes: Any) -> Run:
     """Complete the run that resumes from a checkpoint of another at its step 40, after 100 seconds."""
     facts: dict[str, Any] = {"step": 40, "seconds": 100.0, "settings": values(run.config)}
     facts |= {"chosen": run.chosen, "length": run.length, "global_batch": run.global_batch}
+    facts["evaluated_images"] = run.evaluated_images
     return run_of(*overrides, **changes, checkpoint=CheckpointFacts(**facts))
 
 
