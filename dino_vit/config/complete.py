@@ -12,6 +12,7 @@ from dino_vit.config.auto import choose_all
 from dino_vit.config.draft import Choice, Draft
 from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
 from dino_vit.config.inherited import (
+    check_settings,
     choices_since,
     choose_by_checkpoint,
     choose_by_teacher,
@@ -48,6 +49,8 @@ class Run:
 def complete(config: PretrainConfig, facts: Facts) -> Run:
     """Decide every setting, and refuse a run that cannot be."""
     draft, images = decide(config, facts), facts.images
+    if facts.checkpoint and config.compute.resume != "changed":
+        check_settings(draft, facts.checkpoint)
     check_images(draft.config, images)
     completed, batch = load(PretrainConfig, None, draft.values), global_batch(draft, facts)
     length = run_length(draft, facts)

@@ -6,6 +6,7 @@ from typing import Any
 
 from dino_vit.config.draft import Choice, Draft
 from dino_vit.config.facts import CheckpointFacts, TeacherFacts, WeightsFacts
+from dino_vit.config.loading import write_yaml
 from dino_vit.config.pretrain import PHASES, PretrainConfig
 from dino_vit.config.sections import Model
 from dino_vit.config.settings import settings_of
@@ -30,9 +31,36 @@ def choices_since(draft: Draft, checkpoint: CheckpointFacts) -> Iterator[Choice]
     before = checkpoint.settings
     new = {key: choice for key, choice in draft.choices.items() if before.get(key) != choice.value}
     yield from new.values()
-    for key, info in sorted(settings_of(PretrainConfig).items()):
-        if not info.resumable and key not in new and before.get(key) != draft[key]:
+    for key in _changed(draft, before):
+        if key not in new:
             yield Choice(key, draft[key], f"changed at step {checkpoint.step:,}")
+
+
+def check_settings(draft: Draft, checkpoint: CheckpointFacts) -> None:
+    """Check that a run resumes with its settings.
+
+    This comes before all other checks: what the user changed may contradict what the run chose.
+    """
+    before = checkpoint.settings
+    values = ((key, write_yaml(before.get(key)), write_yaml(draft[key])) for key in _changed(draft, before))
+    changes = [f"{key} was {then} and is {now}" for key, then, now in values]
+    check_same(draft["output"], checkpoint.step, changes)
+
+
+def check_same(output: str, step: int, changes: list[str]) -> None:
+    """Raise for what has changed since a run started."""
+    if changes:
+        raise ValueError(
+            f"{output} holds a run at step {step:,} with other settings: {'; '.join(changes)}. "
+            "Give another output, or compute.resume=changed to resume anyway"
+        )
+
+
+def _changed(draft: Draft, before: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that differ, but for those that may."""
+    for key, info in sorted(settings_of(PretrainConfig).items()):
+        if not info.resumable and before.get(key) != draft[key]:
+            yield key
 
 
 def choose_by_teacher(draft: Draft, teacher: TeacherFacts) -> None:

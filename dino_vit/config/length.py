@@ -7,9 +7,9 @@ from dino_vit.config.facts import EVALUATED_IMAGES, Facts, StepTime
 from dino_vit.config.pretrain import PretrainConfig, needing_all_patches
 
 EVALUATIONS = 6  # in a run of fewer than 60 epochs
-# Share of the minutes that evaluations may take. Where they would take more there are fewer of them; where those
-# before the first step and after the last one would, these are of fewer images, but of FEWEST_IMAGES.
-EVALUATED, FEWEST_IMAGES = 0.1, 500
+# Share of the minutes that evaluations may take. Where they would take more there are fewer of them; where
+# those before the first step and after the last one would, they are of fewer images, down to FEWEST_IMAGES.
+EVALUATED, FEWEST_IMAGES = 0.1, 250
 BEFORE_TRAINING = 2  # evaluations: with what needs no network the first one takes as long as two
 SHORT = 30_000  # steps; shorter runs get `_choose_for_short`
 # What the student sees of an image in a short run, and in others.

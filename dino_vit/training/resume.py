@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dino_vit.config.complete import Run
 from dino_vit.config.facts import CheckpointFacts
+from dino_vit.config.inherited import check_same
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import settings_of, values
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import world_size
@@ -29,15 +29,10 @@ def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
 
 
 def check_same_run(run: Run, before: CheckpointFacts, inputs: Inputs) -> None:
-    """Check that a run resumes with the settings, images, batches and precision that it started with."""
-    config, resumed = run.config, inputs.checkpoint
-    assert resumed is not None
-    changes = list(_changes(run, before, inputs, resumed))
-    if changes and config.compute.resume != "changed":
-        raise ValueError(
-            f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
-            "Give another output, or compute.resume=changed to resume anyway"
-        )
+    """Check that a run resumes with the images, batches and precision that it started with."""
+    assert inputs.checkpoint is not None
+    if run.config.compute.resume != "changed":
+        check_same(run.config.output, before.step, [*_changes(run, before, inputs, inputs.checkpoint)])
 
 
 def set_figures_aside(state: TrainingState) -> None:
@@ -80,12 +75,8 @@ def _set_aside(folder: Path, names: Iterable[str]) -> Path:
 
 
 def _changes(run: Run, checkpoint: CheckpointFacts, inputs: Inputs, resumed: Checkpoint) -> Iterator[str]:
-    """Yield what has changed: settings, what they stand for, and the batches of a forward pass."""
+    """Yield what has changed beside settings: what they stand for, and the batches of a forward pass."""
     config, metadata, before = run.config, resumed.metadata, checkpoint.settings
-    now = values(config)
-    for key, info in settings_of(PretrainConfig).items():
-        if not info.resumable and before.get(key) != now.get(key):
-            yield f"{key} was {before.get(key)} and is {now.get(key)}"
     wanted = config.compute.precision
     if metadata["precision"] != run.precision and wanted == before["compute.precision"]:
         yield f"compute.precision={wanted} was {metadata['precision']} and is {run.precision} here"

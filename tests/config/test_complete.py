@@ -153,9 +153,10 @@ def test_evaluations_take_a_tenth_of_the_minutes(minutes: int, images: int, eval
     times = "1 time" if evaluations == 1 else f"{evaluations} times"
     assert reasons["compute.eval_every"].startswith(f"{times} in a run")
     slow = run_of("recipe=auto", f"budget.minutes={minutes}", images=3586, step_time=StepTime(5.0, 1e4))
-    assert slow.evaluated_images == 500
+    assert slow.evaluated_images == 250
     for given in (f"budget.minutes={minutes}", "budget.minutes=90"):
-        assert resumed(run, "recipe=auto", given, images=3586).evaluated_images == images
+        again = resumed(run, "recipe=auto", given, "compute.resume=changed", images=3586)
+        assert again.evaluated_images == images
     assert run_of("recipe=auto", "budget.steps=9", images=3586).evaluated_images == 5000
 
 
@@ -218,11 +219,28 @@ def test_a_run_that_resumes_keeps_what_was_chosen_and_gives_way_to_what_is_given
     assert again.config == start.config, "also what was given then, where auto would choose"
     assert again.choices == ()
     # An interval in steps instead of epochs, a length in another unit: not both.
-    other = resumed(start, "recipe=auto", "budget.steps=16000", "compute.eval_every_steps=8", **CIFAR)
+    changes = ["compute.resume=changed", "budget.steps=16000", "compute.eval_every_steps=8"]
+    other = resumed(start, "recipe=auto", *changes, **CIFAR)
     assert (other.config.budget.epochs, other.config.compute.eval_every) == (None, None)
     assert (other.length, other.config.teacher.momentum) == (16_000, 0.97)
     reasons = {choice.key: choice.reason for choice in other.choices}
     assert reasons["budget.steps"] == "changed at step 40"
+
+
+def test_a_changed_setting_is_named_and_not_what_the_run_chose() -> None:
+    """Nobody gave patches of 4, or patch_drop, which equal views contradict."""
+    auto = {"images": 400, "size": 32}
+    start = run_of("recipe=auto", "budget.steps=100", **auto)
+    assert start.config.model.patch_drop
+    assert start.config.views.local_size == 16
+    for given, was in {
+        "views.global_size=16": 32,
+        "views.local_size=30": 16,
+        "model.patch_size=64": 4,
+    }.items():
+        key, _, value = given.partition("=")
+        with pytest.raises(ValueError, match=rf"with other settings: {key} was {was} and is {value}\. Give"):
+            resumed(start, "recipe=auto", "budget.steps=100", given, **auto)
 
 
 def test_a_run_that_resumes_keeps_its_global_batch() -> None:
@@ -235,7 +253,7 @@ def test_a_run_that_resumes_keeps_its_global_batch() -> None:
 
 def test_minutes_that_change_change_the_length_in_proportion() -> None:
     start = minutes(1.0, "model.arch=vit_tiny")
-    given = ["recipe=auto", "model.arch=vit_tiny", "data.batch_size=8"]
+    given = ["recipe=auto", "model.arch=vit_tiny", "data.batch_size=8", "compute.resume=changed"]
     facts = {"images": 400, "size": 224}
     assert resumed(start, *given, "budget.minutes=10", **facts).length == start.length
     assert resumed(start, *given, "budget.minutes=20", **facts).length == 480, "at 40 steps in 100 seconds"

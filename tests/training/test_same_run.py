@@ -94,7 +94,10 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
     assert "budget.steps was 5 and is 20" in str(error.value)
     for changes, message in (
         ({"model.width": 64, "compute.resume": "changed"}, "belongs to a different network or optimiser"),
-        ({"data.source": "synthetic:72:32"}, "synthetic:72:32 are not those that it has learned from"),
+        (
+            {"data.source": "synthetic:72:32", "budget.steps": 5},
+            "synthetic:72:32 are not those that it has learned from",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             opened(output, {**changes, **SHORT})
