@@ -32,9 +32,10 @@ from dino_vit.reports.collapse import (
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 BAD: tuple[DiagnosisName, ...] = ("stuck", "collapsed", "diverged")
-# Of a shorter run that has not seen each image once nothing bad is said, but of steps that are not finite.
+# A run of fewer is not stuck, unless its accuracies have surely fallen or its loss stays where it was; before
+# it has seen each image once nothing bad is said of it, but of steps that are not finite.
 FEW_STEPS = 300
-ENOUGH = 3  # evaluations before a run is said to have gained nothing
+ENOUGH = 3  # evaluations before a run, or a finished one of few steps, is said to have gained nothing
 HALF = 0.5  # a rank below this share of the first, or of the best, has collapsed
 RISES = 1.0  # points or dimensions; what rises less in the last third of a run hardly rises
 FAR = 10.0  # points below the better baseline from which on more of the same is no advice
@@ -42,7 +43,7 @@ INFORMATIVE = 0.1  # without labels, outputs that say at least this share of wha
 WAITING = 0.2  # the share of its time that a run may wait for images before it gets advice
 WAITING_HELP = "more data.workers, smaller images or shards help (dino-vit pack --help)"
 RECIPE = "In a new run, try recipe=auto."
-PUBLISHED = "timm:vit_small_patch16_224.dino"
+PUBLISHED = "hf:facebook/dinov2-small"  # which, unlike weights of timm, every installation can load
 RANK = "the effective rank, about how many dimensions they use,"
 KNN = "k-NN, which names an image after the most similar others,"
 HOW = {"knn": KNN, "best_knn": "k-NN by the best tokens", "probe": "a linear classifier"}
@@ -87,13 +88,13 @@ class JudgedRun:
         return self.last.step >= self.last.total_steps
 
     @property
-    def is_short(self) -> bool:
-        return self.last.step < FEW_STEPS and self.last.epoch < 1
+    def has_few_steps(self) -> bool:
+        return self.last.step < FEW_STEPS
 
     @property
     def is_evaluated_early(self) -> bool:
         """Whether it is too early for bad news: the teacher follows slowly, and a short dip is normal."""
-        return len(self.evaluations) < ENOUGH and self.evaluations[-1].step < self.last.total_steps
+        return len(self.evaluations) < ENOUGH and (self.has_few_steps or not self.finished)
 
     @cached_property
     def readings(self) -> list[Reading]:
@@ -189,7 +190,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     collapsed = collapse(run.history, settled_step=run.settled_step)
     if collapsed is NONFINITE:
         return collapsed
-    if run.is_short:  # only what is good for sure is said
+    if run.has_few_steps and run.last.epoch < 1:  # only what is good for sure is said
         return _judge_accuracies(run) if run.gained else Diagnosis("too early", _so_far(run))
     if not run.evaluations:
         unknown = run.finished and not run.config.compute.is_evaluated
@@ -219,7 +220,7 @@ def _judge_accuracies(run: JudgedRun) -> Diagnosis:
         return Diagnosis("stuck", f"It is worse than before training{below}: {figures}.")
     unsure = f"on {run.readings[0].images:,} images the difference may be chance"
     has_risen = max(reading.rise for reading in run.readings) >= RISES  # of more images it may be sure
-    name: DiagnosisName = "too early" if has_risen else "stuck"
+    name: DiagnosisName = "too early" if has_risen or run.has_few_steps else "stuck"
     return Diagnosis(name, f"It is not clearly better than before training ({unsure}){below}: {figures}.")
 
 
@@ -236,7 +237,7 @@ def _accuracy_text(run: JudgedRun) -> str:
 
 def _judge_ranks(run: JudgedRun) -> Diagnosis:
     """Judge by effective ranks and by what the teacher's outputs say about an image."""
-    last, early = run.evaluations[-1], run.is_evaluated_early
+    last = run.evaluations[-1]
     ranks = [metrics.rankme or 0.0 for metrics in run.evaluations]
     if run.before.rankme is not None:
         ranks.insert(0, or_lowest(run.before.rankme))
@@ -244,11 +245,12 @@ def _judge_ranks(run: JudgedRun) -> Diagnosis:
     too_early = Diagnosis("too early", _so_far(run))
     if len(ranks) < 2:
         return too_early
-    if last.step >= run.settled_step and not early and latest < HALF * highest:
+    if last.step >= run.settled_step and not run.is_evaluated_early and latest < HALF * highest:
         fell = f"{RANK} fell from {highest:.1f} to {latest:.1f}"
         return Diagnosis("collapsed", f"Features become alike: {fell}.")
     change = f"{RANK} is {latest:.1f}, before training {first:.1f}"
     if not -math.inf < first <= latest:
+        early = run.is_evaluated_early or run.has_few_steps
         return too_early if early else Diagnosis("stuck", f"Features have not spread: {change}.")
     worth = "only labels can tell what they are worth"
     learning = Diagnosis("learning", f"Features have spread: {change}; {worth}.")
@@ -274,15 +276,12 @@ def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
     is_own = config.recipe != "auto" and not config.init and config.teacher.weights is None
     if name == "diverged":
         return "In a new run, try compute.precision=bf16." if config.compute.precision == "fp16" else slower
-    if run.is_short:
-        enough = min(float(FEW_STEPS), run.last.step / run.last.epoch if run.last.epoch else math.inf)
-        least = f"{FEW_STEPS} steps or one epoch are the least to judge by"
-        tell = run.finished and config.compute.is_evaluated
-        return f"{run.longer(enough / run.last.step)}: {least}." if tell else ""
     if name == "collapsed" or diagnosis is STUCK_AT_LN:
         return RECIPE if is_own else slower
     if not run.finished or not run.evaluations:
         return ""
+    if name == "too early" and run.has_few_steps:
+        return f"{run.longer(FEW_STEPS / run.last.step)}: {FEW_STEPS} steps are the least to judge by."
     if run.above_baseline > -FAR:  # else more of the same is no advice
         if name == "learning" and run.rises:
             before, now = run.rises
@@ -299,6 +298,6 @@ def published_advice(config: PretrainConfig) -> str:
     if config.init or config.data.channels != 3 or config.teacher.weights is not None:
         return ""
     return (
-        f"Try weights that have seen a million photos: the same command with init.weights={PUBLISHED}, "
+        f"Try weights that have seen 142 million photos: the same command with init.weights={PUBLISHED}, "
         "recipe=auto and another output."
     )

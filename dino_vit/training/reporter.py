@@ -190,7 +190,7 @@ class Reporter:
             if best and verdict.is_past_best:
                 weights = self.state.checkpoints.path(best["step"])
         text = ""
-        if best:
+        if best and best["step"] != self.state.step:
             figure = FIGURES.get(best["figure"], best["figure"])
             text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
         self.progress.notice(f"saved: {self.state.checkpoints.folder} holds the last step{text}")
