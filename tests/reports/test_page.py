@@ -55,6 +55,7 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
     assert "head.prototypes 256 65536" in page.text
     assert "Map and attention: teacher at step 20." in page.text
     assert len(page.data["map"]["names"]) == IMAGES
+    assert "of the 72 images" not in page.text
     assert "<script>alert" not in (made / "report.html").read_text()
     assert HOSTILE in page.data["map"]["names"]
     hostile = Pictures(views=[Row(HOSTILE, [Tile("data:,", HOSTILE)])], notes=[HOSTILE])
@@ -69,6 +70,7 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
     assert rules["default-src"] == rules["connect-src"] == "'none'"
     nonces = {value for tag, name, value in page.attributes if name == "nonce"}
     assert {rules["script-src"], rules["style-src"]} == {f"'nonce-{nonce}'" for nonce in nonces}
+    assert "The map shows 20 of the 72 images" in write_report(made, images=20).text
 
 
 def test_images_that_moved_are_reported_and_can_be_given(folder, made):
