@@ -249,7 +249,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"{name.value} is given twice; keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
             names.add(name.value)
-        return super().construct_mapping(node, deep)
+        return super().construct_mapping(node, deep=True)  # which notices a section that contains itself
 
 
 class _Dumper(yaml.SafeDumper):
