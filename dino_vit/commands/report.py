@@ -117,7 +117,7 @@ def build_map(
         "names": [shorten(source.name(index), MAX_NAME) for index in kept],
         "classes": [(", ".join(source.labels.names_of(label)) or "none", count) for label, count in counts],
         "labels": [-1 if label is None else numbers[label] for label in labels],
-        "of": len(source),
+        "total": len(source),
         "positions": _on_unit_square(positions),
         "neighbours": neighbours.tolist(),
         "cosines": cosines.double().round(decimals=4).tolist(),
