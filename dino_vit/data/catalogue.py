@@ -147,7 +147,8 @@ class CataloguedRanges(Ranges):
 
     def __init__(self, catalogue: Catalogue) -> None:
         kind = RemoteShards if is_url(catalogue.folder) else Shards
-        super().__init__(catalogue, kind(catalogue.archive, catalogue.signatures, catalogue.digest))
+        shards = kind(catalogue.archive, catalogue.starts, catalogue.signatures, catalogue.digest)
+        super().__init__(catalogue, shards)
 
     def read(self, row: int) -> bytes:
         try:

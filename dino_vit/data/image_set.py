@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,45 +20,6 @@ Indices = Sequence[int] | NDArray[np.int64]
 UNLABELLED, NO_SPLITS = Labels(), Column()
 
 
-@dataclass(frozen=True, eq=False)
-class ShardLayout:
-    """The images of each shard, in some bytes a shard where a source has them shard by shard."""
-
-    starts: NDArray[np.int64]  # (shards + 1,), where the images of each begin
-    images: NDArray[np.int64] | None = None  # all images, shard by shard; None: the source has them so
-
-    @classmethod
-    def from_assignments(cls, shards: NDArray[np.integer[Any]], count: int = 0) -> "ShardLayout":
-        """Return the layout of images whose shards are given, of at least `count` shards."""
-        starts = np.concatenate([[0], np.cumsum(np.bincount(shards, minlength=count))])
-        in_order = bool((shards[1:] >= shards[:-1]).all())
-        return cls(starts, None if in_order else np.argsort(shards, kind="stable"))
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return int(self.starts[-1])
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """Return how many images each shard has."""
-        return np.diff(self.starts)
-
-    def members(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the images of some shards."""
-        sizes = self.starts[shards + 1] - self.starts[shards]
-        before = np.cumsum(sizes) - sizes
-        rows = np.arange(sizes.sum()) + np.repeat(self.starts[shards] - before, sizes)
-        return rows if self.images is None else self.images[rows]
-
-    def shards(self, images: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the shard of each of some images."""
-        if self.images is None:
-            return np.searchsorted(self.starts, images, side="right") - 1
-        by_image = np.empty(len(self), dtype=np.int64)
-        by_image[self.images] = np.repeat(np.arange(len(self.starts) - 1), self.sizes)
-        return by_image[images]
-
-
 class Store(ABC):
     """Where images are stored, each in a row: one of the four in `data/stores/`."""
 
@@ -68,11 +29,6 @@ class Store(ABC):
     @abstractmethod
     def read(self, row: int) -> bytes | Tensor:
         """Return the bytes of an image file, or a tensor (C, H, W) of any dtype."""
-
-    @property
-    def layout(self) -> ShardLayout | None:
-        """Return which rows lie in which shard, if they lie in shards."""
-        return None
 
     @abstractmethod
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
@@ -181,15 +137,8 @@ class ImageSet:
 
     @property
     def shards(self) -> "Shards | None":
-        return self.store.shards
-
-    @property
-    def layout(self) -> ShardLayout | None:
-        """Return which images lie in which shard, if they lie in shards."""
-        layout = self.store.layout
-        if layout is None or isinstance(self.rows, range):
-            return layout
-        return ShardLayout.from_assignments(layout.shards(self.rows), len(layout.sizes))
+        """Return the shards of all images; a part of a set has none."""
+        return self.store.shards if isinstance(self.rows, range) else None
 
     @property
     def parts(self) -> Sequence["ImageSet"]:

@@ -51,6 +51,7 @@ class Shards:
     """Local files that hold the images of a set, read in ranges of bytes by threads and processes at once."""
 
     path: Callable[[int], str]
+    starts: NDArray[np.int64]  # (shards + 1,), where the images of each begin
     file_signatures: NDArray[np.int64]
     digest: Callable[[int], str] | None = None  # that a catalogue states, empty if there is none
     is_remote: ClassVar = False

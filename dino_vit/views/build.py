@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from einops import rearrange
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.objects import find, is_object
@@ -19,7 +20,7 @@ from dino_vit.core import Size
 from dino_vit.core.cache import below_home
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
-from dino_vit.data.image_set import ImageSet, Mix, ShardLayout
+from dino_vit.data.image_set import ImageSet, Mix
 from dino_vit.data.images.decoded import expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.open import open_source
@@ -161,8 +162,9 @@ def build_loader(
             f"data.source={config.data.images} has none: give data.order=global, or write shards with "
             "`dino-vit pack`"
         )
-    layouts = [part.layout if config.data.order == "window" else None for part in source.parts]
-    mixed = _mixed_order(config, source.mix, layouts) if source.mix else None
+    in_window = config.data.order == "window"
+    starts = [part.shards.starts if in_window and part.shards else None for part in source.parts]
+    mixed = _mixed_order(config, source.mix, starts) if source.mix else None
     sampler = Sampler(
         length=source.images_per_epoch,
         batch_size=global_batch,
@@ -170,7 +172,7 @@ def build_loader(
         rank=rank,
         world_size=world_size,
         accumulate=config.optim.accumulate,
-        layout=None if mixed else layouts[0],
+        shard_starts=None if mixed else starts[0],
         window=config.data.window,
         mixed=mixed,
     )
@@ -202,13 +204,13 @@ def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
     return f"{text} (data.keep_decoded=false decodes them each time)" if loader.decoded else None
 
 
-def _mixed_order(config: PretrainConfig, mix: Mix, layouts: Sequence[ShardLayout | None]) -> MixedOrder:
+def _mixed_order(config: PretrainConfig, mix: Mix, starts: Sequence[NDArray[np.int64] | None]) -> MixedOrder:
     """Return the order of several sources, each in its own."""
     orders = [
-        WindowOrder(layout, config.seed, config.data.window)
-        if layout
-        else GlobalOrder(len(part), config.seed)
-        for part, layout in zip(mix.parts, layouts, strict=True)
+        GlobalOrder(len(part), config.seed)
+        if shard_starts is None
+        else WindowOrder(shard_starts, config.seed, config.data.window)
+        for part, shard_starts in zip(mix.parts, starts, strict=True)
     ]
     return MixedOrder(orders, mix.counts, mix.starts.tolist(), config.seed)
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.image_set import ShardLayout
 
 BLOCK = 2**18  # images, at least, that a window order draws at a time
 
@@ -57,9 +56,10 @@ class WindowOrder:
     that reach there: a process holds some bytes for each shard, and none for each image.
     """
 
-    def __init__(self, layout: ShardLayout, seed: int, window: int, span: int | None = None) -> None:
-        self.layout, self.seed, self.length = layout, seed, len(layout)
-        sizes = layout.sizes
+    def __init__(self, starts: NDArray[np.int64], seed: int, window: int, span: int | None = None) -> None:
+        """`starts`: where the images of each shard begin, and the number of all."""
+        self.starts, self.seed, self.length = starts, seed, int(starts[-1])
+        sizes = np.diff(starts)
         # The size of the shard that a random image lies in: with one huge shard, all images mix.
         squares = int(np.dot(sizes, sizes))
         self.span = min(window * squares // self.length, self.length) if span is None else span
@@ -69,7 +69,7 @@ class WindowOrder:
         self._shuffled, self._block = lru_cache(2)(self._shuffle), lru_cache(2)(self._draw)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WindowOrder, (self.layout, self.seed, 0, self.span)
+        return WindowOrder, (self.starts, self.seed, 0, self.span)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         number = start // self._block_size
@@ -89,11 +89,11 @@ class WindowOrder:
         ends = first + self.span + self._shard_size  # positions are about the places, not quite
         uses = np.maximum(first, start)
         uses[ends - self.length > start] = start  # that continue at the start of the epoch
-        uses[(ends <= start) | (self.layout.sizes == 0)] = -1
+        uses[(ends <= start) | (np.diff(self.starts) == 0)] = -1
         return uses
 
     def _shuffle(self, epoch: int) -> _Shuffled:
-        sizes = self.layout.sizes
+        sizes = np.diff(self.starts)
         shards = np.argsort(random_bits(self.seed, RngPurpose.SHARDS, epoch, np.arange(len(sizes))))
         begins = np.cumsum(sizes[shards]) - sizes[shards]
         return _Shuffled(shards.astype(np.int32), begins)
@@ -122,9 +122,10 @@ class WindowOrder:
         shuffled = self._shuffled(epoch)
         start, stop, last = np.searchsorted(shuffled.begins, [low, high, self.length + after - self._reach])
         shards, begins = (np.concatenate([each[start:stop], each[max(stop, last) :]]) for each in shuffled)
-        images = self.layout.members(shards)
-        starts = self.layout.starts
-        first = np.repeat(begins, starts[shards + 1] - starts[shards])
+        sizes = self.starts[shards + 1] - self.starts[shards]
+        before = np.cumsum(sizes) - sizes
+        images = np.arange(sizes.sum()) + np.repeat(self.starts[shards] - before, sizes)
+        first = np.repeat(begins, sizes)
         uniform = random_uniform(self.seed, RngPurpose.WINDOW, epoch, images)
         return images, (first + self.span * uniform) % self.length
 
@@ -179,8 +180,8 @@ class Sampler:
 
     The images of a step do not depend on the number of processes or micro-batches (`accumulate`). A last
     incomplete batch is dropped, or with `keep_last` filled with images of the epoch's start until processes
-    share it evenly. With `layout`, what lies in which shard, it walks through the shards in a random order,
-    `window` at a time.
+    share it evenly. With `shard_starts`, where the images of each shard begin, it walks through the shards in
+    a random order, `window` at a time.
     """
 
     length: int
@@ -190,7 +191,7 @@ class Sampler:
     world_size: int = 1
     accumulate: int = 1
     keep_last: bool = False
-    layout: ShardLayout | None = None
+    shard_starts: NDArray[np.int64] | None = None
     window: int = 16
     mixed: MixedOrder | None = None  # of several sources, instead of these
 
@@ -200,9 +201,9 @@ class Sampler:
 
     def build_order(self) -> Order:
         """Return the order of one source."""
-        if self.layout is None:
+        if self.shard_starts is None:
             return GlobalOrder(self.length, self.seed)
-        return WindowOrder(self.layout, self.seed, self.window)
+        return WindowOrder(self.shard_starts, self.seed, self.window)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the indices of an epoch."""

@@ -42,7 +42,12 @@ def opened(path):
 def sampler_of(source):
     """Return the sampler of one of many processes."""
     return Sampler(
-        length=IMAGES, batch_size=BATCH, seed=0, rank=0, world_size=PROCESSES, layout=source.layout
+        length=IMAGES,
+        batch_size=BATCH,
+        seed=0,
+        rank=0,
+        world_size=PROCESSES,
+        shard_starts=source.shards.starts,
     )
 
 

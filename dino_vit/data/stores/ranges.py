@@ -15,7 +15,7 @@ import numpy as np
 from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress, public
-from dino_vit.data.image_set import ImageSet, ShardLayout, Store
+from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.label_files import is_label, parse_json
 from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels
@@ -57,10 +57,6 @@ class Ranges(Store):
     def __init__(self, index: Index, shards: Shards) -> None:
         self.index, self.shards = index, shards
 
-    @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout(self.index.starts)
-
     def read(self, row: int) -> bytes:
         shard, columns, at = self.index.locate(row)
         return read_member(self.shards, shard, {field: int(columns[field][at]) for field in FIELDS})
@@ -90,7 +86,7 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
         read = [*files, *filter(exists, beside)]
     index = open_index(suffix[1:], spec, lambda _: _contents(spec, files, listed), read, prepare=list_all)
     kind = RemoteShards if is_url(files[0]) else Shards
-    shards = kind(list(files).__getitem__, index.file_signatures[: len(files)])
+    shards = kind(list(files).__getitem__, index.starts, index.file_signatures[: len(files)])
     return index.image_set(Ranges(index, shards), index.stamp)
 
 
