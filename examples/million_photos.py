@@ -1,4 +1,4 @@
-"""Search a million embeddings in milliseconds with FAISS: an index of cells, of which a query looks at a few.
+"""Search a million embeddings in milliseconds with FAISS, by an index of which a query visits a few cells.
 
     python examples/million_photos.py photos.parquet photos/cat.jpg photos/dog.jpg
 

@@ -1,11 +1,11 @@
-"""List photos that are nearly the same, in groups, by the embeddings of all.
+"""List groups of photos that are nearly the same, by their embeddings.
 
     dino-vit embed photos runs/photos output=photos.parquet
     python examples/near_duplicates.py photos.parquet --cosine 0.95
 
 It needs SciPy, which comes with scikit-learn (`pip install scikit-learn`).
-nearest.png is a histogram of the cosine of each photo with the nearest other one. Copies are its right end,
-often behind a gap. That is where to set --cosine, which depends on the network and the photos.
+nearest.png is a histogram of the cosines of photos with their nearest neighbours. Copies are at the right
+end, often after a gap: set --cosine there. The value depends on the network and the photos.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Views, networks and loss of the library in a loop of one's own: plain PyTorch, on one device.
+"""The library's views, networks and loss in your own training loop: plain PyTorch, on one device.
 
     python examples/own_loop.py photos --steps 2000
 

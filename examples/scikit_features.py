@@ -2,7 +2,7 @@
 
     python examples/scikit_features.py photos runs/photos
 
-Labels are the folders that the photos lie in.
+The folder of a photo is its label.
 """
 
 import argparse

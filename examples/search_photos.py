@@ -1,9 +1,9 @@
-"""Find the photos that look most like some of them, by the embeddings of all.
+"""Find the photos most similar to given ones, by their embeddings.
 
     dino-vit embed photos runs/photos output=photos.parquet
     python examples/search_photos.py photos.parquet photos/cat.jpg photos/dog.jpg
 
-similar.png has a row for each of the given photos, with the nearest ones behind it.
+similar.png has a row for each given photo, followed by the most similar ones.
 """
 
 import argparse

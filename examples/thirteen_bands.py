@@ -1,4 +1,4 @@
-"""Pretrain on images that no library has a format for: satellite scenes of 13 bands in .npz files.
+"""Pretrain on images in your own format: satellite scenes of 13 bands in .npz files.
 
     python examples/thirteen_bands.py scenes --minutes 20
 

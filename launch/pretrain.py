@@ -4,5 +4,5 @@ import sys
 
 from dino_vit.cli import main
 
-if __name__ == "__main__":  # loader processes that are spawned import this file
+if __name__ == "__main__":  # DataLoader workers that are spawned import this file
     sys.exit(main(["pretrain", *sys.argv[1:]]))
