@@ -8,7 +8,7 @@ A run of some minutes is decided twice: for the trial that times a step (`sketch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from dino_vit.config.auto import choose_all
+from dino_vit.config.auto import choose_all, network_ladder
 from dino_vit.config.draft import Choice, Draft
 from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
 from dino_vit.config.inherited import (
@@ -83,7 +83,7 @@ def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: Length) 
         config=config,
         choices=tuple(news),
         chosen=frozenset(draft.choices),
-        notes=tuple(_notes(config, facts, steps, per_epoch)),
+        notes=tuple(_notes(draft, config, facts, steps)),
         precision=precision,
         global_batch=batch,
         steps_per_epoch=per_epoch,
@@ -151,13 +151,19 @@ def _choose_reading(draft: Draft, facts: Facts) -> None:
             draft.override(f"data.{name}", numbers, f"measured on {measured.images} images")
 
 
-def _notes(config: PretrainConfig, facts: Facts, steps: int, per_epoch: int) -> Iterator[str]:
-    """Yield what a user should know of images and minutes before the first step."""
+def _notes(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> Iterator[str]:
+    """Yield what a user should know of images, network and minutes before the first step."""
     measured, minutes, time = facts.images.measured, config.budget.minutes, facts.step_time
+    per_epoch, is_new = facts.images.count // global_batch(draft, facts), not facts.checkpoint
     if measured and measured.highest < 0.25:
         yield (
             f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
             "have little effect; data.range=[low, high] sets the values of black and white"
+        )
+    if minutes is None and is_new and facts.launch.device == "cpu" and network_ladder(draft, 1):
+        yield (
+            "the network is the published ViT-S, which is slow on a CPU; with budget.minutes recipe=auto "
+            "chooses one that this machine can train in the time"
         )
     if minutes and time and steps < per_epoch:
         needed = float(f"{minutes * per_epoch / steps:.2g}")

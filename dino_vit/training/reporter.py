@@ -254,7 +254,7 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]
     measured = "images named right" if baseline.metric == "top-1" else baseline.metric
     network = "initial weights" if config.init else "untrained network"
     yield (
-        f"before the first step, {measured} in per cent: {levels_text(baseline, network)} "
+        f"before the first step, {measured} (%): {levels_text(baseline, network)} "
         "(by k-NN, which names an image after the most similar others)"
     )
     name, percent = better_baseline(baseline) or ("", 0.0)

@@ -205,6 +205,14 @@ def test_a_run_that_sees_few_images_says_so() -> None:
     assert note.endswith("budget.minutes=27 would be an epoch")
 
 
+def test_without_minutes_a_cpu_hears_of_the_network_that_they_would_choose() -> None:
+    (note,) = run_of("recipe=auto", "budget.steps=100").notes
+    assert note.startswith("the network is the published ViT-S, which is slow on a CPU; with budget.minutes")
+    for given in (["recipe=auto", "model.arch=vit_tiny"], ["recipe=dino"]):
+        assert run_of(*given, "budget.steps=8000").notes == ()
+    assert run_of("recipe=auto", device="cuda").notes == ()
+
+
 def resumed(run: Run, *overrides: str, **changes: Any) -> Run:
     """Complete the run that resumes from a checkpoint of another at its step 40, after 100 seconds."""
     facts: dict[str, Any] = {"step": 40, "seconds": 100.0, "settings": values(run.config)}

@@ -15,6 +15,7 @@ def facts_of(
     size: int = 224,
     channels: int = 3,
     processes: int = 1,
+    device: str = "cpu",
     likeness: float = 0.0,
     **more: Any,
 ) -> Facts:
@@ -27,7 +28,7 @@ def facts_of(
         likeness=likeness,
         measured=measured,
     )
-    return Facts(images=described, launch=LaunchFacts(processes=processes), **more)
+    return Facts(images=described, launch=LaunchFacts(processes=processes, device=device), **more)
 
 
 def run_of(*overrides: str, **facts: Any) -> Run:

@@ -258,13 +258,11 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     run = opened(tmp_path / "run", {"budget.steps": 100})
     baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
     figures, meaning = describe_baseline(run, baseline)
-    assert figures.startswith(
-        "before the first step, images named right in per cent: untrained network 25.5,"
-    )
+    assert figures.startswith("before the first step, images named right (%): untrained network 25.5,")
     assert meaning.startswith(
         "pixels are 20 points better than the untrained network, which may not catch up"
     )
-    assert "init.weights=timm:" in meaning
+    assert "init.weights=hf:" in meaning
     assert len([*describe_baseline(run, replace(baseline, pixels=30.0))]) == 1
     long = opened(tmp_path / "long", {"budget.steps": 100_000})
     assert len([*describe_baseline(long, baseline)]) == 1
