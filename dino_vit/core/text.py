@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,8 +38,6 @@ _USER = re.compile(r"(?<=\w://)[^/]*@")
 _QUERY = re.compile("[?#].*", re.DOTALL)
 _MARK = re.compile("[?#@]")
 _HTTP = re.compile("https?://", re.IGNORECASE)
-BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python decodes them
 
 
@@ -286,21 +284,6 @@ def said_once() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_new)
-
-
-def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield what a pattern with `{000..010}` or `{a,b}` stands for."""
-    braces = BRACES.search(pattern)
-    if not braces:
-        yield pattern
-        return
-    choices: Iterable[str] = braces[1].split(",")
-    if numbers := _RANGE.fullmatch(braces[1]):
-        first, last = numbers.groups()
-        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-    start, end = pattern[: braces.start()], pattern[braces.end() :]
-    for choice in choices:
-        yield from expand_braces(f"{start}{choice}{end}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

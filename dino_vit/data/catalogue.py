@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from dino_vit.core.cache import cache_folder, note_use
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import expand_braces, plural, public_text
+from dino_vit.core.text import plural, public_text
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import Index
 from dino_vit.data.labels import Folders
-from dino_vit.data.paths import CATALOGUE
+from dino_vit.data.paths import CATALOGUE, expand_braces
 from dino_vit.data.remote import (
     ChangedFile,
     Refused,
@@ -105,9 +105,8 @@ class Catalogue(Index):
         """Return the digest of a shard, empty if it was not computed."""
         return str(self._digests[shard].as_py().hex())
 
-    def locate(self, row: int) -> tuple[int, dict[str, Any], int]:
-        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return shard, _columns(self, shard), row - int(self.starts[shard])
+    def columns(self, shard: int) -> tuple[dict[str, Any], int]:
+        return _columns(self, shard), int(self.starts[shard])
 
     def name(self, row: int) -> str:
         name = super().name(row)

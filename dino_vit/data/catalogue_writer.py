@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dino_vit.data.index import bytes_to_arrow, fingerprint_of, label_facts, to_
 from dino_vit.data.labels import Column, Folders, encode_labels, folder_of_name
 from dino_vit.data.paths import CATALOGUE, suffix_of
 from dino_vit.data.remote import UNKNOWN, file_signature, is_url, remotely
-from dino_vit.data.stores.ranges import ARCHIVES, FIELDS, class_names, named
+from dino_vit.data.stores.ranges import ARCHIVES, FIELDS, class_names, named, with_titles
 
 FINGERPRINTED = 2**24  # with more images, the fingerprint is that of the indexes, not of names and sizes
 
@@ -127,11 +127,10 @@ def _identity(folder: str, shards: Sequence[Shard]) -> dict[str, Any]:
         return {"titled": titled, "fingerprint": fingerprint}
     indexes = [read_index(os.path.join(folder, shard.file), shard.index) for shard in filled]
     parts = [index["name"].to_pylist() for index in indexes]
-    titled = len(set[bytes]().union(*parts)) < images and len(filled) > 1
-    titles = [os.fsencode(f"{shard.file}/") if titled else b"" for shard in filled]
-    names = [title + name for title, part in zip(titles, parts, strict=True) for name in part]
+    names = with_titles([shard.file for shard in filled], parts)
     sizes = np.concatenate([np.from_dlpack(index["size"]) for index in indexes])
-    return {"titled": titled, "fingerprint": fingerprint_of(names, sizes)}
+    fingerprint = fingerprint_of([*chain.from_iterable(names)], sizes)
+    return {"titled": names is not parts, "fingerprint": fingerprint}
 
 
 def signature_column(signatures: NDArray[np.int64]) -> pa.Array:

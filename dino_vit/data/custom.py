@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 from torch.utils.data import Subset as TorchSubset
 
-from dino_vit.config.objects import find, title_of
+from dino_vit.config.objects import title_of
 from dino_vit.core import log
 from dino_vit.core.text import plural, printable
 from dino_vit.data.image_set import ImageSet, evenly_spaced
@@ -168,8 +168,3 @@ def names_sources(given: object) -> bool:
     """Tell whether a list is of sources, by their paths, and not of images."""
     each = given if isinstance(given, list | tuple) else [None]
     return all(isinstance(path, str | os.PathLike) and not is_image(os.fspath(path)) for path in each)
-
-
-def open_custom(spec: str) -> ImageSet:
-    """Open an object that a program passed."""
-    return wrap(find(spec))

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.cache import cache_folder, note_use
@@ -40,7 +40,7 @@ TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the rows in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 12  # of what an index holds
+VERSION = 13  # of what an index holds
 
 
 class Index(ABC):
@@ -53,8 +53,14 @@ class Index(ABC):
         return int(self.starts[-1])
 
     @abstractmethod
+    def columns(self, shard: int) -> tuple[Mapping[str, Any], int]:
+        """Return columns that have the rows of a shard, and the row with which they begin."""
+
     def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
         """Return the shard of a row, columns that have the row, and its place in these."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        columns, first = self.columns(shard)
+        return shard, columns, row - first
 
     @abstractmethod
     def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -86,33 +92,30 @@ class IndexContents:
     """What goes into an index: names and sizes make the fingerprint."""
 
     names: Sequence[bytes]
-    sizes: ArrayLike | None = None  # None: the rows are the files
+    sizes: NDArray[np.int64]
     labels: Labels | None = None  # None: the first-level folders of the names
     folders: Sequence[bytes] | None = None  # paths whose folders are labels and splits; None: the names
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    shards: NDArray[np.int32] | None = None  # of each row; None: all are in one
-    shard_count: int = 1
+    counts: Sequence[int] | None = None  # of the rows in each shard; None: all are in one
     by_name: bool = True  # order the rows of a shard by the bytes of their names
 
-    def rows(self, file_sizes: NDArray[np.int64], **metadata: Any) -> pa.RecordBatch:
+    def rows(self, **metadata: Any) -> pa.RecordBatch:
         """Return the rows in their final order."""
-        order = list(range(len(self.names)))
-        if self.by_name:
-            order.sort(key=self.names.__getitem__)
+        counts, order = [len(self.names)] if self.counts is None else self.counts, list[int]()
+        for count in counts:
+            part = range(len(order), len(order) + count)
+            order += sorted(part, key=self.names.__getitem__) if self.by_name else part
         rows = np.array(order, dtype=np.int64)
-        shards = np.zeros(len(rows), np.int32) if self.shards is None else self.shards
-        rows = rows[np.argsort(shards[rows], kind="stable")]
-        names = [self.names[row] for row in rows.tolist()]
-        sizes = np.asarray(file_sizes if self.sizes is None else self.sizes, dtype=np.int64)
+        names = [self.names[row] for row in order]
         paths = self.names if self.folders is None else self.folders
         shown = [os.fsencode(public(os.fsdecode(path))) if b"://" in path else path for path in paths]
         labels, splits = folder_columns(shown)
         labels = self.labels or labels
         arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.codes(rows))}
-        arrays |= {"split": to_arrow(splits.codes(rows)), "shard": to_arrow(shards[rows])}
+        arrays |= {"split": to_arrow(splits.codes(rows))}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata |= label_facts(labels, splits)
-        metadata |= {"fingerprint": fingerprint_of(names, sizes[rows]), "shards": self.shard_count}
+        metadata |= {"fingerprint": fingerprint_of(names, self.sizes[rows]), "counts": [*counts]}
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
 
@@ -130,7 +133,8 @@ def fingerprint_of(names: Sequence[bytes], sizes: NDArray[np.int64]) -> str:
 
 
 WriteImages = Callable[[bytes | memoryview], object]
-Build = Callable[[WriteImages], IndexContents]
+# Build an index, given a function that writes images, and the signatures of the files.
+Build = Callable[[WriteImages, NDArray[np.int64]], IndexContents]
 
 
 # pyarrow's own conversions from NumPy and lists import pandas where it is installed: half a second and more.
@@ -156,22 +160,21 @@ class CachedIndex(Index):
         end = data.size - TRAILER.size
         (start,) = TRAILER.unpack(data[max(end, 0) :])
         rows = pa.ipc.open_file(data[start:end]).get_batch(0)
-        self.columns: dict[str, Any] = {name: np.from_dlpack(rows[name]) for name in rows.schema.names[1:]}
-        self.columns["name"] = rows["name"]
+        self.rows: dict[str, Any] = {name: np.from_dlpack(rows[name]) for name in rows.schema.names[1:]}
+        self.rows["name"] = rows["name"]
         self.metadata = json.loads(rows.schema.metadata[b"dino_vit"])
-        counts = np.bincount(self.columns["shard"], minlength=self.metadata["shards"])
-        self.starts = np.concatenate([[0], np.cumsum(counts)])
+        self.starts = np.cumsum([0, *self.metadata["counts"]])
         self.images = data[:start]
         note_use(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.metadata["began"])
 
-    def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
-        return int(self.columns["shard"][row]), self.columns, row
+    def columns(self, shard: int) -> tuple[Mapping[str, Any], int]:
+        return self.rows, 0  # those of all shards
 
     def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-        return self.columns[column].take(rows)
+        return self.rows[column].take(rows)
 
     @property
     def stamp(self) -> str | None:
@@ -192,8 +195,8 @@ def open_index(
 ) -> CachedIndex:
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
-    `build` gets a function that writes images. `files` are those that the source has now. Without their
-    `signatures` each is looked at. If one process needs to build it, all first call `prepare`.
+    `files` are those that the source has now. Without their `signatures` each is looked at. If one process
+    needs to build it, all first call `prepare`.
     """
     began = time.time_ns()  # before anything is read, so that a change meanwhile is noticed next time
     with indexing(spec):
@@ -219,7 +222,7 @@ def open_index(
             index = load_current()
             if index is None:
                 with replacing(path) as partial_path, partial_path.open("wb") as file, indexing(spec):
-                    _write(file, build(file.write).rows(signatures[:, 0], began=began, stamp=stamp))
+                    _write(file, build(file.write, signatures).rows(began=began, stamp=stamp))
                 index = _load(path)
     if index is None:
         raise StorageError(f"{path} cannot be read back")

@@ -19,7 +19,7 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.index import IndexContents, WriteImages, indexing, open_index
 from dino_vit.data.labels import LABEL_COLUMNS, ZERO_OR_ONE, encode_labels
 from dino_vit.data.paths import IMAGE_SUFFIXES, folder_of, suffix_of
-from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, file_signatures, is_url, read_file
+from dino_vit.data.remote import PER_IMAGE_TIMEOUT_S, is_url, read_file
 from dino_vit.data.stores.files import Files, join_path
 
 PATH_COLUMNS = tuple(
@@ -157,17 +157,15 @@ def open_list(path: str, several: bool = False) -> ImageSet:
     # To ask for the size of each remote file would take long.
     local = [row for row, path in enumerate(paths) if not is_url(path)]
     files = [path, *(paths[row] for row in local)]
-    with indexing(path):
-        signatures = file_signatures(files)
 
-    def build(_: WriteImages) -> IndexContents:
+    def build(_: WriteImages, signatures: NDArray[np.int64]) -> IndexContents:
         sizes = np.zeros(len(paths), dtype=np.int64)
         sizes[local] = signatures[1:, 0]
         _check_missing(shown, paths, np.flatnonzero(sizes < 0))
         names, labels = zip(*entries, strict=True)
         return IndexContents(names=[*map(os.fsencode, names)], sizes=sizes, labels=encode_labels(labels))
 
-    index = open_index("list-several" if several else "list", path, build, files, signatures)
+    index = open_index("list-several" if several else "list", path, build, files)
     # Each remote image may be on another server.
     images = index.image_set(Files(index, root, PER_IMAGE_TIMEOUT_S), index.stamp)
     return images if len(local) == len(paths) else replace(images, stamp=None)

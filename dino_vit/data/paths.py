@@ -1,8 +1,8 @@
-"""What paths say: suffixes, folders and short names; and the files below a local folder."""
+"""What paths say: suffixes, folders, short names and braces; and the files below a local folder."""
 
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from dino_vit.core.text import progress, public
 
@@ -11,6 +11,8 @@ IMAGE_SUFFIXES = (
     *(".jfif", ".jpe", ".jp2", ".j2k", ".ppm", ".pgm", ".pbm"),
 )
 CATALOGUE = "catalogue.arrow"  # of archives, in their folder (`data/catalogue.py`)
+BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
 
 
@@ -75,3 +77,18 @@ def file_identity(path: str) -> Hashable:
     except (OSError, ValueError):
         return path
     return status.st_dev, status.st_ino
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield what a pattern with `{000..010}` or `{a,b}` stands for."""
+    braces = BRACES.search(pattern)
+    if not braces:
+        yield pattern
+        return
+    choices: Iterable[str] = braces[1].split(",")
+    if numbers := _RANGE.fullmatch(braces[1]):
+        first, last = numbers.groups()
+        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    start, end = pattern[: braces.start()], pattern[braces.end() :]
+    for choice in choices:
+        yield from expand_braces(f"{start}{choice}{end}")

@@ -5,6 +5,7 @@ import pickle
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dino_vit.data.index
@@ -201,11 +202,11 @@ def until(condition, seconds=30):
 def open_slowly(folder):
     """Build an index until there is a file `go`; said by files, as what is killed may hold a queue."""
 
-    def build(write_images):
+    def build(write_images, signatures):
         (folder / f"building-{os.getpid()}").touch()
         until((folder / "go").exists)
         labels = encode_labels([None])
-        return IndexContents(names=[b"a"], sizes=[1], labels=labels)
+        return IndexContents(names=[b"a"], sizes=np.ones(1, np.int64), labels=labels)
 
     assert open_index("test", str(folder), build, [str(folder / "missing")]).name(0) == "a"
 

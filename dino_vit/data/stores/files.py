@@ -12,7 +12,7 @@ from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0
 from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, Store
-from dino_vit.data.index import Index, IndexContents, indexing, open_index
+from dino_vit.data.index import Index, IndexContents, WriteImages, indexing, open_index
 from dino_vit.data.paths import IMAGE_SUFFIXES, file_identity, is_image, list_local, suffix_of
 from dino_vit.data.remote import (
     is_folder,
@@ -84,8 +84,11 @@ def _open_files(
     kind: str, spec: str, root: str, names: Sequence[str], signatures: NDArray[np.int64] | None = None
 ) -> ImageSet:
     files = [join_path(root, name) for name in names]
-    contents = IndexContents(names=list(map(os.fsencode, names)))
-    index = open_index(kind, spec, lambda _: contents, files, signatures)
+
+    def build(_: WriteImages, signatures: NDArray[np.int64]) -> IndexContents:
+        return IndexContents(names=list(map(os.fsencode, names)), sizes=signatures[:, 0])
+
+    index = open_index(kind, spec, build, files, signatures)
     return index.image_set(Files(index, root), index.stamp)
 
 

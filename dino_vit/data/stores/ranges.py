@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -84,7 +85,7 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     beside = sorted({os.path.join(folder_of(path), CLASS_NAMES) for path in files})
     with indexing(spec):
         read = [*files, *filter(exists, beside)]
-    index = open_index(suffix[1:], spec, lambda _: _contents(spec, files, listed), read, prepare=list_all)
+    index = open_index(suffix[1:], spec, lambda *_: _contents(spec, files, listed), read, prepare=list_all)
     kind = RemoteShards if is_url(files[0]) else Shards
     shards = kind(list(files).__getitem__, index.starts, index.file_signatures[: len(files)])
     return index.image_set(Ranges(index, shards), index.stamp)
@@ -97,23 +98,27 @@ def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -
     images = [image for members in listed for image in members]
     if not images:
         raise ValueError(f"{public(spec)} contains no images.")
-    shards = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
     names, labels = [image.name for image in images], [image.label for image in images]
     stated = labels.count(None) < len(labels) or [] in classes.values()
-    titled = names
-    if len(set(names)) < len(names) and len(files) > 1:
-        titles = [os.fsencode(f"{title}/") for title in short_names(files)]
-        titled = [titles[shard] + name for shard, name in zip(shards.tolist(), names, strict=True)]
+    titles, parts = short_names(files), [[image.name for image in members] for members in listed]
     columns = {field: np.array([getattr(image, field) for image in images], np.int64) for field in FIELDS}
     return IndexContents(
-        names=titled,
+        names=[*chain.from_iterable(with_titles(titles, parts))],
         sizes=columns["size"],
         labels=encode_labels(labels) if stated else None,
         folders=names,
         columns=columns,
-        shards=shards,
-        shard_count=len(files),
+        counts=[*map(len, listed)],
     )
+
+
+def with_titles(titles: Sequence[str], parts: Sequence[Sequence[bytes]]) -> Sequence[Sequence[bytes]]:
+    """Return the names in several archives, after the archive's own where two have the same."""
+    if len(parts) < 2 or len(set[bytes]().union(*parts)) == sum(map(len, parts)):
+        return parts
+    return [
+        [os.fsencode(f"{title}/") + name for name in part] for title, part in zip(titles, parts, strict=True)
+    ]
 
 
 def class_names(folder: str) -> list[str] | None:

@@ -83,11 +83,12 @@ class Contents:
         if not named:
             titles = zip(short_names([*tables]), tables.values(), strict=True)
             names = [os.fsencode(f"{title}/{row:09d}") for title, count in titles for row in range(count)]
+        sizes = np.array(self.sizes, np.int64)
         return IndexContents(
             names=names,
-            sizes=self.sizes,
+            sizes=sizes,
             labels=encode_labels(self.labels, self.columns.classes, f"column {self.columns.label}"),
-            columns={"row": np.arange(len(names)), "size": np.array(self.sizes, np.int64)},
+            columns={"row": np.arange(len(names)), "size": sizes},
             by_name=named,
         )
 
@@ -176,7 +177,7 @@ class Rows(Store):
 
     def _image(self, row: int) -> tuple[pa.Buffer | None, str | None]:
         """Return the bytes of an image, or without them the path of its file."""
-        at = int(self.index.columns["row"][row])
+        at = int(self.index.rows["row"][row])
         chunk = bisect(self.starts, at) - 1
         value = self.chunks[chunk][at - self.starts[chunk]]
         if not value.is_valid:
@@ -201,7 +202,7 @@ class Rows(Store):
 def _unpacked(index: CachedIndex) -> pa.Array:
     """Return the unpacked images as a column."""
     sizes = np.empty(len(index), np.int64)
-    sizes[index.columns["row"]] = index.columns["size"]
+    sizes[index.rows["row"]] = index.rows["size"]
     offsets = pa.py_buffer(np.concatenate([[0], np.cumsum(sizes)]))
     return pa.Array.from_buffers(pa.large_binary(), len(sizes), [None, offsets, index.images])
 
@@ -217,7 +218,7 @@ def open_parquet(spec: str, files: Sequence[str]) -> ImageSet:
     return index.image_set(Rows(index), index.stamp)
 
 
-def _unpack(spec: str, files: Sequence[str], write_images: WriteImages) -> IndexContents:
+def _unpack(spec: str, files: Sequence[str], write_images: WriteImages, _: object) -> IndexContents:
     rows: Contents | None = None
     tables = dict.fromkeys(files, 0)
     with progress(f"Unpacking {spec}") as advance:
@@ -258,7 +259,7 @@ def open_hub(name: str) -> ImageSet:
     first = next(iter(splits.values()))  # `datasets` refuses splits with other columns
     columns = find_columns(spec, first.features.arrow_schema)
     files = [str(file["filename"]) for data in splits.values() for file in data.cache_files]
-    index = open_index("hub", spec, lambda _: _hub_contents(spec, splits, columns), files)
+    index = open_index("hub", spec, lambda *_: _hub_contents(spec, splits, columns), files)
     tables = [split.data for split in splits.values()]
     images = index.image_set(Rows(index, columns.image, tables), index.stamp)
     elsewhere = any(holds_paths(data.data.table, columns) for data in splits.values())
