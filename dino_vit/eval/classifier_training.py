@@ -142,7 +142,7 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
     temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
     untested = untested_classes(learned, folds)
     lines = describe(learned, trials, baselines, untested)
-    percents = [100 * share for share in trials.figures(trials.tested)] if trials.figure else []
+    percents = [round(100 * share, 4) for share in trials.figures(trials.tested)] if trials.figure else []
     details = {
         "labelled": len(learned),
         "classes": len(learned.classes),
@@ -150,7 +150,7 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
         "cross_validated": trials.figure,
         "baselines": baselines,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
-        "temperature": temperature,
+        "temperature": round(temperature, 4),
         "untested": untested,
     }
     names = [labelled.source.name(index) for index in learned.indices.tolist()]

@@ -232,14 +232,16 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
 
 def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
     """Return the figures as a table, with marks at the best and those not significantly worse."""
-    rows = []
+    rows, measured = [], comparison.measured
     for name, rank in comparison.ranks.items():
         row = [name]
-        for title, by_name in comparison.measured.items():
+        for title, by_name in measured.items():
             mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
             row.append(f"{by_name[name].figure}{mark}")
         rows.append([*row, f"{rank:.1f}"])
-    table = format_table(["%", *(f"{title} " for title in best), "effective rank"], rows)
+    images = {title: next(iter(by_name.values())).figure.images for title, by_name in measured.items()}
+    titles = [f"{title}, {count:,} images " for title, count in images.items()]
+    table = format_table(["%", *titles, "effective rank"], rows)
     pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
     meaning = "effective rank: over about how many directions features spread"
     legend = f"* best; = perhaps as good: the difference may be chance (p, times {pairs}, is 0.05 or more)"

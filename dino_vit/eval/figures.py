@@ -43,7 +43,7 @@ class Figure:
     def as_json(self) -> dict[str, float]:
         """Return what files of results hold: `percent`, or the `value` of a column."""
         name = "percent" if self.unit == "%" else "value"
-        numbers = {name: self.value, "low": self.low, "high": self.high}
+        numbers = {name: round(self.value, 4), "low": round(self.low, 4), "high": round(self.high, 4)}
         return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
 
 
@@ -128,8 +128,11 @@ def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dic
     """Return what a guess by chance, and always the largest class, come to in per cent."""
     counts = np.bincount(targets, minlength=len(classes))
     largest = int(counts.argmax())
-    percent = 100 * int(counts[largest]) / max(len(targets), 1)
-    return {"chance": 100 / len(classes), "largest_class": {"name": classes[largest], "percent": percent}}
+    percent = round(100 * int(counts[largest]) / max(len(targets), 1), 4)
+    return {
+        "chance": round(100 / len(classes), 4),
+        "largest_class": {"name": classes[largest], "percent": percent},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

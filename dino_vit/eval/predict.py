@@ -83,6 +83,10 @@ def run(config: PredictConfig) -> LabelPredictions:
     output, files = _files(config)
     check_outputs(config, *files)
     learned, images = agree("images", lambda: open_images(config), _describe)
+    joined = next((name for name in images.classes if SEPARATOR in name), None)
+    if joined and images.task == "multilabel" and output and output.suffix == ".csv":
+        text = f"the label {brief(joined)} has a {SEPARATOR}, which separates labels in a CSV"
+        raise ValueError(f"{text}; give output={output.with_suffix('.parquet')}")
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
     fitted = _read(config, frozen) if learned is None else train_classifier(frozen, learned)
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
@@ -145,13 +149,16 @@ def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
 def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
     """Open the images to learn from, none where weights are a classifier, and those to label."""
     name = public(config.source)
-    if config.train is None and config.labels is None and read_classifier_facts(config.weights):
+    keeps_own = config.train is None and config.labels is None
+    if keeps_own and (facts := read_classifier_facts(config.weights)):
         if config.several:
             raise ValueError("several=true is of labels to learn from; the classifier in weights has its own")
-        images = labelled_subset(name, open_source(config.source))
-        return None, divide(images, images, unlabelled=True)[1]
+        source = open_source(config.source)
+        none = np.full(len(source), -1)
+        return None, LabelledSubset(name, source, np.arange(len(source)), none, facts.classes, facts.task)
     if config.train is None:
-        images = open_subset(name, open_source(config.source, config.labels, several=config.several))
+        source = open_source(config.source, config.labels, several=config.several)
+        images = open_subset(name, source, config.weights)
         learned, others = divide(images, unlabelled=True)
         count = plural(len(images.source), "image")
         if not len(others):

@@ -41,6 +41,7 @@ def test_baselines_are_compared_as_backbones_are(tmp_path, weights):
     assert found.figures["k-NN top-1"]["gradients"] == alone.figure
     best = max(found.figures["k-NN top-1"].values(), key=lambda figure: figure.value)
     assert f"{best}" in str(found)
+    assert "k-NN top-1, 60 images   linear top-1, 12 images   effective rank\n" in str(found)
 
 
 def test_figures_are_those_of_the_evaluators(tmp_path, others):
