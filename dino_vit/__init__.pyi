@@ -437,10 +437,10 @@ def pretrain(
       compute.eval_every_steps=null       steps between evaluations
       compute.checkpoint_every=1000       steps between checkpoints
       compute.keep_every=null             steps between checkpoints that are kept
-      compute.verbose=false               print all that is chosen at the start, with reasons
+      compute.verbose=false               print each chosen setting at the start, with its reason
       compute.trackers=[]                 Accelerate trackers, as [tensorboard]
       compute.peer_timeout=10             minutes to wait for another rank
-      compute.resume=same                 same: only with the settings of before; changed: with any [same|changed]
+      compute.resume=same                 same: only with the same settings; changed: with any [same|changed]
       gram=null                           set gram.weights for Gram anchoring
       gram.weights=...                    weights of that teacher: a kept checkpoint, or another run or file
       gram.weight=1                       weight of the term; 2 in DINOv3's last phase

@@ -95,7 +95,7 @@ def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
         (["inspect-weights", "none.pth"], "none.pth does not exist"),
         (["pretrain", "a", "b", "c"], "'c' on the command line is not key=value; write settings as"),
         (["knn", "photos", "weihgts=a"], "weihgts is not a setting; did you mean weights?"),
-        (["knn", "photos"], "dino-vit knn: weights is needed: run folder, weights file, "),
+        (["knn", "photos"], "dino-vit knn: weights is missing: run folder, weights file, "),
         (["knn", "photos", "a", "k=[]"], "k = []: must have at least 1 item"),
         (["pretrain", "model=vit_small"], "model is not a setting; did you mean model.arch?"),
     ],

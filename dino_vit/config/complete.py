@@ -169,5 +169,5 @@ def _notes(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> It
         needed = float(f"{minutes * per_epoch / steps:.2g}")
         yield (
             f"budget.minutes={minutes:g} has time for about {plural(steps, 'step')} of the {per_epoch:,} in "
-            f"an epoch, so not every image is seen; budget.minutes={needed:g} would be an epoch"
+            f"an epoch, so not every image is seen; budget.minutes={needed:g} would be one epoch"
         )

@@ -144,7 +144,7 @@ def _explained(
     for key, messages in allowed.items():
         info = settings_of(cls)[key]
         if key not in layer:
-            yield f"{key} is needed: {info.meaning}"
+            yield f"{key} is missing: {info.meaning}"
             continue
         text = " or ".join(dict.fromkeys(messages))
         if info.choices:

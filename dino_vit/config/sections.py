@@ -328,11 +328,11 @@ class Compute(Settings):
     eval_every_steps: Count | None = setting(None, "steps between evaluations", resumable=True)
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
     keep_every: Count | None = setting(None, "steps between checkpoints that are kept", resumable=True)
-    verbose: bool = setting(False, "print all that is chosen at the start, with reasons", resumable=True)
+    verbose: bool = setting(False, "print each chosen setting at the start, with its reason", resumable=True)
     trackers: tuple[str, ...] = setting((), "Accelerate trackers, as [tensorboard]", resumable=True)
     peer_timeout: Minutes = setting(10.0, "minutes to wait for another rank", resumable=True)
     resume: Literal["same", "changed"] = setting(
-        "same", "same: only with the settings of before; changed: with any", resumable=True
+        "same", "same: only with the same settings; changed: with any", resumable=True
     )
 
     @property

@@ -27,12 +27,16 @@ COMPARED = {
 }
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
 IMITATED = "1 minus the cosine with the features of the frozen teacher."
-ENTROPIES = "Both at the dashed line: a collapse to uniform outputs. Both 0: one to a single prototype."
+ENTROPIES = "Both at the dashed line: a collapse to uniform outputs. Both 0: to a single prototype."
 GAP = "Difference between the two entropies: how much an output depends on its image. 0 is a collapse."
-KNN = "In per cent: the share of images whose class is predicted, or the mAP of labels."
+KNN = "Share of images whose class is predicted (%), or the mAP of several labels."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
-    ("probe", "Ridge probe", "In per cent, trained on the images that vote in k-NN, or on each half."),
+    (
+        "probe",
+        "Ridge probe",
+        "The same by a linear classifier, trained on the images that vote in k-NN or on each half.",
+    ),
     ("colour", "Explained by colour", "Share of the features' variance that the images' colours explain."),
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
@@ -41,7 +45,7 @@ SINGLE = [  # field of a record, title, caption
     (
         "gradient_loss",
         "Gradients around patches",
-        "Of the loss: 1 minus the cosine of what a patch predicts and what is there.",
+        "1 minus the cosine of predicted and true gradients around a patch.",
     ),
     ("gradient_norm", "Gradient norm", "Of the student, before clipping."),
     ("lr", "Learning rate", ""),

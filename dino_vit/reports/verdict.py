@@ -232,7 +232,7 @@ def _accuracy_text(run: JudgedRun) -> str:
     reaches = "is right for" if run.before.metric == "top-1" else f"reaches an {run.before.metric} of"
     text = f"{how} {reaches} {reading.percent:.1f} %, before training {reading.before:.1f} %"
     better = None if reading.field == "probe" else better_baseline(run.before)
-    return f"{text}, by {better[0]} {better[1]:.1f} %" if better else text
+    return f"{text}, with {better[0]} {better[1]:.1f} %" if better else text
 
 
 def _judge_ranks(run: JudgedRun) -> Diagnosis:

@@ -237,7 +237,7 @@ def check_alike(shared: Mapping[str, str]) -> None:
             seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
             differences.append(f"{name} is {seen}")
     if differences:
-        text = f"the ranks of this run would compute different things: {'; '.join(differences)}"
+        text = f"the ranks of this run differ: {'; '.join(differences)}"
         raise ValueError(f"{text}. Give all of them the same settings, images and packages")
 
 

@@ -60,7 +60,7 @@ def set_earlier_run_aside(folder: Path, settings: bytes) -> None:
     lost = [path for path in records if path.name != "starts.jsonl" and path.read_bytes() != settings]
     if lost:
         aside, names = _set_aside(folder, RECORDS), ", ".join(path.name for path in records)
-        log.warning("%s has no checkpoints to resume from, but %s, now in %s", folder, names, aside)
+        log.warning("%s has no checkpoint to resume from: moved %s to %s", folder, names, aside)
 
 
 def _set_aside(folder: Path, names: Iterable[str]) -> Path:

@@ -202,7 +202,7 @@ def test_a_run_that_sees_few_images_says_so() -> None:
     ]
     (note,) = minutes(170.0, *given, images=64).notes
     assert note.startswith("budget.minutes=10 has time for about 3 steps of the 8 in an epoch")
-    assert note.endswith("budget.minutes=27 would be an epoch")
+    assert note.endswith("budget.minutes=27 would be one epoch")
 
 
 def test_without_minutes_a_cpu_hears_of_the_network_that_they_would_choose() -> None:

@@ -142,7 +142,7 @@ def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) ->
         f"egs is not a setting ({file}); did you mean eggs?",
         "tiers = [1]: item 1 must be a valid string",
         f"oven.fan = maybe ({file}): must be one of on, off",
-        "icing.colour is needed: its colour",
+        "icing.colour is missing: its colour",
     ]
 
 

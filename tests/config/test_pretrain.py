@@ -108,7 +108,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["augment.module=object:mine", "augment.flip=0"], "takes the place of augment.flip; remove"),
         (["data.channels=1"], "augment.saturation=0 augment.hue=0 augment.grey=0"),
         (["data.mean=[0.5]"], "data.mean=[0.5] does not fit data.channels=3; give one value per channel, or"),
-        (["init.head_epochs=1"], "init.weights is needed"),
+        (["init.head_epochs=1"], "init.weights is missing"),
     ],
 )
 def test_contradictions_are_refused_with_a_way_out(overrides: list[str], message: str) -> None:

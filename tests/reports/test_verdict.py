@@ -92,7 +92,7 @@ def test_a_plain_sentence_comes_before_the_figures_and_one_thing_to_do_after_the
     assert advice == "In a new run, try recipe=auto."
     assert judge(*recorded("flowers-good")).paragraphs == [
         "It has learned: k-NN, which names an image after the most similar others, is right for 53.0 %, "
-        "before training 41.3 %, by pixels 42.9 %.",
+        "before training 41.3 %, with pixels 42.9 %.",
         "k-NN 53.0 ± 1.6 % (before training 41.3, pixels 42.9, largest class 24.3, chance 20.0).",
     ]
     *run, baseline = recorded("flowers-small")

@@ -36,7 +36,7 @@ def test_records_without_checkpoints_are_set_aside(folder, caplog):
     """Of a run that ended before its first checkpoint, or whose checkpoints were moved away."""
     (folder / "earlier-1").mkdir()
     assert main(arguments(folder, FEW)) == 0
-    assert "has no checkpoints to resume from, but config.yaml, starts.jsonl, metrics.jsonl" in caplog.text
+    assert "has no checkpoint to resume from: moved config.yaml, starts.jsonl, metrics.jsonl" in caplog.text
     notes = OTHERS["notes.txt"]
     assert (folder / "notes.txt").read_text() == notes
     aside = {path.name: path.read_text() for path in (folder / "earlier-2").iterdir()}
