@@ -114,11 +114,12 @@ class Catalogue(Index):
 
     def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         codes = np.full(np.shape(rows), -1, np.int32)
-        if self.metadata[f"{column}s"]:  # otherwise an index would be read for nothing
+        if self.metadata[f"{column}s"] and len(rows):  # otherwise an index would be read for nothing
             shards = np.searchsorted(self.starts, rows, side="right") - 1
-            for shard in np.unique(shards).tolist():
-                mine = shards == shard
-                codes[mine] = _columns(self, shard)[column].take(rows[mine] - self.starts[shard])
+            by_shard = np.argsort(shards, kind="stable")
+            for part in np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1):
+                columns, first = self.columns(int(shards[part[0]]))
+                codes[part] = columns[column].take(rows[part] - first)
         return codes
 
     def code(self, label: str, folder: bytes) -> int:

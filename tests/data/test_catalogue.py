@@ -53,6 +53,8 @@ def test_a_source_with_a_catalogue_is_the_source_without(tmp_path, files, suffix
         assert list(items(each)) == list(items(plain))
         assert (each.labels.names, each.split_sizes()) == (plain.labels.names, plain.split_sizes())
         assert each.fingerprint == plain.fingerprint
+        for some in (np.random.default_rng(0).permutation(len(plain)), [len(plain) - 1, 0, 0], []):
+            assert each.codes(some).tolist() == plain.codes(some).tolist()
         assert (each.shards.starts == plain.shards.starts).all()
     shards = [[shard for shard, _ in each.origins()] for each in (source, plain)]
     assert [list(dict.fromkeys(each)).index(shard) for each in shards for shard in each] == [
