@@ -69,8 +69,9 @@ def _join_labels(store: JoinedStores) -> Labels:
 
 def _join_names(columns: Sequence[Column]) -> tuple[tuple[str, ...], list[NDArray[np.int32]]]:
     """Return all names of several columns, and for each column the places of its names among them."""
-    names = tuple(dict.fromkeys(chain.from_iterable(column.names for column in columns)))
-    return names, [np.array([names.index(name) for name in column.names], np.int32) for column in columns]
+    names = dict.fromkeys(chain.from_iterable(column.names for column in columns))
+    places = {name: place for place, name in enumerate(names)}
+    return tuple(names), [np.array([places[name] for name in column.names], np.int32) for column in columns]
 
 
 def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
