@@ -16,7 +16,7 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet
-from dino_vit.eval.batches import Features, missing_indices, warn_of_unreadable
+from dino_vit.eval.batches import missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.holdout import choose_folds
@@ -125,17 +125,15 @@ class OnlineEvaluation:
         self.warned = False  # that some images cannot be read
         order = random_indices(source, seed)
         learn, judge = divide(labelled_subset("", source.subset(order)))
-        chosen, self.bank = [judge.first(images)], None  # the images that vote; None: all vote on each other
+        chosen, self.votes = [judge.first(images)], 0  # so many, the first, vote; 0: all vote on each other
         if learn is not judge:
             queries = judge.first(images // _QUERIES_SHARE)
             chosen = [learn.first(images - len(queries)), queries]
+            self.votes = len(chosen[0])
         rows = np.concatenate([each.indices for each in chosen])
         targets = np.concatenate([each.targets for each in chosen])
         self.has_labels = bool((targets != targets[:1]).any())
         self.indices = [order[row] for row in rows] if self.has_labels else order[:images]
-        if learn is not judge:
-            self.bank = torch.tensor(self.indices[: len(chosen[0])])
-        self.row = {index: row for row, index in enumerate(self.indices)}
         self.task, self.targets = judge.task, torch.from_numpy(targets)
         agree("images to evaluate", lambda: self, OnlineEvaluation._describe)
 
@@ -149,21 +147,21 @@ class OnlineEvaluation:
         specs = simple_specs(backbone) if self.has_labels else [CLS]
         channels, tokens = self.transform.pixels.channels, specs[-1].tokens
         widest = _WithColours(tokens=tokens, blocks=specs[-1].blocks, channels=channels)
-        features = self._features(backbone, widest)
-        if len(features.indices) < 2 or not features.values.isfinite().all():
+        values, rows = self._features(backbone, widest)
+        if len(rows) < 2 or not values.isfinite().all():
             return OnlineFigures(math.nan, math.nan if self.has_labels else None)
 
         def columns(spec: FeatureSpec) -> Tensor:
-            return features.values[:, spec.columns_in(widest, backbone.width)]
+            return values[:, spec.columns_in(widest, backbone.width)]
 
-        cls, image_colours = columns(CLS), features.values[:, -2 * channels :].cpu()
-        halves = self._first_half(features.indices)
+        cls, image_colours = columns(CLS), values[:, -2 * channels :].cpu()
+        halves = torch.arange(len(rows)) % 2 == 0  # of images in a random order
         figures = OnlineFigures(rankme(cls), colour=explained(cls.cpu(), image_colours, halves))
         if not self.has_labels:
             return figures
-        right = {spec: self._classified(columns(spec), features.indices) for spec in specs}
+        right = {spec: self._classified(columns(spec), rows) for spec in specs}
         best = max(specs, key=lambda spec: right[spec].percent)
-        probe = self._probe(columns(FeatureSpec(tokens=tokens)), features.indices)
+        probe = self._probe(columns(FeatureSpec(tokens=tokens)), rows)
         judged = {"knn": right[CLS], "best_knn": right[best], "probe": probe}
         by_name: dict[str, Any] = {
             f"{name}{part}": value
@@ -174,10 +172,8 @@ class OnlineEvaluation:
 
     def describe_leak(self) -> str | None:
         """Say how many images to judge by are among those that vote, too, whatever paths lead to them."""
-        if self.bank is None:
-            return None
-        bank, queries = self.indices[: len(self.bank)], self.indices[len(self.bank) :]
-        shared = count_shared(self.source.subset(queries), self.source.subset(bank))
+        bank, queries = self.indices[: self.votes], self.indices[self.votes :]
+        shared = count_shared(self.source.subset(queries), self.source.subset(bank)) if self.votes else 0
         verb = "is" if shared == 1 else "are"
         text = (
             f"{shared:,} of the {plural(len(queries), 'image')} to judge by {verb} among those to learn from"
@@ -188,22 +184,20 @@ class OnlineEvaluation:
         """Return how well labels can be told without a network, computed by the calling process alone."""
         if not self.has_labels:
             return None
-        bank = set() if self.bank is None else set(self.bank.tolist())
-        queries = [index for index in self.indices if index not in bank]
-        targets = self._targets(torch.tensor(queries))
+        targets = self.targets[self.votes :]
         if self.task == "multiclass":
             trivial = trivial_baselines(targets.numpy(), self.source.labels.names)
             largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
         else:
-            guess = targets.mean(dim=0).expand_as(targets)
-            largest, chance = None, max(0.0, self._judge(guess, targets, torch.tensor(queries)).percent)
+            guess, rows = targets.mean(dim=0).expand_as(targets), torch.arange(self.votes, len(self.targets))
+            largest, chance = None, max(0.0, self._judge(guess, rows).percent)
         return Guesses(
             metric=TITLES[self.task],
             **self._baselines(),
             largest_class=largest,
             chance=chance,
-            queries=len(queries),
-            leave_one_out=self.bank is None,
+            queries=len(targets),
+            leave_one_out=not self.votes,
         )
 
     def _baselines(self) -> dict[str, float]:
@@ -211,16 +205,18 @@ class OnlineEvaluation:
         figures, pixels = dict[str, float](), self.transform.pixels
         for name in BASELINES:
             model = build_baseline(name, self.source, pixels=pixels)
-            frozen = FrozenBackbone(model=model, transform=model.transform)
-            features = frozen.extract(self.source, self.indices)
-            figures[name] = self._classified(features.values, features.indices).percent
+            features = FrozenBackbone(model=model, transform=model.transform).extract(
+                self.source, self.indices
+            )
+            rows = self._rows(features.indices)
+            figures[name] = self._classified(features.values, rows).percent
             if name == "pixels":
                 images = features.values.view(-1, pixels.channels, *model.image_size)
-                figures["colours"] = self._probe(colours(images), features.indices).percent
+                figures["colours"] = self._probe(colours(images), rows).percent
         return figures
 
-    def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
-        """Compute the features of this process's share and return those of all processes."""
+    def _features(self, backbone: Backbone, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
+        """Return the features of all processes, each of which computes its share, and whose they are."""
         frozen = FrozenBackbone(
             model=backbone, transform=self.transform, batch_size=self.batch_size, autocast=self.autocast
         )
@@ -232,69 +228,54 @@ class OnlineEvaluation:
             self.warned = True
             left_out = missing_indices(self.indices, indices)  # by any process
             warn_of_unreadable(self.source, self.transform, left_out, len(self.indices))
-        return Features(all_gather(mine.values), indices, mine.unreadable)
+        return all_gather(mine.values), self._rows(indices)
 
-    def _first_half(self, indices: Tensor) -> Tensor:
-        """Return which images are in the first of two random halves, whatever order they come in."""
-        order = torch.tensor([self.row[index] for index in indices.tolist()]).argsort()
-        return torch.zeros(len(order), dtype=torch.bool).index_fill(0, order[::2], True)
+    def _rows(self, indices: Tensor) -> Tensor:
+        """Return the places in the evaluation of images that could be read, in its order."""
+        return torch.isin(torch.tensor(self.indices), indices).nonzero()[:, 0]
 
-    def _halves(self, indices: Tensor) -> Tensor:
+    def _classified(self, features: Tensor, rows: Tensor) -> _Judged:
+        """Predict labels by the neighbours."""
+        judged = (rows >= self.votes).nonzero()[:, 0]
+        votes = (rows < self.votes).nonzero()[:, 0] if self.votes else judged
+        k = min(NEIGHBOURS, len(votes) - (not self.votes))
+        if k < 1 or not len(judged):  # most images became unreadable
+            return _Judged(math.nan)
+        vote = weighted_knn if self.task == "multiclass" else neighbour_means
+        bank, queries = (features[each.to(features.device)] for each in (votes, judged))
+        labels, offset = self.targets[rows[votes]].to(features.device), None if self.votes else 0
+        answers = vote(bank, labels, queries, k=[k], self_offset=offset)[k]
+        return self._judge((answers[:, 0] if self.task == "multiclass" else answers).cpu(), rows[judged])
+
+    def _probe(self, features: Tensor, rows: Tensor) -> _Judged:
+        """Predict labels by a ridge regression to them."""
+        targets, judged = self.targets[rows], rows >= self.votes
+        if self.task == "multiclass":
+            classes, numbers = torch.unique(targets, return_inverse=True)
+            targets = F.one_hot(numbers, len(classes)).float()
+        if not self.votes:
+            outputs = cross_predictions(features.cpu(), targets, self._halves(rows))
+        elif not judged.any() or judged.all():  # most images became unreadable
+            return _Judged(math.nan)
+        else:
+            outputs = ridge_predictions(features.cpu(), targets, ~judged)
+        return self._judge(
+            classes[outputs.argmax(dim=1)] if self.task == "multiclass" else outputs, rows[judged]
+        )
+
+    def _halves(self, rows: Tensor) -> Tensor:
         """Return which images are in the first of two halves, each with a block of every class."""
-        order = indices.argsort()
-        labels = self._targets(indices[order])
-        series = labels.tolist() if self.task == "multiclass" else [0] * len(labels)
+        order = torch.tensor(self.indices)[rows].argsort()  # by their names
+        series = self.targets[rows[order]].tolist() if self.task == "multiclass" else [0] * len(rows)
         first = torch.from_numpy(choose_folds(series, 2, seed=0) == 0)
         return torch.zeros_like(first).index_copy(0, order, first)
 
-    def _targets(self, indices: Tensor) -> Tensor:
-        return self.targets[[self.row[index] for index in indices.tolist()]]
-
-    def _probe(self, features: Tensor, indices: Tensor) -> _Judged:
-        """Predict labels by a ridge regression to them."""
-        labels = targets = self._targets(indices)
+    def _judge(self, answers: Tensor, rows: Tensor) -> _Judged:
+        """Judge classes of images, or outputs for several labels."""
+        targets = self.targets[rows]
         if self.task == "multiclass":
-            classes, labels = torch.unique(labels, return_inverse=True)
-            targets = F.one_hot(labels, len(classes)).float()
-        if self.bank is None:
-            judged = torch.ones(len(indices), dtype=torch.bool)
-            outputs = cross_predictions(features.cpu(), targets, self._halves(indices))
-        else:
-            judged = ~torch.isin(indices, self.bank)
-            if not judged.any() or judged.all():  # most images became unreadable
-                return _Judged(math.nan)
-            outputs = ridge_predictions(features.cpu(), targets, ~judged)
-        if self.task == "multiclass":
-            return self._count(outputs.argmax(dim=1) == labels[judged], indices[judged])
-        return self._judge(outputs, targets[judged], indices[judged])
-
-    def _judge(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> _Judged:
-        """Judge outputs for several labels."""
-        measured = measure(self.task, indices.numpy(), outputs, targets)[0]
+            right = answers == targets
+            bits = sum(1 << row for row in rows[right].tolist())  # that of an image is its place
+            return _Judged(100 * float(right.float().mean()), f"{bits:x}")
+        measured = measure(self.task, rows.numpy(), answers, targets)[0]
         return _Judged(100 * measured.mean, error=100 * float(measured.draw(100).nanmean(1).std()))
-
-    def _count(self, right: Tensor, indices: Tensor) -> _Judged:
-        """Count right answers; the bit of an image is its place in the evaluation."""
-        bits = sum(1 << self.row[index] for index in indices[right].tolist())
-        return _Judged(100 * float(right.float().mean()), f"{bits:x}")
-
-    def _classified(self, features: Tensor, indices: Tensor) -> _Judged:
-        """Predict labels by the neighbours."""
-        labels = self._targets(indices)
-        votes = queries = torch.arange(len(indices))  # rows
-        if self.bank is not None:
-            in_bank = torch.isin(indices, self.bank)
-            votes, queries = votes[in_bank], queries[~in_bank]
-        k = min(NEIGHBOURS, len(votes) - (self.bank is None))
-        if k < 1 or not len(queries):  # most images became unreadable
-            return _Judged(math.nan)
-        query_indices = indices[queries]
-        labels, votes, queries = (part.to(features.device) for part in (labels, votes, queries))
-        offset = 0 if self.bank is None else None
-        if self.task != "multiclass":
-            means = neighbour_means(
-                features[votes], labels[votes], features[queries], k=[k], self_offset=offset
-            )
-            return self._judge(means[k], labels[queries], query_indices)
-        ranked = weighted_knn(features[votes], labels[votes], features[queries], k=[k], self_offset=offset)
-        return self._count((ranked[k][:, 0] == labels[queries]).cpu(), query_indices)

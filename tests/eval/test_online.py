@@ -123,7 +123,7 @@ def test_splits_are_not_classes(tmp_path):
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     guesses = evaluation.guesses()
     assert (guesses.queries, guesses.chance, guesses.leave_one_out) == (40, 50, False)
-    bank = set(evaluation.bank.tolist())
+    bank = set(evaluation.indices[: evaluation.votes])
     assert {source.name(index).split("/")[0] for index in bank} == {"train"}
     assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}
     labels = torch.tensor([source.label(index) for index in evaluation.indices])
