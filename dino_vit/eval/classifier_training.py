@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,24 +75,16 @@ def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
     return [learned.classes[target] for target in torch.unique(untested).tolist()]
 
 
-class Doubt(NamedTuple):
-    """A labelled image of which another label is far more probable than the one that was given."""
-
-    row: int  # of the images that were learned from
-    label: str
-    probability: float
-    other: str
-    other_probability: float
-
-
-def doubtful_labels(learned: LabelledFeatures, trials: Trials, temperature: float) -> list[Doubt]:
-    """Return the labels that look wrong, the surest first: confident learning (Northcutt et al., 2021).
+def doubtful_labels(
+    learned: LabelledFeatures, trials: Trials, temperature: float, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the labels that look wrong as a table, the surest first: confident learning (Northcutt, 2021).
 
     Out of fold, another label is at least as probable as it is on average for the images that have it, and
     far more probable than the given one.
     """
     if learned.task != "multiclass":
-        return []
+        return {}
     rows = trials.tested.nonzero()[:, 0]
     scores, targets = trials.scores[trials.best(trials.tested)][rows], trials.targets[rows]
     outputs = (scores.double() / temperature).softmax(dim=1)
@@ -103,16 +95,20 @@ def doubtful_labels(learned: LabelledFeatures, trials: Trials, temperature: floa
     probable = outputs.masked_fill(outputs < usual, 0).scatter(1, targets[:, None], 0).max(dim=1)
     margins = probable.values - given[:, 0]
     order = margins.argsort(descending=True, stable=True)
-    return [
-        Doubt(
-            trials.rows[int(rows[each])],
-            learned.classes[int(targets[each])],
-            float(given[each, 0]),
-            learned.classes[int(probable.indices[each])],
-            float(probable.values[each]),
-        )
-        for each in order[margins[order] > DOUBTFUL].tolist()
-    ]
+    chosen = order[margins[order] > DOUBTFUL]
+    if not len(chosen):
+        return {}
+
+    def labels(numbers: Tensor) -> list[str]:
+        return [learned.classes[number] for number in numbers[chosen].tolist()]
+
+    return {
+        "name": [names[trials.rows[row]] for row in rows[chosen].tolist()],
+        "label": labels(targets),
+        "probability": given[chosen, 0].cpu().numpy().round(4),
+        "other": labels(probable.indices),
+        "other_probability": probable.values[chosen].cpu().numpy().round(4),
+    }
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class TrainedClassifier:
     names: list[str]  # of the images that it learned from
     details: dict[str, Any]
     lines: list[str]
-    doubts: Sequence[Doubt] = ()
+    doubts: dict[str, Any]  # labels that look wrong, as columns
 
 
 def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier:
@@ -162,7 +158,7 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
     model: Any = frozen.model
     classifier = Classifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
     classifier = classifier.to(frozen.device).eval()
-    doubts = doubtful_labels(learned, trials, temperature)
+    doubts = doubtful_labels(learned, trials, temperature, names)
     return TrainedClassifier(classifier, learned, names, details, lines, doubts)
 
 

@@ -97,7 +97,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     if fitted.doubts:
         where = f"; {files[2]} lists them" if output else ""
         given = plural(len(fitted.names), "given label")
-        doubts = f"{len(fitted.doubts):,} of {given} may be wrong, as another is far more probable"
+        doubts = f"{len(fitted.doubts['name']):,} of {given} may be wrong, as another is far more probable"
         lines.append(f"{doubts}: look at them{where}")
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = to_jsonable({**origin, **fitted.details, "images": len(names)})
@@ -135,7 +135,7 @@ def _write(
     write_results(about, details)
     doubtful.unlink(missing_ok=True)  # of an earlier call
     if fitted.doubts:
-        _write_table(doubtful, _doubtful(fitted))
+        _write_table(doubtful, fitted.doubts)
 
 
 def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
@@ -193,7 +193,7 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
         f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}",
         *facts.tested,
     ]
-    return TrainedClassifier(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines)
+    return TrainedClassifier(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines, {})
 
 
 def tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
@@ -229,17 +229,6 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
         columns["similarity"] = rounded(cosines[:, 0])
     return columns
-
-
-def _doubtful(fitted: TrainedClassifier) -> Columns:
-    """Return the labels that look wrong as columns."""
-    return {
-        "name": [fitted.names[doubt.row] for doubt in fitted.doubts],
-        "label": [doubt.label for doubt in fitted.doubts],
-        "probability": [round(doubt.probability, 4) for doubt in fitted.doubts],
-        "other": [doubt.other for doubt in fitted.doubts],
-        "other_probability": [round(doubt.other_probability, 4) for doubt in fitted.doubts],
-    }
 
 
 def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Iterator[str]:

@@ -185,11 +185,13 @@ def test_labels_that_were_exchanged_look_wrong():
     targets[wrong] = (targets[wrong] + 1) % 3
     noisy = replace(train, targets=targets)
     trials = cross_validate(noisy, in_turn(200), [Candidate("k-NN", 10)], "")
-    doubts = doubtful_labels(noisy, trials, 1.0)
-    assert {doubt.row for doubt in doubts} == {*wrong.tolist()}
-    assert [doubt.other for doubt in doubts] == [noisy.classes[train.targets[doubt.row]] for doubt in doubts]
-    assert all(doubt.other_probability - doubt.probability > DOUBTFUL for doubt in doubts)
-    assert doubtful_labels(train, cross_validate(train, in_turn(200), [Candidate("k-NN", 10)], ""), 1.0) == []
+    names = [*map(str, range(200))]
+    doubts = doubtful_labels(noisy, trials, 1.0, names)
+    assert {*doubts["name"]} == {*map(str, wrong.tolist())}
+    assert doubts["other"] == [noisy.classes[train.targets[int(name)]] for name in doubts["name"]]
+    assert (doubts["other_probability"] - doubts["probability"] > DOUBTFUL).all()
+    right = cross_validate(train, in_turn(200), [Candidate("k-NN", 10)], "")
+    assert doubtful_labels(train, right, 1.0, names) == {}
 
 
 class Allocations(TorchDispatchMode):
