@@ -38,11 +38,11 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.data.open import open_source
 from dino_vit.eval.batches import in_batches, read_batches
-from dino_vit.eval.figures import micro_average_precision, trapezoid_precision
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
+from ranking import micro_average_precision, trapezoid_precision
 
 GEM_POWER = 4
 NEAREST = 20  # images of a query that count for its average precision

@@ -38,12 +38,12 @@ from dino_vit.core.text import format_table, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.open import open_source
-from dino_vit.eval.figures import trapezoid_precision
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.reports.pictures import resize_sides
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
+from ranking import trapezoid_precision
 
 # Of each difficulty: the lists whose images are relevant, and those that are junk beside "junk".
 DIFFICULTIES = {

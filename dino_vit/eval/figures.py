@@ -42,8 +42,9 @@ class Figure:
 
     def as_json(self) -> dict[str, float]:
         """Return what files of results hold: `percent`, or the `value` of a column."""
-        name = "percent" if self.unit == "%" else "value"
-        numbers = {name: round(self.value, 4), "low": round(self.low, 4), "high": round(self.high, 4)}
+        name, digits = ("percent", 4) if self.unit == "%" else ("value", 6)
+        parts = {name: self.value, "low": self.low, "high": self.high}
+        numbers = {part: round(value, digits) for part, value in parts.items()}
         return numbers if self.correct is None else numbers | {"correct": self.correct, "images": self.images}
 
 
@@ -234,24 +235,6 @@ def average_precision(weights: Tensor, scores: Tensor, targets: Tensor) -> Tenso
         precision = _at_least(positive, column) / _at_least(weights, column).clamp(min=1)
         columns.append((positive * precision).sum(1) / positive.sum(1))
     return torch.stack(columns, dim=1)
-
-
-def trapezoid_precision(ranks: NDArray[np.int64], relevant: int) -> float:
-    """Return the area below the line through (recall, precision), which starts at precision 1.
-
-    As published with Oxford and Paris, and with Copydays: by the ranks, from 0, of the relevant images.
-    """
-    place = np.arange(len(ranks))
-    before = np.where(ranks == 0, 1.0, place / np.maximum(ranks, 1))
-    return float(((before + (place + 1) / (ranks + 1)) / 2).sum() / relevant)
-
-
-def micro_average_precision(cosines: Tensor, truth: Tensor) -> float:
-    """Return the average precision of all pairs in one ranking; of equal cosines the wrong one is earlier."""
-    order = (cosines.double() - 1e-12 * truth).flatten().argsort(descending=True, stable=True)
-    relevant = truth.flatten()[order].double()
-    precision = relevant.cumsum(0) / torch.arange(1, len(relevant) + 1)
-    return float((precision * relevant).sum() / relevant.sum())
 
 
 def auroc(weights: Tensor, scores: Tensor, targets: Tensor) -> Tensor:

@@ -94,7 +94,8 @@ def test_linear_classifiers_learn_several_labels(photos, weights, method):
     settings |= {"steps": 300, "rates": [0.01, 1]} if method == "grid" else {"cs": [10]}
     result = dino_vit.linear(photos, weights, **settings)
     red = result.details["per_target"]["red"]
-    assert red["AP"]["value"] == result.per_class["red"].value > red["AP of a guess"] + 0.3
+    assert red["AP"]["value"] == pytest.approx(result.per_class["red"].value, abs=1e-6)
+    assert red["AP"]["value"] > red["AP of a guess"] + 0.3
     assert result.details["per_target"]["early"]["AP"] is result.per_class["early"] is None
     assert ((result.outputs >= 0) & (result.outputs <= 1)).all()
     assert "held_out" in result.details["best"]
@@ -116,7 +117,7 @@ def test_two_classes_have_an_auroc(tmp_path, weights):
     rounding = 1e-6 * np.where(true[:, None] == true, 1, -1)
     for figures, k in zip(result.details["results"], (3, 9), strict=True):
         worst, best = (percent(similar + sign * rounding, k) for sign in (-1, 1))
-        assert worst - 1e-9 <= figures["auroc"]["percent"] <= best + 1e-9
+        assert worst - 1e-4 <= figures["auroc"]["percent"] <= best + 1e-4
         assert best - worst < 1
     assert "AUROC" in str(result)
     linear = dino_vit.linear(images, weights, steps=20, rates=[0.1], **SETTINGS)

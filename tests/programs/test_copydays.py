@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_vit
-from dino_vit.eval.figures import micro_average_precision
 from eval.copydays import CopydaysConfig, average_precisions, learn_whitening, run
+from ranking import micro_average_precision
 
 
 def naive(cosines, truth):
