@@ -58,7 +58,7 @@ class Index(ABC):
 
     def locate(self, row: int) -> tuple[int, Mapping[str, Any], int]:
         """Return the shard of a row, columns that have the row, and its place in these."""
-        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        shard = int(self.starts.searchsorted(row, side="right")) - 1
         columns, first = self.columns(shard)
         return shard, columns, row - first
 

@@ -59,8 +59,16 @@ class Ranges(Store):
         self.index, self.shards = index, shards
 
     def read(self, row: int) -> bytes:
+        """Return a file that has the checksum in the index, which in a tar is mostly that of its header."""
         shard, columns, at = self.index.locate(row)
-        return read_member(self.shards, shard, {field: int(columns[field][at]) for field in FIELDS})
+        start, stored, size, method, crc = (int(columns[field][at]) for field in FIELDS)
+        header = TAR_BLOCK if method == HEADER else 0
+        data = self.shards.read(shard, start - header, stored + header)
+        if not header:
+            return decompress(data, method, size, crc)
+        if zlib.crc32(data[:header]) != crc:
+            raise changed(self.shards.path(shard))
+        return data[header:]
 
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         files = [file_identity(self.shards.path(shard)) for shard in range(len(self.shards.sizes))]
@@ -134,17 +142,6 @@ def named(members: list[Member], classes: Sequence[str]) -> list[Member]:
     if not all(not isinstance(member.label, list) and member.label in names for member in members):
         return members
     return [member._replace(label=names[member.label]) for member in members]
-
-
-def read_member(shards: Shards, shard: int, member: Mapping[str, int]) -> bytes:
-    """Return a member that has the checksum in the index, which in a tar is mostly that of its header."""
-    header = TAR_BLOCK if member["method"] == HEADER else 0
-    data = shards.read(shard, member["start"] - header, member["stored"] + header)
-    if not header:
-        return decompress(data, member["method"], member["size"], member["crc"])
-    if zlib.crc32(data[:header]) != member["crc"]:
-        raise changed(shards.path(shard))
-    return data[header:]
 
 
 def decompress(data: bytes, method: int, size: int, crc: int) -> bytes:
