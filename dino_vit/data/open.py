@@ -10,11 +10,7 @@ from typing import Any
 
 from dino_vit.config.objects import find, is_object
 from dino_vit.core.text import brief, did_you_mean, plural, public
-from dino_vit.data.catalogue import open_catalogued
-from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.joined import mix_sets
-from dino_vit.data.label_files import join_labels, open_list
 from dino_vit.data.labels import HELD_OUT, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import (
@@ -27,10 +23,7 @@ from dino_vit.data.remote import (
     remotely,
     retry,
 )
-from dino_vit.data.stores.calls import open_array
 from dino_vit.data.stores.files import NoImages, open_files, open_folder
-from dino_vit.data.stores.ranges import open_archives
-from dino_vit.data.synthetic import make_textures
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
@@ -66,11 +59,19 @@ def open_source(
         if mix:
             raise ValueError("mix is about several sources, and there is one; leave it out")
         if several and labels is None:
+            from dino_vit.data.label_files import open_list
+
             return open_list(local_path(spec), several=True)
         images = _open(spec)
-        return images if labels is None else join_labels(images, labels, several)
+        if labels is None:
+            return images
+        from dino_vit.data.label_files import join_labels
+
+        return join_labels(images, labels, several)
     if labels is not None:
         raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
+    from dino_vit.data.joined import mix_sets
+
     return mix_sets(spec, list(map(_open, spec)), mix)
 
 
@@ -88,6 +89,9 @@ def _open(spec: str) -> ImageSet:
     raise ValueError(f"{public(spec)!r} does not exist{did_you_mean(spec, f'{hint}: {ALLOWED}.')}")
 
 
+# Each imports what it needs when it is used.
+
+
 def _open_named(spec: str) -> ImageSet | None:
     """Open what is named by its kind, unless a file is called so: synthetic, object:, hf:."""
     kind, _, rest = spec.partition(":")
@@ -96,6 +100,8 @@ def _open_named(spec: str) -> ImageSet | None:
     if kind == "synthetic":
         return _open_synthetic(spec)
     if is_object(spec):
+        from dino_vit.data.custom import wrap
+
         return wrap(find(spec))
     if kind == "hf":
         from dino_vit.data.stores.rows import open_hub
@@ -105,6 +111,8 @@ def _open_named(spec: str) -> ImageSet | None:
 
 
 def _open_synthetic(spec: str) -> ImageSet:
+    from dino_vit.data.synthetic import make_textures
+
     match = re.fullmatch(r"synthetic(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
     if not match:
         raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:LENGTH[:SIZE]]")
@@ -122,6 +130,8 @@ def _open_catalogued(spec: str) -> ImageSet | None:
     folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
     if not exists(os.path.join(folder, CATALOGUE)):
         return None
+    from dino_vit.data.catalogue import open_catalogued
+
     return open_catalogued(folder, pattern, lambda: archive_files(spec)[1])
 
 
@@ -178,6 +188,8 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
         raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
     if suffix in ARCHIVE_SUFFIXES:
+        from dino_vit.data.stores.ranges import open_archives
+
         return open_archives(suffix, spec, files)
     if suffix == ".parquet":
         from dino_vit.data.stores.rows import open_parquet
@@ -188,7 +200,11 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in LISTS:
+        from dino_vit.data.label_files import open_list
+
         return open_list(files[0])
+    from dino_vit.data.stores.calls import open_array
+
     return open_array(files[0])
 
 
