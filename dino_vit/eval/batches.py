@@ -34,14 +34,6 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
-def concatenate(parts: Sequence[Features]) -> Features:
-    return Features(
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.indices for part in parts]),
-        tuple(image for part in parts for image in part.unreadable),
-    )
-
-
 def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
     """Split indices into batches; the last may be smaller."""
     return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,7 @@ NEIGHBOURS = 20
 RANK_IMAGES = 5000
 
 
-@dataclass(kw_only=True)
-class Comparison:
-    """What was measured of some backbones on the images of a source."""
-
-    source: ImageSet
-    ranks: dict[str, float] = field(default_factory=dict)  # effective, by name of the backbone
-    measured: dict[str, dict[str, PerImageMetric]] = field(default_factory=dict)  # by title, then by name
+Measured = dict[str, dict[str, PerImageMetric]]  # by title, then by the name of the backbone
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -83,29 +77,20 @@ def run(config: CompareConfig) -> ComparisonResult:
         numbers = range(1, len(paths) + 1)
         files = [file_of(folder, number, name) for number in numbers for name in evaluators]
         check_outputs(config, *outputs_of(folder), *files)
-    comparison = Comparison(source=source)
+    ranks, measured = dict[str, float](), Measured()
     with said_once():  # the images are opened again for each backbone and evaluator
-        _measure(config, comparison, paths, evaluators)
-    return _conclude(config, comparison, paths)
-
-
-def _measure(
-    config: CompareConfig,
-    comparison: Comparison,
-    paths: Mapping[str, str],
-    evaluators: Sequence[Evaluator],
-) -> None:
-    """Run all evaluators on all backbones, and note the figures."""
-    folder = None if config.output is None else Path(config.output)
-    for number, (name, weights) in enumerate(paths.items(), 1):
-        log.info("%d of %d: %s", number, len(paths), name)
-        frozen = _load(config, weights)
-        comparison.ranks[name] = _effective_rank(config, frozen, comparison.source, name)
-        for evaluator in evaluators:
-            values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
-            figure = _evaluate(evaluator, config, values, frozen)
-            comparison.measured.setdefault(figure.title, {})[name] = figure
-            log.info("%s: %s %s %%", name, figure.title, figure.figure)
+        for number, (name, weights) in enumerate(paths.items(), 1):
+            log.info("%d of %d: %s", number, len(paths), name)
+            frozen = _load(config, weights)
+            ranks[name] = _effective_rank(config, frozen, source, name)
+            for evaluator in evaluators:
+                values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
+                figure = _evaluate(evaluator, config, values, frozen)
+                measured.setdefault(figure.title, {})[name] = figure
+                log.info("%s: %s %s %%", name, figure.title, figure.figure)
+    learned = f", learned from {public(config.train)}" if config.train else ""
+    heading = f"{', '.join(paths)} on {plural(len(source), 'image')} of {public(config.source)}{learned}"
+    return _conclude(config, heading, ranks, measured, paths)
 
 
 def _load(config: CompareConfig, weights: str) -> FrozenBackbone:
@@ -125,17 +110,22 @@ def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
     return replace(trained, model=model.eval().to(trained.device))
 
 
-def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str, str]) -> ComparisonResult:
+def _conclude(
+    config: CompareConfig,
+    heading: str,
+    ranks: dict[str, float],
+    measured: Measured,
+    paths: Mapping[str, str],
+) -> ComparisonResult:
     """Compare what was measured, and write the picture and the JSON."""
-    pairs = compare_pairs(comparison.measured)
-    best = standings(comparison.measured, pairs)
+    pairs = compare_pairs(measured)
+    best = standings(measured, pairs)
     figures = {
         title: {name: figure.figure for name, figure in by_name.items()}
-        for title, by_name in comparison.measured.items()
+        for title, by_name in measured.items()
     }
     answer = verdict(best)
-    names, images = ", ".join(comparison.ranks), describe_compared(config, comparison.source)
-    text = f"{names} {images}\n\n{_table(comparison, best)}\n\n{answer}"
+    text = f"{heading}\n\n{_table(ranks, figures, best)}\n\n{answer}"
     picture = path = None
     if config.output is not None:
         picture, path = outputs_of(Path(config.output))
@@ -144,7 +134,7 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
             "settings": config.model_dump(mode="json"),
             "weights": paths,
             "figures": figures,
-            "effective_rank": comparison.ranks,
+            "effective_rank": ranks,
             "pairs": pairs,
             "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
             "verdict": answer,
@@ -152,23 +142,17 @@ def _conclude(config: CompareConfig, comparison: Comparison, paths: Mapping[str,
         write_results(path, results)
         if picture and is_main_process():
             with after_figures():
-                _draw(comparison, best, picture)
+                _draw(figures, best, picture)
         text += "\n\n" + "\n".join(str(file) for file in (picture, path) if file)
     return ComparisonResult(
         figures=figures,
-        ranks=comparison.ranks,
+        ranks=ranks,
         pairs=pairs,
         verdict=answer,
         picture=picture,
         path=path,
         text=text,
     )
-
-
-def describe_compared(config: CompareConfig, source: ImageSet) -> str:
-    """Say on which images backbones are compared."""
-    learned = f", learned from {public(config.train)}" if config.train else ""
-    return f"on {plural(len(source), 'image')} of {public(config.source)}{learned}"
 
 
 def outputs_of(folder: Path) -> tuple[Path, Path]:
@@ -230,35 +214,37 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
     return config.model_dump(include=set(cls.model_fields) - {"weights", "output"})
 
 
-def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
+Figures = Mapping[str, Mapping[str, Figure]]
+
+
+def _table(ranks: Mapping[str, float], figures: Figures, best: Mapping[str, tuple[str, ...]]) -> str:
     """Return the figures as a table, with marks at the best and those not significantly worse."""
-    rows, measured = [], comparison.measured
-    for name, rank in comparison.ranks.items():
+    rows = []
+    for name, rank in ranks.items():
         row = [name]
-        for title, by_name in measured.items():
+        for title, by_name in figures.items():
             mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
-            row.append(f"{by_name[name].figure}{mark}")
+            row.append(f"{by_name[name]}{mark}")
         rows.append([*row, f"{rank:.1f}"])
-    images = {title: next(iter(by_name.values())).figure.images for title, by_name in measured.items()}
+    images = {title: next(iter(by_name.values())).images for title, by_name in figures.items()}
     titles = [f"{title}, {count:,} images " for title, count in images.items()]
     table = format_table(["%", *titles, "effective rank"], rows)
-    pairs = plural(math.comb(len(comparison.ranks), 2), "pair")
+    pairs = plural(math.comb(len(ranks), 2), "pair")
     meaning = "effective rank: over about how many directions features spread"
     legend = f"* best; = perhaps as good: the difference may be chance (p, times {pairs}, is 0.05 or more)"
     return f"{table}\n{legend}; {meaning}" if best else f"{table}\n{meaning}"
 
 
-def _draw(comparison: Comparison, best: Mapping[str, tuple[str, ...]], path: Path) -> None:
+def _draw(figures: Figures, best: Mapping[str, tuple[str, ...]], path: Path) -> None:
     """Draw the figures with their intervals, side by side."""
     from matplotlib.figure import Figure as Plot
 
-    rows = [*comparison.ranks]
-    columns = len(comparison.measured)
+    rows, columns = [*next(iter(figures.values()))], len(figures)
     plot = Plot(figsize=(2.5 + 3 * columns, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = plot.subplots(1, columns, sharey=True, squeeze=False)[0]
-    for axis, (title, by_name) in zip(axes, comparison.measured.items(), strict=True):
-        for name, measured in by_name.items():
-            figure, colour = measured.figure, "C0" if name in best[title] else "0.55"
+    for axis, (title, by_name) in zip(axes, figures.items(), strict=True):
+        for name, figure in by_name.items():
+            colour = "C0" if name in best[title] else "0.55"
             reach = [[figure.value - figure.low], [figure.high - figure.value]]
             axis.errorbar(figure.value, rows.index(name), xerr=reach, fmt="o", color=colour, capsize=3)
         axis.set_title(title, fontsize=10, parse_math=False)

@@ -41,7 +41,6 @@ from dino_vit.data.statistics import (
 )
 from dino_vit.eval.batches import (
     Features,
-    concatenate,
     in_batches,
     missing_indices,
     read_batches,
@@ -126,7 +125,12 @@ class FrozenBackbone:
             for part in self.features(source, batches, spec):
                 parts.append(part)
                 advance(len(part.indices))
-        return concatenate(parts)
+        unreadable = tuple(image for part in parts for image in part.unreadable)
+        return Features(
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.indices for part in parts]),
+            unreadable,
+        )
 
     def compute(self, images: Tensor, spec: FeatureSpec) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""

@@ -32,12 +32,11 @@ from dino_vit.eval.results import (
     few_images,
     few_text,
     judge,
+    lowest,
     score,
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
 from dino_vit.models.backbone import FeatureSpec
-
-_CLASSES_SHOWN = 10
 
 
 def run(config: KnnConfig) -> EvaluationResult:
@@ -82,7 +81,8 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> Evaluatio
     rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
     lines = [heading, format_table(["k", *columns.values()], rows), predictions[first].guesses()]
     lines += few_text(few)
-    lines.append(_class_table(first, figures[first]["per_class"]))
+    per_class: dict[str, Figure] = figures[first]["per_class"]
+    lines.append(lowest({name: {"top-1 %": each, "images": each.images} for name, each in per_class.items()}))
     title = f"k-NN top-1, k={first}"
     return conclude_classes("knn", path, title, predictions[first], details, lines)
 
@@ -148,11 +148,3 @@ def few_shots(
     if not len(queries):
         raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
     return bank[chosen], queries
-
-
-def _class_table(k: int, per_class: dict[str, Figure]) -> str:
-    """Return the classes with the lowest accuracy."""
-    lowest = sorted(per_class.items(), key=lambda item: item[1].value)[:_CLASSES_SHOWN]
-    rows = [[name, str(share), f"{share.images:,}"] for name, share in lowest]
-    title = f"class, k={k}" + (", the lowest" if len(per_class) > len(rows) else "")
-    return f"\n{format_table([title, 'top-1 %', 'images'], rows)}\n"

@@ -56,8 +56,11 @@ def asked_output(config: Settings, loaded: str) -> Path | None:
 def default_output(config: Settings, loaded: str) -> Path:
     """Return a file for results that is the same for the same weights, data and settings only.
 
-    Its name has the step that was loaded: the newest checkpoint of a run may be another one by now.
+    It is in eval/ of the run of the weights, or beside them. Its name has the step that was loaded: the
+    newest checkpoint of a run may be another one by now.
     """
+    from dino_vit.weights.hub import is_name  # a run that trains reads no weights
+
     name, given, facts = config.writes.rpartition("/")[2], values(config), dict[str, object]()
     for key, info in settings_of(type(config)).items():
         if key in given and not info.resumable:
@@ -67,21 +70,14 @@ def default_output(config: Settings, loaded: str) -> Path:
     mark = hashlib.sha256(json.dumps([name, facts], sort_keys=True).encode()).hexdigest()[:6]
     source = public(str(given[config.positional[0]]))
     data = re.sub(r"[^\w.-]+", "-", "/".join(Path(source).parts[-2:])).strip("-.")[-40:]
-    return _beside(str(given["weights"]), loaded, f"{name}-{data}-{mark}.json")
-
-
-def _beside(weights: str, loaded: str, name: str) -> Path:
-    """Return the file of a name in eval/ of the run of some weights, with their step, or beside them."""
-    from dino_vit.weights.hub import is_name  # a run that trains reads no weights
-
+    file, path, weights = f"{name}-{data}-{mark}.json", Path(loaded), str(given["weights"])
     if is_name(weights):
-        return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}")
-    path = Path(loaded)
+        return Path(f"{weights.replace(':', '-').replace('/', '-')}.{file}")
     if path.parent.name == "checkpoints":
-        return path.parent.parent / RESULTS_FOLDER / f"{path.stem}.{name}"
+        return path.parent.parent / RESULTS_FOLDER / f"{path.stem}.{file}"
     if Path(weights).is_dir():
-        return Path(weights) / RESULTS_FOLDER / name
-    return path.with_name(f"{path.stem}.{name}")
+        return Path(weights) / RESULTS_FOLDER / file
+    return path.with_name(f"{path.stem}.{file}")
 
 
 def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
@@ -187,19 +183,19 @@ def judge(
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     per_target, few = dict(zip(val.classes, rows, strict=True)), few_images(train, val)
     text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
-    text += [*few_text(few), f"\n{_table(per_target)}\n"]
+    text += [*few_text(few), lowest(per_target)]
     results = {**details, "task": val.task, "mean": means, "per_target": per_target, "few_images": few}
     per_class = dict(zip(val.classes, measured.column_figures, strict=True))
     parts = {"per_class": per_class, "outputs": outputs.float().numpy()}
     return conclude(command, path, title, measured, results, text, **parts)
 
 
-def _table(per_target: Mapping[str, Mapping[str, object]]) -> str:
-    """Return the figures of the labels that are predicted worst."""
-    columns = list(next(iter(per_target.values())))
-    lowest = sorted(per_target, key=lambda name: getattr(per_target[name][columns[0]], "value", math.inf))
-    rows = [[brief(name), *map(_cell, per_target[name].values())] for name in lowest[:_SHOWN]]
-    return format_table([f"of {len(per_target):,}, the lowest first", *columns], rows)
+def lowest(figures: Mapping[str, Mapping[str, object]]) -> str:
+    """Return a table with the figures of the classes or labels that are predicted worst."""
+    columns = list(next(iter(figures.values())))
+    order = sorted(figures, key=lambda name: getattr(figures[name][columns[0]], "value", math.inf))
+    rows = [[brief(name), *map(_cell, figures[name].values())] for name in order[:_SHOWN]]
+    return f"\n{format_table([f'of {len(figures):,}, the lowest first', *columns], rows)}\n"
 
 
 def _cell(figure: object) -> str:
