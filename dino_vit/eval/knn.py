@@ -82,7 +82,8 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> Evaluatio
     lines = [heading, format_table(["k", *columns.values()], rows), predictions[first].guesses()]
     lines += few_text(few)
     per_class: dict[str, Figure] = figures[first]["per_class"]
-    lines.append(lowest({name: {"top-1 %": each, "images": each.images} for name, each in per_class.items()}))
+    rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in per_class.items()}
+    lines.append(lowest(f"class, k={first}", rows_of_classes))
     title = f"k-NN top-1, k={first}"
     return conclude_classes("knn", path, title, predictions[first], details, lines)
 

@@ -17,7 +17,7 @@ from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearCon
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import TITLES, Figure, accuracy, measure
+from dino_vit.eval.figures import TITLES, Figure, measure
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.probes import (
     count_correct,
@@ -73,16 +73,16 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone, sets: Sets) -> Evalua
     columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
     setting, values, heads = _fit(config, protocol, train, columns, frozen.device)
     judged = _judge_heads(heads, val)
-    chosen_by: Sequence[Figure | float] = judged if chosen_on is val else _judge_heads(heads, chosen_on)
+    chosen_by = judged if chosen_on is val else _judge_heads(heads, chosen_on)
     name = "top1" if val.task == "multiclass" else "score"
     cells: list[dict[str, Any]] = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: figure}
-        for (value, spec), figure in zip(product(values, inputs), judged, strict=True)
+        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: round(percent, 4)}
+        for (value, spec), percent in zip(product(values, inputs), judged, strict=True)
     ]
     best = _best_head(heads, chosen_by, chosen_on)
     if config.select == "train":
         for cell, on_held_out in zip(cells, chosen_by, strict=True):
-            cell["held_out"] = None if math.isnan(_percent(on_held_out)) else on_held_out
+            cell["held_out"] = None if math.isnan(on_held_out) else round(on_held_out, 4)
     row, column = divmod(best, len(inputs))
     details |= {
         "images": {"train": len(train), "val": len(val)},
@@ -92,10 +92,10 @@ def evaluate(config: LinearConfig, frozen: FrozenBackbone, sets: Sets) -> Evalua
         "table": cells,
     }
     title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
-    how_chosen = _how_chosen(config, setting, values, values[row], _percent(chosen_by[best]), chosen_on)
+    how_chosen = _how_chosen(config, setting, values, values[row], chosen_by[best], chosen_on)
     text = [
         f"{METRIC[val.task]} (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
-        _table(setting, values, inputs, list(map(_percent, judged)), best),
+        _table(setting, values, inputs, judged, best),
         f"{setting}: {_MEANING[setting]}; CLS, mean patch: the class token, and the mean of the patch tokens",
     ]
     chosen = heads[column]
@@ -200,11 +200,11 @@ def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
     return scores.sigmoid() if images.task == "multilabel" else scores
 
 
-def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Figure] | list[float]:
-    """Return the accuracy, or mAP in per cent, of every head: for each rate or C that of each input."""
+def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[float]:
+    """Return the accuracy, or mAP, of every head in per cent: for each rate or C that of each input."""
     if images.task == "multiclass":
         correct = [count_correct(each, images.features, images.targets) for each in heads]
-        return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]
+        return [100 * count / len(images) for count in torch.stack(correct, dim=1).flatten().tolist()]
     outputs = [_outputs(each, images).unbind(1) for each in heads]
     return [
         100 * measure(images.task, images.indices, head_outputs, images.targets)[0].mean
@@ -213,18 +213,12 @@ def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list
     ]
 
 
-def _best_head(
-    heads: Sequence[LinearHeads], figures: Sequence[Figure | float], images: LabelledFeatures
-) -> int:
+def _best_head(heads: Sequence[LinearHeads], percents: Sequence[float], images: LabelledFeatures) -> int:
     """Return the head with the best figure; of heads alike by it, the one with the lowest loss."""
     losses = [head_losses(each, images.features, images.targets, images.task) for each in heads]
     all_losses = torch.stack(losses, dim=1).flatten().tolist()
-    percents = [-math.inf if math.isnan(_percent(figure)) else _percent(figure) for figure in figures]
-    return max(range(len(figures)), key=lambda index: (percents[index], -all_losses[index]))
-
-
-def _percent(figure: Figure | float) -> float:
-    return figure if isinstance(figure, float) else figure.value
+    judged = [-math.inf if math.isnan(percent) else percent for percent in percents]
+    return max(range(len(judged)), key=lambda index: (judged[index], -all_losses[index]))
 
 
 def _table(

@@ -183,19 +183,19 @@ def judge(
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     per_target, few = dict(zip(val.classes, rows, strict=True)), few_images(train, val)
     text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
-    text += [*few_text(few), lowest(per_target)]
+    text += [*few_text(few), lowest("label", per_target)]
     results = {**details, "task": val.task, "mean": means, "per_target": per_target, "few_images": few}
     per_class = dict(zip(val.classes, measured.column_figures, strict=True))
     parts = {"per_class": per_class, "outputs": outputs.float().numpy()}
     return conclude(command, path, title, measured, results, text, **parts)
 
 
-def lowest(figures: Mapping[str, Mapping[str, object]]) -> str:
+def lowest(what: str, figures: Mapping[str, Mapping[str, object]]) -> str:
     """Return a table with the figures of the classes or labels that are predicted worst."""
     columns = list(next(iter(figures.values())))
     order = sorted(figures, key=lambda name: getattr(figures[name][columns[0]], "value", math.inf))
     rows = [[brief(name), *map(_cell, figures[name].values())] for name in order[:_SHOWN]]
-    return f"\n{format_table([f'of {len(figures):,}, the lowest first', *columns], rows)}\n"
+    return f"\n{format_table([f'{what}, the lowest of {len(figures):,}', *columns], rows)}\n"
 
 
 def _cell(figure: object) -> str:
