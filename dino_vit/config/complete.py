@@ -49,7 +49,7 @@ class Run:
 def complete(config: PretrainConfig, facts: Facts) -> Run:
     """Decide every setting, and refuse a run that cannot be."""
     draft, images = decide(config, facts), facts.images
-    if facts.checkpoint and config.compute.resume != "changed":
+    if facts.checkpoint:
         check_settings(draft, facts.checkpoint)
     check_images(draft.config, images)
     completed, batch = load(PretrainConfig, None, draft.values), global_batch(draft, facts)

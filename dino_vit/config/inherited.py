@@ -44,14 +44,14 @@ def check_settings(draft: Draft, checkpoint: CheckpointFacts) -> None:
     before = checkpoint.settings
     values = ((key, write_yaml(before.get(key)), write_yaml(draft[key])) for key in _changed(draft, before))
     changes = [f"{key} was {then} and is {now}" for key, then, now in values]
-    check_same(draft["output"], checkpoint.step, changes)
+    check_same(draft.config, checkpoint.step, changes)
 
 
-def check_same(output: str, step: int, changes: list[str]) -> None:
-    """Raise for what has changed since a run started."""
-    if changes:
+def check_same(config: PretrainConfig, step: int, changes: list[str]) -> None:
+    """Raise for what has changed since a run started, unless that is asked for."""
+    if changes and config.compute.resume != "changed":
         raise ValueError(
-            f"{output} holds a run at step {step:,} with other settings: {'; '.join(changes)}. "
+            f"{config.output} holds a run at step {step:,} with other settings: {'; '.join(changes)}. "
             "Give another output, or compute.resume=changed to resume anyway"
         )
 

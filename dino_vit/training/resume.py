@@ -31,8 +31,7 @@ def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
 def check_same_run(run: Run, before: CheckpointFacts, inputs: Inputs) -> None:
     """Check that a run resumes with the images, batches and precision that it started with."""
     assert inputs.checkpoint is not None
-    if run.config.compute.resume != "changed":
-        check_same(run.config.output, before.step, [*_changes(run, before, inputs, inputs.checkpoint)])
+    check_same(run.config, before.step, [*_changes(run, before, inputs, inputs.checkpoint)])
 
 
 def set_figures_aside(state: TrainingState) -> None:
