@@ -29,14 +29,13 @@ from dino_vit.data.index import Index
 from dino_vit.data.labels import Folders
 from dino_vit.data.paths import CATALOGUE, expand_braces
 from dino_vit.data.remote import (
-    ChangedFile,
     Refused,
     file_signature,
     file_signatures,
     is_url,
     read_file,
 )
-from dino_vit.data.shards import RemoteShards, Shards
+from dino_vit.data.shards import CATALOGUE_AGAIN, ChangedFile
 from dino_vit.data.stores.ranges import CLASS_NAMES, FIELDS, Ranges, class_names
 
 INDEX = ".arrow"  # what the name of an index ends in
@@ -44,13 +43,9 @@ HELD = 256  # indexes in each process
 VERSION = 2
 
 
-class StaleIndex(Refused):
-    """The images are not where the catalogue says that they are."""
-
-
-def stale(what: str) -> StaleIndex:
+def stale(what: str) -> ChangedFile:
     """Return the error that says what to do."""
-    return StaleIndex(f"{public_text(what)}. Write the catalogue again: dino-vit pack FOLDER index_only=true")
+    return ChangedFile(f"{public_text(what)}; {CATALOGUE_AGAIN}")
 
 
 def names_digest(folder: str, files: Sequence[str]) -> str:
@@ -98,6 +93,10 @@ class Catalogue(Index):
     def __reduce__(self) -> tuple[Any, ...]:
         return Catalogue, (self.folder, self.path)
 
+    def images(self, stamp: str) -> ImageSet:
+        """Return the images in the archives."""
+        return self.image_set(Ranges(self, self.archive, self.signatures, self.digest), stamp)
+
     def archive(self, shard: int) -> str:
         return os.path.join(self.folder, self.files[shard].as_py())
 
@@ -142,22 +141,6 @@ def _columns(catalogue: Catalogue, shard: int) -> dict[str, Any]:
     return {**columns, "name": index["name"], "label": labels.take(rows), "split": splits.take(rows)}
 
 
-class CataloguedRanges(Ranges):
-    """Images in archives with a catalogue."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        kind = RemoteShards if is_url(catalogue.folder) else Shards
-        shards = kind(catalogue.archive, catalogue.starts, catalogue.signatures, catalogue.digest)
-        super().__init__(catalogue, shards)
-
-    def read(self, row: int) -> bytes:
-        try:
-            return super().read(row)
-        except (ChangedFile, FileNotFoundError) as error:
-            archive = self.shards.path(self.index.locate(row)[0])
-            raise stale(f"{archive} is not as it was when it was catalogued") from error
-
-
 def open_catalogued(folder: str, pattern: str, list_files: Callable[[], list[str]]) -> ImageSet | None:
     """Open archives, given by folder and pattern, if the catalogue there is of these and no others."""
     catalogue = Catalogue(folder, _on_this_host(os.path.join(folder, CATALOGUE)))
@@ -165,7 +148,7 @@ def open_catalogued(folder: str, pattern: str, list_files: Callable[[], list[str
         return None
     signatures = from_rank_0(lambda: _check_files(catalogue, list_files))
     stamp = hashlib.sha256(catalogue.path.read_bytes() + signatures).hexdigest()
-    return catalogue.image_set(CataloguedRanges(catalogue), stamp)
+    return catalogue.images(stamp)
 
 
 def _on_this_host(path: str) -> Path:

@@ -70,15 +70,6 @@ class RangeNotSupported(OSError):
     """A server does not know how to send a part of a file."""
 
 
-class ChangedFile(OSError):
-    """A file is not the one that was indexed."""
-
-
-def changed(path: str) -> ChangedFile:
-    """Return the error that says what to do."""
-    return ChangedFile(f"{public(path)} was changed after it was indexed; start again to rebuild its index")
-
-
 def is_url(path: str) -> bool:
     return "://" in path
 
@@ -162,8 +153,6 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, seconds: f
     for attempt in count():
         try:
             return work()
-        except ChangedFile:
-            raise
         except OSError as error:
             shown = public(path)
             if refusal := _refusal(path, error):

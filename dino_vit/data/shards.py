@@ -27,10 +27,8 @@ from dino_vit.core.cache import SHARDS, cache_folder
 from dino_vit.core.text import brief, public
 from dino_vit.data.remote import (
     UNKNOWN,
-    ChangedFile,
     Refused,
     SourceLost,
-    changed,
     check_length,
     remote_info,
     remote_signature,
@@ -44,6 +42,11 @@ PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 RECENT_S = 600  # for which a copy that another run uses is spared
 POLL_S = 0.2  # between two looks at the position of the run
+CATALOGUE_AGAIN = "write the catalogue again: dino-vit pack FOLDER index_only=true"
+
+
+class ChangedFile(Refused):
+    """A file is not the one that was indexed."""
 
 
 @dataclass(eq=False)
@@ -62,11 +65,17 @@ class Shards:
 
     def read(self, shard: int, start: int, size: int) -> bytes:
         path = self.path(shard)
-        with open(path, "rb", buffering=0) as file:
+        with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
             # Programs that purge disks change its times; whoever reads an archive looks at its checksums.
-            if os.fstat(file.fileno()).st_size != self.sizes[shard]:
-                raise changed(path)
-            return check_length(os.pread(file.fileno(), size, start), size, path)
+            if os.fstat(file.fileno()).st_size == self.sizes[shard]:
+                return check_length(os.pread(file.fileno(), size, start), size, path)
+        raise self.changed(shard)
+
+    def changed(self, shard: int) -> ChangedFile:
+        """Return the error that says what to do."""
+        advice = CATALOGUE_AGAIN if self.digest else "start again to rebuild its index"
+        shown = public(self.path(shard))
+        return ChangedFile(f"{shown} was changed or removed after it was indexed; {advice}")
 
 
 # Caches of fsspec have no bound, and cost more to read: 100 kB of a `filecache` 0.5 ms, of a `blockcache`
@@ -101,7 +110,7 @@ class RemoteShards(Shards):
         size, version, _ = self.file_signatures[shard].tolist()
         now = remote_signature(remote_info(self.path(shard), fresh=True))
         if now[0] != size or version not in (UNKNOWN, now[1]):
-            raise changed(self.path(shard))
+            raise self.changed(shard)
         self._unchanged.add(shard)
 
     def _name(self, shard: int) -> str:
@@ -228,7 +237,7 @@ class Prefetch:
     ahead: int
     limit: float | None = None  # bytes of copies of this source, where several share the folder
     position: int = 0
-    failure: ValueError | ChangedFile | Refused | None = None  # why a run must end
+    failure: ValueError | Refused | None = None  # why a run must end
 
     @contextmanager
     def running(self, position: int) -> Iterator[None]:
@@ -248,7 +257,7 @@ class Prefetch:
         while not stop.is_set():
             try:
                 pause = 0.0 if self.copy_next(stop) else POLL_S
-            except (ValueError, ChangedFile, Refused) as error:
+            except (ValueError, Refused) as error:
                 self.failure = error
                 return
             except SourceLost:  # logged already; a run may do without as long as there are other copies

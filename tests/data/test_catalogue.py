@@ -10,8 +10,9 @@ import pytest
 
 import dino_vit
 from dino_vit.cli import main
-from dino_vit.data.catalogue import CataloguedRanges, StaleIndex
+from dino_vit.data.catalogue import Catalogue
 from dino_vit.data.open import open_source
+from dino_vit.data.shards import ChangedFile
 from dino_vit.views.sampler import WindowOrder
 from tests.support.image_sets import FILES, ORDER, items, write_folder, write_tar, write_zip
 from tests.support.processes import command_in_two
@@ -36,7 +37,7 @@ def write_archives(folder, files, count=2, suffix=".tar"):
 def catalogue(folder):
     assert main(["pack", str(folder), "index_only=true"]) == 0
     source = open_source(str(folder))
-    assert isinstance(source.store, CataloguedRanges)
+    assert isinstance(source.store.index, Catalogue)
     return source
 
 
@@ -90,10 +91,10 @@ def test_some_archives_of_a_folder_have_a_catalogue(tmp_path, capsys):
     shutil.copy(folder / "000.tar", folder / "val.tar")
     assert main(["pack", str(folder / "00*.tar"), "index_only=true"]) == 0
     source = open_source(str(folder / "00*.tar"))
-    assert isinstance(source.store, CataloguedRanges)
+    assert isinstance(source.store.index, Catalogue)
     assert len(source) == len(SORTED)
     shutil.copy(folder / "000.tar", folder / "002.tar")
-    with pytest.raises(StaleIndex, match=r"1 archive changed, such as 002\.tar"):
+    with pytest.raises(ChangedFile, match=r"1 archive changed, such as 002\.tar"):
         open_source(str(folder / "00*.tar"))
     assert main(["pack", str(tmp_path / "*" / "*.tar"), "index_only=true"]) == 2
     assert "is of several folders" in capsys.readouterr().err
@@ -103,7 +104,7 @@ def test_archives_in_a_new_folder_below_are_noticed_but_not_by_a_pattern(tmp_pat
     folder = write_archives(tmp_path / "set", SORTED)
     catalogue(folder)
     write_archives(folder / "below", {"z.png": b"z"}, 1)
-    with pytest.raises(StaleIndex, match=r"1 archive changed, such as below/000\.tar"):
+    with pytest.raises(ChangedFile, match=r"1 archive changed, such as below/000\.tar"):
         open_source(str(folder))
     assert len(catalogue(folder)) == len(SORTED) + 1
     assert len(open_source(str(folder / "*.tar"))) == len(SORTED)
@@ -117,7 +118,7 @@ def test_a_name_that_looks_like_a_suffix_does_not_hide_a_catalogue(tmp_path, nam
     if name == "set.1.0":  # what is called a tar behind an address is a file
         fsspec.filesystem("memory").put(str(folder), f"/{name}", recursive=True)
         remote = open_source("memory://set.1.0")
-        assert isinstance(remote.store, CataloguedRanges)
+        assert isinstance(remote.store.index, Catalogue)
         assert list(items(remote)) == list(items(local))
 
 
@@ -138,19 +139,19 @@ def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):
     assert open_source(str(folder)).stamp != stamp, "but may be one of an image"
     names = ORDER[: len(ORDER) // 2]
     write_tar(folder / "000.tar", {f"cow{name[3:]}": SORTED[name] for name in names})
-    with pytest.raises(StaleIndex, match=r"000\.tar is not as it was.*index_only=true"):
+    with pytest.raises(ChangedFile, match=r"000\.tar was changed.*index_only=true"):
         before.read(0)
     assert catalogue(folder).name(0).startswith("cow")
     write_tar(folder / "000.tar", {"cat/larger.png": bytes(20_000)})
-    with pytest.raises(StaleIndex, match=r"1 archive changed, such as 000\.tar"):
+    with pytest.raises(ChangedFile, match=r"1 archive changed, such as 000\.tar"):
         open_source(str(folder))
     catalogue(folder)
     shutil.copy(folder / "000.tar", folder / "002.tar")
-    with pytest.raises(StaleIndex, match=r"1 archive changed, such as 002\.tar"):
+    with pytest.raises(ChangedFile, match=r"1 archive changed, such as 002\.tar"):
         open_source(str(folder))
     (folder / "001.tar").unlink()
     (folder / "002.tar").unlink()
-    with pytest.raises(StaleIndex, match=r"such as 001\.tar"):
+    with pytest.raises(ChangedFile, match=r"such as 001\.tar"):
         open_source(str(folder))
 
 
@@ -159,7 +160,7 @@ def test_names_of_classes_that_are_edited_are_noticed(tmp_path):
     names = tmp_path / "out" / "classes.txt"
     assert "stripes" in open_source(str(tmp_path / "out")).labels.names
     names.write_text(names.read_text().replace("stripes", "renamed"))
-    with pytest.raises(StaleIndex, match=r"classes\.txt"):
+    with pytest.raises(ChangedFile, match=r"classes\.txt"):
         open_source(str(tmp_path / "out"))
     assert "renamed" in catalogue(tmp_path / "out").labels.names
 
@@ -168,11 +169,11 @@ def test_an_index_and_a_catalogue_that_are_damaged_are_noticed(tmp_path):
     folder = write_archives(tmp_path / "set", SORTED)
     catalogue(folder)
     shutil.copy(folder / "001.tar.arrow", folder / "000.tar.arrow")
-    with pytest.raises(StaleIndex, match=r"000\.tar\.arrow is not the one in the catalogue"):
+    with pytest.raises(ChangedFile, match=r"000\.tar\.arrow is not the one in the catalogue"):
         open_source(str(folder)).read(0)
     data = (folder / "catalogue.arrow").read_bytes()
     (folder / "catalogue.arrow").write_bytes(data[: len(data) // 2])
-    with pytest.raises(StaleIndex, match=r"catalogue\.arrow is damaged"):
+    with pytest.raises(ChangedFile, match=r"catalogue\.arrow is damaged"):
         open_source(str(folder))
 
 
@@ -205,7 +206,7 @@ def test_an_archive_without_images_is_one_of_those_in_the_catalogue(tmp_path):
     source = catalogue(folder)
     assert list(items(source)) == list(items(open_source(str(plain))))
     assert source.fingerprint == open_source(str(plain)).fingerprint
-    assert isinstance(open_source(str(folder / "{000,0005,001}.tar")).store, CataloguedRanges)
+    assert isinstance(open_source(str(folder / "{000,0005,001}.tar")).store.index, Catalogue)
     assert sorted(WindowOrder(source.shards.starts, 0, 2).take(0, 0, 5)) == [0, 1, 2, 3, 4]
 
 
@@ -232,7 +233,7 @@ def test_a_remote_source_starts_from_its_catalogue(tmp_path):
     local = catalogue(tmp_path / "served")
     with serving(tmp_path / "served") as server:
         source = open_source(f"{server.url}/{{000..003}}.tar")
-        assert isinstance(source.store, CataloguedRanges)
+        assert isinstance(source.store.index, Catalogue)
         assert not server.requested()
         source.shards.folder = tmp_path / "copies"
         assert source.shards.copy(1)
@@ -240,7 +241,7 @@ def test_a_remote_source_starts_from_its_catalogue(tmp_path):
         assert [source.read(index) for index in range(32)] == [local.read(index) for index in range(32)]
         assert server.requested() == {"000.tar", "002.tar", "003.tar"}
         shutil.copy(tmp_path / "served" / "000.tar", tmp_path / "served" / "003.tar")
-        with pytest.raises(StaleIndex, match=r"003\.tar is not as it was"):
+        with pytest.raises(ChangedFile, match=r"003\.tar was changed"):
             open_source(f"{server.url}/{{000..003}}.tar").read(31)
 
 
@@ -260,7 +261,7 @@ def test_a_class_file_that_says_no_labels_makes_a_catalogue_stale(tmp_path):
     folder = write_archives(tmp_path / "set", SORTED)
     catalogue(folder)
     (folder / "classes.txt").write_text("")
-    with pytest.raises(StaleIndex, match=r"classes\.txt"):
+    with pytest.raises(ChangedFile, match=r"classes\.txt"):
         open_source(str(folder))
     assert catalogue(folder).labels.names == ()
 

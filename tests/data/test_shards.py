@@ -14,8 +14,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data import remote
 from dino_vit.data import shards as module
 from dino_vit.data.open import open_source
-from dino_vit.data.remote import ChangedFile, Refused, SourceLost
-from dino_vit.data.shards import Prefetch
+from dino_vit.data.remote import Refused, SourceLost
+from dino_vit.data.shards import ChangedFile, Prefetch
 from dino_vit.views import build
 from dino_vit.views.sampler import Sampler
 from tests.support import runs
@@ -110,7 +110,7 @@ def test_a_shard_that_was_changed_is_refused(server, folder, tmp_path):
     source, copies = opened(server.url, tmp_path / "copies")
     data = (folder / "001.tar").read_bytes()
     (folder / "001.tar").write_bytes(data[::-1])
-    with pytest.raises(ChangedFile, match="changed after it was indexed; start again"):
+    with pytest.raises(ChangedFile, match="changed or removed after it was indexed; start again"):
         copies.copy(1)
     with pytest.raises(ChangedFile):
         source.read(IMAGES)

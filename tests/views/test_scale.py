@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dino_vit.data.catalogue import VERSION, Catalogue, CataloguedRanges
+from dino_vit.data.catalogue import VERSION, Catalogue
 from dino_vit.data.catalogue_writer import signature_column
 from dino_vit.data.remote import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
@@ -36,8 +36,7 @@ def write_catalogue(path):
 
 
 def opened(path):
-    catalogue = Catalogue("s3://nowhere", path)
-    return catalogue.image_set(CataloguedRanges(catalogue), stamp="")
+    return Catalogue("s3://nowhere", path).images(stamp="")
 
 
 def sampler_of(source):

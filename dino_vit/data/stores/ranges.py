@@ -12,6 +12,7 @@ from itertools import chain
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
@@ -21,7 +22,7 @@ from dino_vit.data.index import Index, IndexContents, indexing, open_index
 from dino_vit.data.label_files import is_label, parse_json
 from dino_vit.data.labels import LABEL_COLUMNS, NO_LABEL, encode_labels
 from dino_vit.data.paths import file_identity, folder_of, is_image, short_names
-from dino_vit.data.remote import changed, exists, is_url, open_file, read_file
+from dino_vit.data.remote import exists, is_url, open_file, read_file
 from dino_vit.data.shards import RemoteShards, Shards
 
 CLASS_NAMES = "classes.txt"  # beside shards: their labels are its lines, counted from 0; empty: no labels
@@ -55,8 +56,15 @@ class Ranges(Store):
 
     shards: Shards
 
-    def __init__(self, index: Index, shards: Shards) -> None:
-        self.index, self.shards = index, shards
+    def __init__(
+        self,
+        index: Index,
+        path: Callable[[int], str],
+        signatures: NDArray[np.int64],
+        digest: Callable[[int], str] | None = None,
+    ) -> None:
+        kind = RemoteShards if is_url(path(0)) else Shards
+        self.index, self.shards = index, kind(path, index.starts, signatures, digest)
 
     def read(self, row: int) -> bytes:
         """Return a file that has the checksum in the index, which in a tar is mostly that of its header."""
@@ -67,7 +75,7 @@ class Ranges(Store):
         if not header:
             return decompress(data, method, size, crc)
         if zlib.crc32(data[:header]) != crc:
-            raise changed(self.shards.path(shard))
+            raise self.shards.changed(shard)
         return data[header:]
 
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
@@ -94,9 +102,8 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     with indexing(spec):
         read = [*files, *filter(exists, beside)]
     index = open_index(suffix[1:], spec, lambda *_: _contents(spec, files, listed), read, prepare=list_all)
-    kind = RemoteShards if is_url(files[0]) else Shards
-    shards = kind(list(files).__getitem__, index.starts, index.file_signatures[: len(files)])
-    return index.image_set(Ranges(index, shards), index.stamp)
+    ranges = Ranges(index, list(files).__getitem__, index.file_signatures[: len(files)])
+    return index.image_set(ranges, index.stamp)
 
 
 def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -> IndexContents:
