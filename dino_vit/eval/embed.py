@@ -21,7 +21,7 @@ from dino_vit.config.commands import EmbedConfig
 from dino_vit.config.outputs import check_outputs
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.storage import OWN_KEY, replacing
-from dino_vit.core.text import Result, brief, plural, public
+from dino_vit.core.text import Result, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
@@ -45,21 +45,6 @@ class ImageEmbeddings(Result):
     indices: NDArray[np.int64]  # of the images in the source
     metadata: dict[str, Any]
     path: Path | None  # of the file, if one was written
-
-    def __repr__(self) -> str:
-        """Return what they are of, as "Embeddings(528 images × 96, CLS of runs/hands; no labels)"."""
-        shape = " × ".join(f"{side:,}" for side in self.values.shape[1:])
-        weights, tokens = self.metadata["weights"], self.metadata["tokens"]
-        blocks = f" of the last {tokens['blocks']} blocks" if tokens["blocks"] != 1 else ""
-        path = Path(weights["path"])
-        if path.parent.name == "checkpoints":
-            path = path.parent.parent
-        what = f"{tokens['kind'].replace('cls', 'CLS')}{blocks} of {path}"
-        what += "" if weights["step"] is None else f" at step {weights['step']:,}"
-        given = (label if isinstance(label, list) else [label] for label in self.labels)
-        labels = sorted({label for each in given for label in each if label is not None})
-        named = f"{plural(len(labels), 'label')}: {brief(', '.join(labels), 60)}" if labels else "no labels"
-        return f"Embeddings({plural(len(self.values), 'image')} × {shape}, {what}; {named})"
 
 
 def write_embeddings(path: Path, embeddings: ImageEmbeddings) -> None:

@@ -4,7 +4,6 @@ Several labels of an image are predicted by the mean of the neighbours.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from dino_vit.core.text import format_table, plural, progress
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.figures import (
     TITLES,
-    Figure,
     Predictions,
     measure,
 )
@@ -65,46 +63,38 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> Evaluatio
         "bank": len(bank) - (queries is bank),  # no image is its own neighbour
         "classes": len(val.classes),
     }
-    if val.task != "multiclass":
-        return _predict(config, path, bank, queries, frozen.device, details, heading)
-    predictions = classify(bank, queries, config.k, frozen.device)
-    figures = {k: ranked.figures() for k, ranked in predictions.items()}
-    if len(val.classes) == len(set(queries.targets.tolist())) == 2:
-        for k, outputs in predict(bank, queries, config.k, frozen.device).items():
-            auroc = measure("multiclass", queries.indices, outputs, queries.targets[:, None])[0]
-            figures[k]["auroc"] = auroc.figure
-    few = few_images(bank, queries)
-    details |= {"results": [{"k": k, **row} for k, row in figures.items()], "few_images": few}
-    first, columns = config.k[0], {"top1": "top-1", "top5": "top-5"}
-    columns |= {"mean_of_classes": "mean of classes", "auroc": "AUROC"}
-    columns = {name: title for name, title in columns.items() if figures[first].get(name)}
+    answers, figures = _answer(bank, queries, config.k, frozen.device)
+    details["results"] = [{"k": k, **row} for k, row in figures.items()]
+    first, metric = config.k[0], TITLES[val.task]
+    titles = {"top1": metric, "top5": "top-5", "mean_of_classes": "mean of classes", "auroc": "AUROC"}
+    columns = {
+        name: title for name, title in (titles | {"score": metric}).items() if figures[first].get(name)
+    }
     rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
-    lines = [heading, format_table(["k", *columns.values()], rows), predictions[first].guesses()]
-    lines += few_text(few)
-    per_class: dict[str, Figure] = figures[first]["per_class"]
+    lines, title = [heading, format_table(["k", *columns.values()], rows)], f"k-NN {metric}, k={first}"
+    if val.task != "multiclass":
+        return judge("knn", path, title, answers[first], bank, queries, details, lines)
+    few, per_class = few_images(bank, queries), figures[first]["per_class"]
+    lines += [answers[first].guesses(), *few_text(few)]
     rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in per_class.items()}
     lines.append(lowest(f"class, k={first}", rows_of_classes))
-    title = f"k-NN top-1, k={first}"
-    return conclude_classes("knn", path, title, predictions[first], details, lines)
+    return conclude_classes("knn", path, title, answers[first], details | {"few_images": few}, lines)
 
 
-def _predict(
-    config: KnnConfig,
-    path: Path | None,
-    bank: LabelledFeatures,
-    queries: LabelledFeatures,
-    device: torch.device,
-    details: dict[str, Any],
-    heading: str,
-) -> EvaluationResult:
-    """Predict several labels for each k, and report the first in detail."""
-    by_k = predict(bank, queries, config.k, device)
-    figures = {k: score(queries, outputs) for k, outputs in by_k.items()}
-    results = [{"k": k, "score": measured[0].figure} for k, measured in figures.items()]
-    metric, first = TITLES[queries.task], config.k[0]
-    lines = [heading, format_table(["k", metric], [[*map(str, row.values())] for row in results])]
-    title, details = f"k-NN {metric}, k={first}", details | {"results": results}
-    return judge("knn", path, title, figures[first], bank, queries, details, lines)
+def _answer(
+    bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
+) -> tuple[dict[int, Any], dict[int, dict[str, Any]]]:
+    """Return for each k what is predicted, and its figures by name."""
+    if queries.task != "multiclass":
+        scored = {k: score(queries, outputs) for k, outputs in predict(bank, queries, k, device).items()}
+        return scored, {k: {"score": measured[0].figure} for k, measured in scored.items()}
+    predictions = classify(bank, queries, k, device)
+    figures = {k: ranked.figures() for k, ranked in predictions.items()}
+    if len(queries.classes) == len(set(queries.targets.tolist())) == 2:
+        for count, outputs in predict(bank, queries, k, device).items():
+            auroc = measure("multiclass", queries.indices, outputs, queries.targets[:, None])[0]
+            figures[count]["auroc"] = auroc.figure
+    return predictions, figures
 
 
 def predict(
