@@ -85,7 +85,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     learned, images = agree("images", lambda: open_images(config), _describe)
     joined = next((name for name in images.classes if SEPARATOR in name), None)
     if joined and images.task == "multilabel" and output and output.suffix == ".csv":
-        text = f"the label {brief(joined)} has a {SEPARATOR}, which separates labels in a CSV"
+        text = f"the label {brief(joined)!r} contains {SEPARATOR!r}, which separates labels in a CSV"
         raise ValueError(f"{text}; give output={output.with_suffix('.parquet')}")
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
     fitted = _read(config, frozen) if learned is None else train_classifier(frozen, learned)
@@ -149,8 +149,8 @@ def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
 def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
     """Open the images to learn from, none where weights are a classifier, and those to label."""
     name = public(config.source)
-    keeps_own = config.train is None and config.labels is None
-    if keeps_own and (facts := read_classifier_facts(config.weights)):
+    is_labelled = config.train is not None or config.labels is not None
+    if not is_labelled and (facts := read_classifier_facts(config.weights)):
         if config.several:
             raise ValueError("several=true is of labels to learn from; the classifier in weights has its own")
         source = open_source(config.source)

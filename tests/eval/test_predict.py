@@ -140,7 +140,7 @@ def test_labels_with_a_semicolon_need_a_table_that_keeps_them(photos, weights):
     values = [["dark; a bit" if row % 3 else "light", colour_of(name)] for row, name in enumerate(names)]
     pq.write_table(pa.table({"name": names, "label": values}), photos / "tags.parquet")
     given = {"labels": photos / "tags.parquet", "verbose": False}
-    with pytest.raises(ValueError, match=r"label dark; a bit has a ;, .* give output=.*rest\.parquet"):
+    with pytest.raises(ValueError, match=r"label 'dark; a bit' contains ';', .* give output=.*rest\.parquet"):
         dino_vit.predict(photos / "photos", weights, output=photos / "rest.csv", **given)
     found = dino_vit.predict(photos / "photos", weights, output=photos / "rest.parquet", **given)
     assert "dark; a bit" in found.classes
