@@ -42,11 +42,7 @@ SINGLE = [  # field of a record, title, caption
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
     ("koleo", "KoLeo", "Minus the mean log distance to the nearest other image of a batch."),
     ("gram", "Gram", "Distance of the patch Gram matrices from those of the Gram teacher."),
-    (
-        "gradient_loss",
-        "Gradients around patches",
-        "1 minus the cosine of predicted and true gradients around a patch.",
-    ),
+    ("gradient_loss", "Gradients around patches", "1 minus the cosine of predicted and true ones."),
     ("gradient_norm", "Gradient norm", "Of the student, before clipping."),
     ("lr", "Learning rate", ""),
     ("momentum", "Teacher momentum", "At 1 the teacher does not change."),
@@ -55,8 +51,6 @@ SINGLE = [  # field of a record, title, caption
     ("images_per_second", "Throughput", "In images per second."),
     ("data_wait", "Waiting for images", f"Share of the time; above {WAITING:g}, {WAITING_HELP}."),
 ]
-
-
 MAX_NAME = 120  # characters
 
 

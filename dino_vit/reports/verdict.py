@@ -250,8 +250,8 @@ def _judge_ranks(run: JudgedRun) -> Diagnosis:
         return Diagnosis("collapsed", f"Features become alike: {fell}.")
     change = f"{RANK} is {latest:.1f}, before training {first:.1f}"
     if not -math.inf < first <= latest:
-        early = run.is_evaluated_early or run.has_few_steps
-        return too_early if early else Diagnosis("stuck", f"Features have not spread: {change}.")
+        stuck = Diagnosis("stuck", f"Features have not spread: {change}.")
+        return too_early if run.is_evaluated_early or run.has_few_steps else stuck
     worth = "only labels can tell what they are worth"
     learning = Diagnosis("learning", f"Features have spread: {change}; {worth}.")
     if last.entropy_gap is None:  # the teacher is frozen: what it says cannot collapse
