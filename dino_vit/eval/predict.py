@@ -211,7 +211,7 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
     facts, outputs = fitted.classifier.facts, fitted.classifier.of_features(queries)
 
     def rounded(values: Tensor) -> NDArray[np.float64]:
-        return values.double().cpu().numpy().round(4)
+        return np.array([round(value, 4) for value in values.tolist()])
 
     columns: Columns = {"label": [*labels_of(outputs, facts.classes, facts.task)]}
     if facts.task == "multiclass":
