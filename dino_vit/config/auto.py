@@ -34,7 +34,8 @@ PATCHES = (2, 4, 8, 16)
 TIMM_PATCH = 32  # pixels of a cell of the last feature map, of nearly all of timm's models
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
-# That the smallest network must see. A network r times as expensive needs r times as many to learn better.
+# Images that a run must see to train the smallest network well. A network r times as slow needs r times as
+# many to learn better features.
 ENOUGH_IMAGES = 300_000
 
 

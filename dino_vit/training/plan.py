@@ -40,7 +40,7 @@ class Clock:
     """Seconds of training and evaluations, in all starts of a run."""
 
     budget: float | None = None  # of a run of some minutes
-    before: float = 0.0  # this start: of earlier ones, and of measuring
+    before: float = 0.0  # seconds of earlier starts, and of measuring a step in this one
     began: float | None = None  # when this start began to train
     elapsed: float = 0.0  # as all ranks know it
     steps: tuple[float, float] = (0.0, 0.0)  # seconds of the last two

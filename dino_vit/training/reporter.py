@@ -48,9 +48,9 @@ COLUMNS_HELP = (
     "wait: share of the time spent waiting for images"
 )
 FEW_CHOICES = 3  # each gets a line at the start
-# Images of a run too short to catch up with far better baselines. On photos of hands, where patches learn
-# gradients 70,000 did not and 150,000 did, where they do not 60,000 did not and 800,000 did.
-FEW_VIEWED, FEW_WITHOUT_GRADIENTS = 100_000, 500_000
+# Images that a run must see to catch up with far better baselines, with `loss.gradient_weight` and without.
+# On photos of hands 70,000 were too few and 150,000 enough with it, 60,000 and 800,000 without.
+CATCHES_UP, CATCHES_UP_WITHOUT_GRADIENTS = 100_000, 500_000
 SAMPLE = 1000  # images that are looked at for some without a label
 
 
@@ -258,11 +258,11 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]
         "(by k-NN, which names an image after the most similar others)"
     )
     name, percent = better_baseline(baseline) or ("", 0.0)
-    few = FEW_VIEWED if config.loss.gradient_weight else FEW_WITHOUT_GRADIENTS
-    if percent - baseline.knn >= FAR and images < few:
+    needed = CATCHES_UP if config.loss.gradient_weight else CATCHES_UP_WITHOUT_GRADIENTS
+    if percent - baseline.knn >= FAR and images < needed:
         yield (
             f"{name} are {percent - baseline.knn:.0f} points better than the untrained network, which may "
-            f"not catch up in {images:,} images: give it {few:,} or more. {published_advice(config)}"
+            f"not catch up in {images:,} images: give it {needed:,} or more. {published_advice(config)}"
         ).rstrip()
 
 

@@ -15,7 +15,7 @@ from dino_vit.core.text import plural
 from dino_vit.training.facts import Inputs
 from dino_vit.training.state import TrainingState
 
-# What a run writes beside its checkpoints.
+# The records of a run beside its checkpoints, which are set aside with them.
 RECORDS = "config.yaml", "starts.jsonl", "metrics.jsonl", "baseline.json", "unreadable.txt"
 
 

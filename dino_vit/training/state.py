@@ -54,7 +54,9 @@ class TrainingState:
     rates: ScheduleValues = field(init=False)  # of the last step
     output_sums: dict[str, Tensor] = field(default_factory=dict)  # over the micro-batches of a logged step
     step: int = 0
-    first: tuple[int, float] | None = None  # step of this start, and the share of the minutes before it
+    first: tuple[int, float] | None = (
+        None  # the first step of this start, and the share of the minutes by then
+    )
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -87,11 +89,14 @@ class TrainingState:
 
     @cached_property
     def ema_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The teacher's tensors that follow the student's; also statistics, if the teacher sees no image."""
+        """The teacher's tensors and those of the student that they follow.
+
+        With a frozen teacher in its place, the average sees no images, so BatchNorm statistics follow too.
+        """
         networks, is_fixed = (self.teacher, self.student), self.objective.fixed_teacher is not None
         named = ([*n.named_parameters(), *(n.named_buffers() if is_fixed else ())] for n in networks)
-        ours, theirs = map(dict, named)
-        return [*ours.values()], [theirs[name] for name in ours]  # the student may have a head of its own
+        teacher, student = map(dict, named)
+        return [*teacher.values()], [student[name] for name in teacher]  # the student may have another head
 
     def autocast(self) -> torch.autocast:
         precision = self.run.precision
