@@ -86,9 +86,9 @@ class Trials:
 
     @cached_property
     def chosen(self) -> Tensor:
-        """The candidate that is the best on the folds without an image (n,).
+        """For each image, the candidate that is the best on the other folds, (n,).
 
-        To judge by: the best of many on all images is in part the luckiest on them.
+        An image is judged by it: the best of many on all images is in part the luckiest on them.
         """
         chosen = torch.zeros_like(self.folds)
         for fold in torch.unique(self.folds).tolist():

@@ -246,6 +246,7 @@ def cached_features(
         tensors is None or _readable_again(frozen, source, missing_indices(chosen, tensors["indices"]))
     ):
         tensors = _compute(frozen, source, chosen, spec, title)
+        check_finite(tensors["values"], frozen.model)
         if keeps and is_main_process():
             _write(path, tensors, description)
             bound_caches(frozen.cache_gb, path.parent, spared=path)
@@ -255,7 +256,6 @@ def cached_features(
     frozen.unreadable.update(left_out)
     if new and is_main_process():
         warn_of_unreadable(source, frozen.transform, new, len(chosen))
-    check_finite(tensors["values"], frozen.model)
     if keeps:
         note_use(path)
     return tensors["values"].numpy(), tensors["indices"].numpy()

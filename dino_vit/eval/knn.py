@@ -45,7 +45,7 @@ def run(config: KnnConfig) -> EvaluationResult:
 
 
 def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
-    """Do the same with a backbone that is loaded already."""
+    """Evaluate a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     path = asked_output(config, frozen.model.provenance.source)
     learned, val = sets

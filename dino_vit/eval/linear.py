@@ -59,7 +59,7 @@ def run(config: LinearConfig) -> EvaluationResult:
 
 
 def evaluate(config: LinearConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
-    """Do the same with a backbone that is loaded already."""
+    """Evaluate a backbone that is loaded already."""
     path = asked_output(config, frozen.model.provenance.source)
     protocol = choose_protocol(config, sets[0])
     settings = config.model_dump(mode="json") | protocol._asdict()

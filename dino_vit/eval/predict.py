@@ -35,9 +35,8 @@ from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
     LabelledSubset,
     count_shared,
-    divide,
+    images_to_label,
     labelled_features,
-    labelled_subset,
     open_subset,
 )
 from dino_vit.weights.classifier import (
@@ -158,21 +157,20 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
         return None, LabelledSubset(name, source, np.arange(len(source)), none, facts.classes, facts.task)
     if config.train is None:
         source = open_source(config.source, config.labels, several=config.several)
-        images = open_subset(name, source, config.weights)
-        learned, others = divide(images, unlabelled=True)
-        count = plural(len(images.source), "image")
+        learned = open_subset(name, source, config.weights)
+        others, count = images_to_label(name, source, learned), plural(len(source), "image")
         if not len(others):
             raise ValueError(f"all {count} of {name} have labels: give others, and these as train=")
         log.info("%s have labels; the other %s get them", f"{len(learned):,} of {count}", f"{len(others):,}")
     else:
-        train = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
-        learned, others = divide(labelled_subset(name, open_source(config.source)), train, unlabelled=True)
+        learned = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
+        others = images_to_label(name, open_source(config.source), learned)
         shared = count_shared(others.source, learned.images)
         if shared == len(others):
-            text = f"all {plural(shared, 'image')} of {name} are among those of train={train.name}"
+            text = f"all {plural(shared, 'image')} of {name} are among those of train={learned.name}"
             raise ValueError(f"{text}: there is nothing left to label")
         if shared:
-            log.warning("%d of the %d images to label are in train=%s too", shared, len(others), train.name)
+            log.warning("%d of the %d images to label are in train=%s too", shared, len(others), learned.name)
     learned.require_two_classes()
     return learned, others
 

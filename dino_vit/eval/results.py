@@ -49,7 +49,7 @@ def output_of(config: Settings, loaded: str) -> Path:
 
 
 def asked_output(config: Settings, loaded: str) -> Path | None:
-    """Return the same, but in Python none unless it is given."""
+    """Return the file for results (`output_of`); in Python none unless `output` is given."""
     return output_of(config, loaded) if get(config, "output") or on_console() else None
 
 

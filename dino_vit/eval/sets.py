@@ -1,4 +1,4 @@
-"""Labelled images and their roles: who learns, and who is judged (`divide`); and their features."""
+"""Which images are learned from, and which are judged by them (`divide`) or labelled; and their features."""
 
 import hashlib
 from collections.abc import Sequence
@@ -145,34 +145,36 @@ def divide(
     images: LabelledSubset,
     train: LabelledSubset | None = None,
     *,
-    unlabelled: bool = False,
     blocks: int | None = None,
     seed: int = 0,
 ) -> Sets:
-    """Decide who learns and who is judged; where both are the same set, each image is told by the others.
+    """Return the images to learn from and those to judge by:
 
-    - `unlabelled`: the images without a label are judged, all of them with `train`; the labelled ones learn
-    - `train`: its images learn
-    - splits: those of train learn, those of val or test are judged, if there are both
-    - `blocks`: one in so many is judged, in blocks of neighbours that the seed draws; the others learn
+    - those of `train`, if it is given, and all of `images`
+    - those of the split train, and those of val or test, if the source has both
+    - with `blocks` one in so many to judge by, in blocks of neighbours that the seed draws, and the others
+    - otherwise all images twice: each is classified by the others (leave-one-out)
     """
-    name, source = images.name, images.source
-    if unlabelled:
-        learn, rows = images if train is None else train, np.arange(len(source))
-        rows = np.setdiff1d(rows, images.indices) if train is None else rows
-        none = np.full(len(rows), -1, np.int64)
-        return learn, LabelledSubset(name, source, rows, none, learn.classes, learn.task)
     if train is not None:
         return train, images
-    if splits := choose_splits(source):
+    name = images.name
+    if splits := choose_splits(images.source):
         learn, judge = (
             images.part(np.isin(images.indices, indices), f"{name}/{split}") for split, indices in splits
         )
         return learn, judge
     if blocks:
         chosen = images.folds(blocks, seed) == 0
-        return images.part(~chosen, f"the rest of {name}"), images.part(chosen, f"a fifth of {name}")
+        return images.part(~chosen, f"the rest of {name}"), images.part(chosen, f"one in {blocks} of {name}")
     return images, images
+
+
+def images_to_label(name: str, source: ImageSet, learned: LabelledSubset) -> LabelledSubset:
+    """Return the images to label by others that were learned from: all of a source but these."""
+    rows = np.arange(len(source))
+    if learned.source is source:
+        rows = np.setdiff1d(rows, learned.indices)
+    return LabelledSubset(name, source, rows, np.full(len(rows), -1), learned.classes, learned.task)
 
 
 def _with_same_names(learn: LabelledSubset, judge: LabelledSubset) -> Sets:
