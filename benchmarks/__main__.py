@@ -54,11 +54,11 @@ def main() -> int:
 
 
 def section(name: str) -> str:
-    """Write the part of the page that a program has, on each processor."""
+    """Write what a program measured, on each processor; nothing if there is no record."""
     how = f"python -m benchmarks.small {name} FOLDER" if name in LONG else f"python -m benchmarks {name}"
     records = sorted(RESULTS.glob(f"cpu*/{name}.json"))
-    results = [measure.Result.read(path).markdown() for path in records] or ["Not measured.\n"]
-    return "\n".join([f"\n## {name}\n\n`{how}`\n", *results])
+    results = [measure.Result.read(path).markdown() for path in records]
+    return "\n".join([f"\n## {name}\n\n`{how}`\n", *results]) if results else ""
 
 
 def gpus() -> str:
