@@ -39,7 +39,7 @@ def describe(
     if figure is None:
         return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
     tested = trials.targets[trials.tested]
-    others = [f"{name} {each.value:.1f} %" for name, each in baselines.items()]
+    others = [f"k-NN of {name} {each.value:.1f} %" for name, each in baselines.items()]
     if learned.task == "multiclass":
         guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
         name, percent = brief(guess["name"]), guess["percent"]

@@ -93,6 +93,10 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
         titles = " and ".join(by_title)
         if all(names == (everywhere[0],) for names in top):
             return f"Take {everywhere[0]}: on these images it is the best by {titles}."
-        return f"Take {' or '.join(everywhere)}: no significant difference on these images by {titles}."
+        first, *others = everywhere
+        text = " or ".join(everywhere)
+        if others and all(names[0] == first for names in top):
+            text = f"{first}; {' and '.join(others)} may be as good"
+        return f"Take {text}: no significant difference on these images by {titles}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
     return f"It depends on the figure. The best is {wins}."

@@ -48,6 +48,7 @@ from dino_vit.weights.classifier import (
 )
 
 Columns = dict[str, Any]  # lists of texts, arrays of numbers
+SHOWN = 0.5, 0.8  # confidences
 _ROWS = 2**13  # of the table that are computed at a time
 
 
@@ -98,6 +99,8 @@ def run(config: PredictConfig) -> LabelPredictions:
         given = plural(len(fitted.names), "given label")
         doubts = f"{len(fitted.doubts['name']):,} of {given} may be wrong, as another is far more probable"
         lines.append(f"{doubts}: look at them{where}")
+    elif fitted.learned is not None and facts.task == "multiclass":
+        lines.append("No given label looks wrong; poor features see few of those that are")
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = to_jsonable({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():
@@ -250,7 +253,9 @@ def _summary(columns: Columns, task: Task) -> str:
     count = plural(len(columns["name"]), "image")
     sure = np.array(columns["confidence"])
     text = f"{count} labelled: mean confidence {100 * sure.mean():.0f} %"
-    text += f", {int((sure < 0.5).sum()):,} below 50 %" if task == "multiclass" else ""
+    if task == "multiclass":
+        shares = (f"{int((sure >= least).sum()):,} with {100 * least:.0f} % or more" for least in SHOWN)
+        text = ", ".join([text, *shares])
     counts = [f"{name}: {number:,}" for name, number in Counter(_cells(columns["label"])).most_common()]
     return f"{text}; {brief(', '.join(counts), 200)}"
 

@@ -276,7 +276,7 @@ def describe_start(state: TrainingState, start: Start) -> Iterator[str]:
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
         f"{readers}, global batch {start.global_batch}"
     )
-    epochs, minutes = state.plan.length / run.steps_per_epoch, config.budget.minutes
+    epochs, minutes = start.total_steps / run.steps_per_epoch, config.budget.minutes
     length = f"{plural(start.total_steps, 'step')} ({epochs:.4g} epochs)"
     length = f"about {length} in budget.minutes={minutes:g}" if minutes else length
     yield (

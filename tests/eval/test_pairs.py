@@ -90,7 +90,12 @@ def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
     assert verdict({"k-NN": knn, "linear": linear}) == (
         "Take a: no significant difference on these images by k-NN and linear."
     )
-    assert verdict({"linear": linear}) == "Take b or a: no significant difference on these images by linear."
+    assert verdict({"linear": linear}) == (
+        "Take b; a may be as good: no significant difference on these images by linear."
+    )
+    assert verdict({"k-NN": ("a", "b"), "linear": linear}) == (
+        "Take a or b: no significant difference on these images by k-NN and linear."
+    )
     assert "rank alone does not tell which features are better" in verdict({})
     assert verdict({"k-NN": knn, "linear": ("b",)}) == (
         "It depends on the figure. The best is by k-NN a; by linear b."

@@ -87,8 +87,8 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     assert percent <= max(found["tried"].values())
     assert f"\nAbout {percent:.0f} of 100 labels will be right, if these images are like" in said
     assert f"\ncross-validated accuracy {percent:.1f} % (95 % interval" in said
-    assert "; pixels " in said
-    assert ", gradients " in said
+    assert "; k-NN of pixels " in said
+    assert ", k-NN of gradients " in said
     assert "always guessing" in said
     before = output.read_bytes()
     predict(photos, weights, f"output={output}")

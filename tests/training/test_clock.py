@@ -15,6 +15,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training import facts
 from dino_vit.training import plan as plan_module
 from dino_vit.training.pretrain import pretrain
+from dino_vit.training.reporter import describe_start, start_record
 from tests.support.processes import finish, pair, torchrun_environs
 from tests.support.runs import ROOT, history
 from tests.support.training import configured, opened
@@ -159,7 +160,10 @@ def test_a_run_that_is_done_learns_again_with_more_minutes(tmp_path, monkeypatch
     run.play(lambda *_: 2.0)
     run.state.begin_save()
     run.state.writer.finish(wait=True)
-    assert opened(tmp_path / "run", TEN).is_done
+    done = opened(tmp_path / "run", TEN)
+    assert done.is_done
+    said, epochs = "\n".join(describe_start(done, start_record(done))), done.step / done.run.steps_per_epoch
+    assert f"about {done.step} steps ({epochs:.4g} epochs) in budget.minutes=10" in said
     more = Played(tmp_path, monkeypatch, {"budget.minutes": 20, "compute.resume": "changed"})
     assert not more.state.is_done
     more.step(2.0)
