@@ -130,7 +130,7 @@ def plain(record: RunRecord) -> str:
     metric = record.baseline.metric
     right = f"gets {knn:.0f} of 100 right"
     right = right if metric == "top-1" else f"finds labels with an {metric} of {knn:.0f} %"
-    text = f"Naming each image after those most like it, the network {right}"
+    text = f"Labelling each image by the most similar others, the network {right}"
     levels = {name: before[name] for name in COMPARED if name in before}
     if not levels:
         return f"{text}."

@@ -45,7 +45,7 @@ WAITING_HELP = "more data.workers, smaller images or shards help (dino-vit pack 
 RECIPE = "In a new run, try recipe=auto."
 PUBLISHED = "hf:facebook/dinov2-small"  # which, unlike weights of timm, every installation can load
 RANK = "the effective rank, about how many dimensions they use,"
-KNN = "k-NN, which names an image after the most similar others,"
+KNN = "k-NN, which labels an image by the most similar others,"
 HOW = {"knn": KNN, "best_knn": "k-NN by the best tokens", "probe": "a linear classifier"}
 
 

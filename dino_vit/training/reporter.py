@@ -251,11 +251,11 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]
         rank = f"effective rank {baseline.rankme:.1f}, about how many dimensions the features use"
         yield f"before the first step: {rank}"
         return
-    measured = "images named right" if baseline.metric == "top-1" else baseline.metric
+    measured = "images labelled right" if baseline.metric == "top-1" else baseline.metric
     network = "initial weights" if config.init else "untrained network"
     yield (
         f"before the first step, {measured} (%): {levels_text(baseline, network)} "
-        "(by k-NN, which names an image after the most similar others)"
+        "(by k-NN, which labels an image by the most similar others)"
     )
     name, percent = better_baseline(baseline) or ("", 0.0)
     needed = CATCHES_UP if config.loss.gradient_weight else CATCHES_UP_WITHOUT_GRADIENTS

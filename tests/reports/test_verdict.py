@@ -91,7 +91,7 @@ def test_a_plain_sentence_comes_before_the_figures_and_one_thing_to_do_after_the
     )
     assert advice == "In a new run, try recipe=auto."
     assert judge(*recorded("flowers-good")).paragraphs == [
-        "It has learned: k-NN, which names an image after the most similar others, is right for 53.0 %, "
+        "It has learned: k-NN, which labels an image by the most similar others, is right for 53.0 %, "
         "before training 41.3 %, with pixels 42.9 %.",
         "k-NN 53.0 ± 1.6 % (before training 41.3, pixels 42.9, largest class 24.3, chance 20.0).",
     ]
@@ -141,7 +141,7 @@ def test_all_accuracies_decide():
     assert evaluated(knn=[32.0, 33.0, 32.5], before={"knn": 32.0}).diagnosis == STUCK, "it has hardly risen"
     assert same.sentence == (
         "It is not clearly better than before training (on 341 images the difference may be chance): k-NN, "
-        "which names an image after the most similar others, is right for 35.5 %, before training 32.0 %."
+        "which labels an image by the most similar others, is right for 35.5 %, before training 32.0 %."
     )
     # A probe is better than neighbours on any features, so it is not what is compared with pixels.
     probe = {"probe": [44.0, 50.0, 60.0], "knn": [40.0] * 3, "before": {"pixels": 45.0}}

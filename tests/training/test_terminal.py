@@ -258,7 +258,7 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     run = opened(tmp_path / "run", {"budget.steps": 100})
     baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
     figures, meaning = describe_baseline(run, baseline)
-    assert figures.startswith("before the first step, images named right (%): untrained network 25.5,")
+    assert figures.startswith("before the first step, images labelled right (%): untrained network 25.5,")
     assert meaning.startswith(
         "pixels are 20 points better than the untrained network, which may not catch up"
     )

@@ -56,7 +56,7 @@ def test_what_one_rank_cannot_open_all_report(tmp_path):
 
 def test_ranks_with_different_settings_do_not_begin(tmp_path):
     for said in pair_of(tmp_path, {"optim.lr": 0.03}, {"optim.lr": 0.02}):
-        assert "different things: optim.lr is 0.03 on rank 0 and 0.02 on rank 1. Give all of them" in said
+        assert "differ: optim.lr is 0.03 on rank 0 and 0.02 on rank 1. Give all of them" in said
 
 
 def test_ranks_that_would_use_images_in_different_orders_do_not_begin(tmp_path):
