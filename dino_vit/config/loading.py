@@ -249,7 +249,11 @@ class _Loader(yaml.SafeLoader):
                 problem = f"{name.value} is given twice; keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
             names.add(name.value)
-        return super().construct_mapping(node, deep=True)  # which notices a section that contains itself
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct all that is below a node at once, which raises for what contains itself."""
+        return super().construct_object(node, deep=True)
 
 
 class _Dumper(yaml.SafeDumper):

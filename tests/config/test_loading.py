@@ -157,6 +157,8 @@ def test_a_mistake_hides_only_the_contradictions_it_is_part_of() -> None:
         ("- a\n", "PATH: write settings as `name: value`"),
         ("eggs: 3\neggs: 4\n", "PATH, line 2: eggs is given twice; keep one"),
         ("a: &x {b: *x}\n", "PATH, line 1: found unconstructable recursive node"),
+        ("&x\na: *x\n", "PATH, line 1: found unconstructable recursive node"),
+        ("a: &x [*x]\n", "PATH, line 1: found unconstructable recursive node"),
         ("oven: 3\n", "oven is not a setting (PATH); the section oven has oven.degrees, oven.gas"),
         ("a:\n\tb: 1\n", "PATH, line 2: found character '\\t'"),
         ("a: [1, 2\n", "PATH, line 2: "),
