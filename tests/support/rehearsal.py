@@ -24,6 +24,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -240,7 +241,8 @@ def one_of_two() -> Iterator[None]:
     """Be the first of two processes with GPUs, whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with ExitStack() as stack:
-        stack.enter_context(patch.dict("os.environ", {"LOCAL_RANK": "0"}))
+        # `patch.dict` would clear the whole environment at its end, while other threads may read it.
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("LOCAL_RANK", "0")
         stack.enter_context(patch("torch.distributed.new_group", lambda **_: dist.group.WORLD))
         # Of NCCL and gloo alone; torch 2.10 and 2.11 warn.
         stack.enter_context(patch("dino_vit.core.distributed._set_timeout", lambda *_: None))
