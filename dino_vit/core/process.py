@@ -129,7 +129,7 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Let glibc return freed memory again, in a DataLoader worker: images of many sizes would only add up.
+    """Let glibc return freed memory again in a DataLoader worker, which would grow with images of many sizes.
 
     The thresholds are those at which glibc arrives by itself, unless they were set before.
     """

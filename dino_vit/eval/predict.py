@@ -100,7 +100,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         doubts = f"{len(fitted.doubts['name']):,} of {given} may be wrong, as another is far more probable"
         lines.append(f"{doubts}: look at them{where}")
     elif fitted.learned is not None and facts.task == "multiclass":
-        lines.append("No given label looks wrong; poor features see few of those that are")
+        lines.append("No given label looks wrong, but poor features miss most of those that are")
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = to_jsonable({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():

@@ -54,9 +54,8 @@ class TrainingState:
     rates: ScheduleValues = field(init=False)  # of the last step
     output_sums: dict[str, Tensor] = field(default_factory=dict)  # over the micro-batches of a logged step
     step: int = 0
-    first: tuple[int, float] | None = (
-        None  # the first step of this start, and the share of the minutes by then
-    )
+    # The first step of this start, and the share of the minutes by then.
+    first: tuple[int, float] | None = None
     saved_step: int | None = None
 
     def __post_init__(self) -> None:

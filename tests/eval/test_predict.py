@@ -90,6 +90,9 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     assert "; k-NN of pixels " in said
     assert ", k-NN of gradients " in said
     assert "always guessing" in said
+    sure = [sum(float(row["confidence"]) >= least for row in rows) for least in (0.5, 0.8)]
+    assert f", {sure[0]} with 50 % or more, {sure[1]} with 80 % or more; " in said
+    assert "No given label looks wrong" in said
     before = output.read_bytes()
     predict(photos, weights, f"output={output}")
     assert output.read_bytes() == before, "the same again is the same"
