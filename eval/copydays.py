@@ -34,10 +34,11 @@ from dino_vit.commands import Written
 from dino_vit.config.commands import OVERWRITE, RESULTS, JsonFile
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core import log
+from dino_vit.core.process import in_batches
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.data.open import open_source
-from dino_vit.eval.batches import in_batches, read_batches
+from dino_vit.eval.batches import read_batches
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of

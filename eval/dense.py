@@ -51,11 +51,11 @@ from dino_vit.commands import Written
 from dino_vit.config.commands import RESULTS, BackboneConfig, JsonFile
 from dino_vit.config.settings import Count, Few, setting
 from dino_vit.core import Size, log
+from dino_vit.core.process import in_batches, read_ahead
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.open import open_source
-from dino_vit.eval.batches import in_batches, read_ahead
 from dino_vit.eval.features import FrozenBackbone, check_finite, frozen_backbone
 from dino_vit.eval.figures import PerImageMetric, summed
 from dino_vit.eval.neighbours import weighted_knn

@@ -28,7 +28,7 @@ from torch import Tensor
 from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
 from dino_vit.core.distributed import from_rank_0, in_all_processes, share_work
-from dino_vit.core.process import in_threads
+from dino_vit.core.process import in_batches, in_threads, read_ahead
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import Result, plural, printable, progress, public
@@ -41,7 +41,6 @@ from dino_vit.data.open import archive_files, check_one_set, open_source
 from dino_vit.data.paths import CATALOGUE, IMAGE_SUFFIXES
 from dino_vit.data.remote import local_path
 from dino_vit.data.stores.ranges import CLASS_NAMES
-from dino_vit.eval.batches import in_batches, read_ahead
 from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time

@@ -7,10 +7,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, lockf
+from itertools import chain, pairwise
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Self, TextIO, TypeVar
@@ -156,3 +157,22 @@ def in_threads(
             results.append(result)
             done(result)
     return results
+
+
+def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
+    """Split indices into batches; the last may be smaller."""
+    return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
+
+
+def read_ahead(
+    read: Callable[[T], R], blocks: Iterable[Sequence[T]], threads: int | None
+) -> Iterator[list[R]]:
+    """Yield what is read of each block by threads, prefetching one while the caller works on another."""
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            # Each pair starts the block after the one that is yielded.
+            for started, _ in pairwise(chain((pool.map(read, block) for block in blocks), [None])):
+                assert started is not None
+                yield list(started)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early

@@ -3,11 +3,8 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,14 +12,12 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.core.process import read_ahead
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import LISTED, UnreadableImage, listed
 from dino_vit.data.remote import SourceLost
 from dino_vit.data.statistics import inspect_images
 from dino_vit.views.eval_transform import FAR, EvalTransform
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -32,25 +27,6 @@ class Features:
     values: Tensor
     indices: Tensor  # int64 (n,), on the CPU
     unreadable: tuple[UnreadableImage, ...]
-
-
-def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
-    """Split indices into batches; the last may be smaller."""
-    return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
-
-
-def read_ahead(
-    read: Callable[[T], R], blocks: Iterable[Sequence[T]], threads: int | None
-) -> Iterator[list[R]]:
-    """Yield what is read of each block by threads, prefetching one while the caller works on another."""
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            # Each pair starts the block after the one that is yielded.
-            for started, _ in pairwise(chain((pool.map(read, block) for block in blocks), [None])):
-                assert started is not None
-                yield list(started)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early
 
 
 def read_batches(

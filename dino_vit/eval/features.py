@@ -26,6 +26,7 @@ from dino_vit.core.distributed import (
     rank,
     world_size,
 )
+from dino_vit.core.process import in_batches
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import progress
@@ -41,7 +42,6 @@ from dino_vit.data.statistics import (
 )
 from dino_vit.eval.batches import (
     Features,
-    in_batches,
     missing_indices,
     read_batches,
     say_what_is_unlike,
