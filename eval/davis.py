@@ -42,8 +42,8 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.eval.results import write_results
 from dino_vit.models.backbone import Backbone, eval_mode
-from dino_vit.reports.pictures import save_png
 from dino_vit.views.eval_transform import eval_transform_of, resize
+from dino_vit.views.pictures import save_png
 from dino_vit.weights import load_backbone
 
 BOUND = 0.008  # of the diagonal: how far a boundary may be from the true one

@@ -40,8 +40,8 @@ from dino_vit.data.images.decode import read_image
 from dino_vit.data.open import open_source
 from dino_vit.eval.results import output_of, write_results
 from dino_vit.models.backbone import Backbone, eval_mode
-from dino_vit.reports.pictures import resize_sides
 from dino_vit.views.eval_transform import eval_transform_of
+from dino_vit.views.pictures import resize_sides
 from dino_vit.weights import load_backbone
 from ranking import trapezoid_precision
 

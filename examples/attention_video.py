@@ -12,7 +12,7 @@ import torch
 
 import dino_vit
 from dino_vit.eval.attention import cls_attention, whole_image
-from dino_vit.reports.pictures import as_picture, overlay, side_by_side
+from dino_vit.views.pictures import as_picture, overlay, side_by_side
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("video")

@@ -35,7 +35,9 @@ from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
-from dino_vit.reports.pictures import (
+from dino_vit.reports.record import RunRecord, read_run
+from dino_vit.views.build import build_pixels, make_views
+from dino_vit.views.pictures import (
     as_picture,
     data_uri,
     draw_patches,
@@ -46,8 +48,6 @@ from dino_vit.reports.pictures import (
     resize_sides,
     shorten,
 )
-from dino_vit.reports.record import RunRecord, read_run
-from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
 NEIGHBOURS = 8

@@ -31,9 +31,9 @@ from dino_vit.data.open import open_source
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.reports import pictures
-from dino_vit.reports.pictures import principal_colours, resize_sides
+from dino_vit.views import pictures
 from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of, resize, say_if_far
+from dino_vit.views.pictures import principal_colours, resize_sides
 from dino_vit.weights import load_backbone
 
 MASS = 0.6  # of the attention, in the mask of a head

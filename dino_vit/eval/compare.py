@@ -32,12 +32,12 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval import knn, linear
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
-from dino_vit.eval.figures import Figure, PerImageMetric
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.results import write_results
 from dino_vit.eval.sets import open_sets
-from dino_vit.reports.pictures import shorten
+from dino_vit.eval.statistics import Figure, PerImageMetric
+from dino_vit.views.pictures import shorten
 from dino_vit.weights import load_backbone
 from dino_vit.weights.hub import is_name
 

@@ -15,10 +15,10 @@ from dino_vit.config.commands import LOGISTIC_IMAGES, STANDARD_CS
 from dino_vit.config.settings import Task
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.eval.figures import Figure, accuracy, average_precision, measure
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.eval.statistics import Figure, accuracy, average_precision, measure
 from dino_vit.models.classifiers import (
     BLOCK,
     LinearHeads,

@@ -16,11 +16,6 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import (
-    TITLES,
-    Predictions,
-    measure,
-)
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
@@ -34,6 +29,11 @@ from dino_vit.eval.results import (
     score,
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
+from dino_vit.eval.statistics import (
+    TITLES,
+    Predictions,
+    measure,
+)
 from dino_vit.models.backbone import FeatureSpec
 
 

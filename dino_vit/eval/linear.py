@@ -17,7 +17,6 @@ from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearCon
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.figures import TITLES, Figure, measure
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.probes import (
     count_correct,
@@ -44,6 +43,7 @@ from dino_vit.eval.sets import (
     hold_out,
     open_sets,
 )
+from dino_vit.eval.statistics import TITLES, Figure, measure
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads, on_standardised
 

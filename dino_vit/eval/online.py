@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.sections import BASELINES
+from dino_vit.config.settings import Title
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -18,19 +20,58 @@ from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet
 from dino_vit.eval.batches import missing_indices, warn_of_unreadable
 from dino_vit.eval.features import FrozenBackbone, build_baseline
-from dino_vit.eval.figures import TITLES, measure, trivial_baselines
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.sets import count_shared, divide, labelled_subset
+from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
-from dino_vit.reports.metrics import Guesses, OnlineFigures
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20
 # Of a source with more images than MANY, evaluations choose among some that are drawn at random.
 MANY, DRAWN = 2**24, 2**16
 _QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
+# Which images were classified correctly: their bits, in hexadecimal.
+Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
+
+
+@dataclass(frozen=True)
+class OnlineFigures:
+    """What an evaluation measured; accuracies are in per cent, by the labels top-1 or mAP.
+
+    `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
+    that vote in k-NN and tested on its queries; without splits on one half of each class, in blocks, and
+    tested on the other, in turn.
+    """
+
+    rankme: float | None = None  # of the CLS token
+    knn: float | None = None  # of the CLS token
+    best_features: str | None = None  # the tokens that are classified best
+    best_knn: float | None = None
+    probe: float | None = None
+    colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
+    knn_answers: Answers | None = None
+    best_knn_answers: Answers | None = None
+    probe_answers: Answers | None = None
+    # Standard errors in points, where a figure is mAP, which no image is right or wrong by.
+    knn_error: float | None = None
+    best_knn_error: float | None = None
+    probe_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guesses:
+    """What needs no training, in per cent, and what accuracies are; figures are missing without labels."""
+
+    metric: Title = "top-1"  # what all accuracies are
+    pixels: float | None = None  # k-NN by the baselines
+    gradients: float | None = None
+    colours: float | None = None  # a probe of the mean and std of each channel
+    largest_class: float | None = None  # always guessed
+    chance: float | None = None  # of several labels: always guessing their mean
+    queries: int | None = None  # images that accuracies are of
+    leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 
 
 def rankme(features: Tensor) -> float:

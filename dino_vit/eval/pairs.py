@@ -1,49 +1,12 @@
 """Which of several backbones is best by figures of the same images, and how sure that is."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import numpy as np
-import torch
-
-from dino_vit.eval.figures import RESAMPLES, PerImageMetric, percent_interval
-from dino_vit.reports.significance import mcnemar
+from dino_vit.eval.statistics import Difference, PerImageMetric, difference
 
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first figure minus the second, in points, and how probable so large a one is by chance."""
-
-    points: float
-    low: float
-    high: float
-    p: float
-
-
-def difference(first: PerImageMetric, second: PerImageMetric) -> Difference:
-    """Compare two backbones on the images that both have judged.
-
-    Where an image is right or wrong, p is of the exact test of McNemar, otherwise of the bootstrap: twice
-    the share of the resamples in which the difference has the other sign, or, where none has, of a normal
-    distribution as wide as theirs, as so many cannot show how small it is. The interval is the bootstrap's.
-    """
-    images = np.intersect1d(first.images, second.images)
-    first, second = first.subset(images), second.subset(images)
-    resampled = first.resampled() - second.resampled()
-    right, other = first.parts[0], second.parts[0]
-    if right.dtype == torch.bool:
-        p = mcnemar(int((right & ~other).sum()), int((other & ~right).sum()))
-    else:
-        beyond = min(int((resampled <= 0).sum()), int((resampled >= 0).sum()))
-        p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
-        if not beyond:
-            tail = math.erfc(float(resampled.mean().abs() / resampled.std()) / math.sqrt(2))
-            p = min(p, max(tail, 0.5 ** (len(images) - 1)))  # of few images no test can be surer
-    return Difference(100 * (first.mean - second.mean), *percent_interval(resampled), p)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dino_vit.core.device import to_device
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
-from dino_vit.eval.figures import TOP_K
+from dino_vit.eval.statistics import TOP_K
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.sampler import Sampler

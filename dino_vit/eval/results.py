@@ -23,7 +23,8 @@ from dino_vit.core.distributed import is_main_process
 from dino_vit.core.invocation import after_figures, on_console
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, format_table, plural, public, public_values
-from dino_vit.eval.figures import (
+from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.eval.statistics import (
     TITLES,
     Figure,
     PerImageMetric,
@@ -32,7 +33,6 @@ from dino_vit.eval.figures import (
     measured_share,
     number_text,
 )
-from dino_vit.eval.sets import LabelledFeatures
 
 RARE = 10  # of fewer images the figures of a class say little
 _SHOWN = 10

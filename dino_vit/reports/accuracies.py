@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dino_vit.config.sections import BASELINES
+from dino_vit.eval.statistics import Z, mcnemar, wilson_interval
 from dino_vit.reports.metrics import Baseline, MetricsRecord
-from dino_vit.reports.significance import Z, mcnemar, wilson_interval
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
 QUERIES = 1000  # where a run did not record how many images an accuracy is of

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from dino_vit.config.settings import Title
 from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
+from dino_vit.eval.online import Guesses, OnlineFigures
 
 T = TypeVar("T")
 
@@ -21,47 +21,6 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Count = Annotated[int, Field(ge=0, le=2**53)]
 # The first of these that is measured tells which step was the best.
 DECISIVE = ("knn", "rankme")
-
-# Which images were classified correctly: their bits, in hexadecimal.
-Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
-
-
-@dataclass(frozen=True)
-class OnlineFigures:
-    """What an evaluation measured; accuracies are in per cent, by the labels top-1 or mAP.
-
-    `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
-    that vote in k-NN and tested on its queries; without splits on one half of each class, in blocks, and
-    tested on the other, in turn.
-    """
-
-    rankme: float | None = None  # of the CLS token
-    knn: float | None = None  # of the CLS token
-    best_features: str | None = None  # the tokens that are classified best
-    best_knn: float | None = None
-    probe: float | None = None
-    colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
-    knn_answers: Answers | None = None
-    best_knn_answers: Answers | None = None
-    probe_answers: Answers | None = None
-    # Standard errors in points, where a figure is mAP, which no image is right or wrong by.
-    knn_error: float | None = None
-    best_knn_error: float | None = None
-    probe_error: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guesses:
-    """What needs no training, in per cent, and what accuracies are; figures are missing without labels."""
-
-    metric: Title = "top-1"  # what all accuracies are
-    pixels: float | None = None  # k-NN by the baselines
-    gradients: float | None = None
-    colours: float | None = None  # a probe of the mean and std of each channel
-    largest_class: float | None = None  # always guessed
-    chance: float | None = None  # of several labels: always guessing their mean
-    queries: int | None = None  # images that accuracies are of
-    leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from dino_vit.reports.accuracies import better_baseline
 from dino_vit.reports.record import RunRecord, changed_settings, diagnosis, facts, verdict
 from dino_vit.reports.verdict import BAD, RISES, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
+from dino_vit.views.pictures import Tile
 
 FIGURES = 4  # the numbers to look at first
 SHOWN = 4  # charts; the page has the others behind a line to open
@@ -52,13 +53,6 @@ SINGLE = [  # field of a record, title, caption
     ("data_wait", "Waiting for images", f"Share of the time; above {WAITING:g}, {WAITING_HELP}."),
 ]
 MAX_NAME = 120  # characters
-
-
-class Tile(NamedTuple):
-    """A picture and its caption."""
-
-    uri: str
-    caption: str
 
 
 class Row(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 
 from dino_vit.core.distributed import broadcast_int, is_main_process
 from dino_vit.core.storage import digest
-from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.models.student_teacher import Network
-from dino_vit.reports.metrics import DECISIVE, Baseline, OnlineFigures
+from dino_vit.reports.metrics import DECISIVE, Baseline
 
 
 @dataclass

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dino_vit
-from dino_vit.eval.figures import accuracy
+from dino_vit.eval.statistics import accuracy
 from tests.support.images import write_synthetic
 
 DRAWS, LEARNED, JUDGED = 4, 80, 60

@@ -20,9 +20,9 @@ from dino_vit.eval.cross_validation import (
     cross_validate,
     train_candidate,
 )
-from dino_vit.eval.figures import accuracy
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.eval.statistics import accuracy
 
 
 def features(*, images=60, classes=3, width=8):

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from dino_vit.data.open import open_source
-from dino_vit.eval.figures import accuracy
 from dino_vit.eval.knn import few_shots
 from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.eval.statistics import accuracy
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights import load_backbone
 from tests.support.backbones import extracted

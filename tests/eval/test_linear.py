@@ -10,10 +10,10 @@ import dino_vit
 from dino_vit import load_backbone
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.figures import accuracy
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.probes import count_correct
 from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
+from dino_vit.eval.statistics import accuracy
 from tests.support.backbones import extracted
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two

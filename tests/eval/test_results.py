@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dino_vit.config.commands import KnnConfig, LinearConfig
-from dino_vit.eval.figures import accuracy
 from dino_vit.eval.results import default_output, evaluation
+from dino_vit.eval.statistics import accuracy
 from dino_vit.reports.record import read_evaluations
 
 GIVEN = {"source": "photos/test", "weights": "runs/first"}

@@ -11,11 +11,12 @@ from dino_vit.cli import main
 from dino_vit.config.loading import load, to_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.open import open_source
-from dino_vit.eval.figures import accuracy
 from dino_vit.eval.results import evaluation
+from dino_vit.eval.statistics import accuracy
 from dino_vit.reports.metrics import append_record
-from dino_vit.reports.page import SHOWN, Pictures, Row, Tile, charts, figures, plain, render, thin
+from dino_vit.reports.page import SHOWN, Pictures, Row, charts, figures, plain, render, thin
 from dino_vit.reports.record import diagnosis, read_run
+from dino_vit.views.pictures import Tile
 from tests.support.history import HEALTHY
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, write_report
 

@@ -19,11 +19,11 @@ from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.online import random_indices
-from dino_vit.reports.pictures import heat, overlay
 from dino_vit.reports.record import read_run
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_views
 from dino_vit.views.loader import Loader
+from dino_vit.views.pictures import heat, overlay
 from dino_vit.views.sampler import Sampler
 from tests.support.images import write_synthetic
 from tests.support.reports import picture_of

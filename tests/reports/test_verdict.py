@@ -16,7 +16,7 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.eval.figures import accuracy
+from dino_vit.eval.statistics import accuracy
 from dino_vit.reports import collapse as collapses
 from dino_vit.reports.collapse import PATIENCE, collapse
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline

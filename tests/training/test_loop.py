@@ -14,9 +14,8 @@ import dino_vit.training.pretrain
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.process import Interruption
-from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.optim import warmup_cosine
-from dino_vit.reports.metrics import OnlineFigures
 from dino_vit.training.interval import Interval
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter

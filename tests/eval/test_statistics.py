@@ -1,21 +1,26 @@
-"""Figures and their intervals; metrics as of scikit-learn, for any weights of the images, and as of loops."""
+"""Figures, intervals, tests; metrics as of scikit-learn, for any weights of the images, and as of loops."""
 
 import math
+from fractions import Fraction
+from math import comb
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1_score, roc_auc_score
 
-from dino_vit.eval.figures import (
+from dino_vit.eval.statistics import (
     RESAMPLES,
     PerImageMetric,
     Predictions,
     accuracy,
     auroc,
     average_precision,
+    difference,
     f1,
+    mcnemar,
     measure,
+    measured_share,
     summed,
 )
 
@@ -123,3 +128,62 @@ def test_the_mean_of_classes_counts_each_class_alike():
     assert figure.value == pytest.approx(100 * balanced_accuracy_score(targets, ranked[:, 0]))
     assert figure.low < figure.value <= figure.high
     assert found.figures()["mean_of_classes"] == figure
+
+
+def by_definition(first, second):
+    """The share of all ways to split the images that are at least as uneven."""
+    count = first + second
+    ways = sum(comb(count, k) for k in range(count + 1) if abs(2 * k - count) >= abs(first - second))
+    return float(Fraction(ways, 2**count))
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 9), (9, 3), (5, 5), (40, 71), (0, 30)])
+def test_mcnemar_is_the_exact_test(first, second):
+    assert mcnemar(first, second) == pytest.approx(by_definition(first, second), rel=1e-9)
+
+
+def rightly(title, images, right):
+    return measured_share(title, np.array(images), torch.tensor(right, dtype=torch.bool))
+
+
+def test_backbones_are_compared_on_the_images_that_both_judged():
+    first = rightly("a", [4, 2, 9, 7], [1, 1, 0, 1])
+    second = rightly("b", [9, 4, 7, 1], [1, 0, 1, 0])
+    found = difference(first, second)  # on images 4, 7 and 9: 1, 1, 0 against 0, 1, 1
+    assert found.points == pytest.approx(0)
+    assert found.p == by_definition(1, 1)
+    assert first.figure.value == pytest.approx(75)
+
+
+def test_pairing_sees_what_intervals_alone_do_not():
+    hard = RANDOM.random(2000) < 0.5
+    better = ~hard
+    better[np.flatnonzero(hard)[:30]] = True  # what the other gets, and 30 images more
+    images = np.arange(2000)
+    first, second = (rightly("", images, one) for one in (better, ~hard))
+    found = difference(first, second)
+    assert found.points == pytest.approx(1.5)
+    assert found.low > 0
+    assert found.p == pytest.approx(by_definition(30, 0))
+    assert first.figure.low < second.figure.value  # though the intervals overlap
+
+
+def test_other_figures_are_compared_by_the_bootstrap():
+    true = torch.full((50,), 10.0)
+    noise = torch.from_numpy(RANDOM.random(50))
+
+    def measured(right):
+        return PerImageMetric(title="", images=np.arange(50), parts=[right, true], metric=summed(torch.div))
+
+    worse, better = measured(5 + noise), measured(6 + noise)
+    found = difference(better, worse)
+    assert (found.points, found.low, found.high) == pytest.approx((10, 10, 10))
+    assert 0 <= found.p <= 2 / (RESAMPLES + 1)
+    assert difference(worse, better).points == pytest.approx(-10)
+    assert difference(worse, worse).p == 1
+
+
+def test_four_images_prove_little():
+    shares = torch.rand(4, generator=torch.Generator().manual_seed(0)).double()
+    few = [measured_share("mAP", np.arange(4), shares / 4 + more) for more in (0.5, 0)]
+    assert difference(*few).p == pytest.approx(2 / (RESAMPLES + 1))

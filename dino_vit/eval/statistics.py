@@ -1,4 +1,4 @@
-"""Figures with how sure they are: shares of images, and functions of weights of the images.
+"""Figures with how sure they are, and whether two of the same images differ.
 
 Metrics take weights of the images (r, n), such as those of a bootstrap, and outputs and targets (n, c). They
 return (r, c), NaN where a column has nothing to judge by. An output is the score of a label, from 0 to 1.
@@ -8,17 +8,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributions import Binomial
 
 from dino_vit.config.settings import Task, Title
 from dino_vit.core.text import plural
-from dino_vit.reports.significance import wilson_interval
 
+Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % confidence interval, in standard errors
 RESAMPLES = 1000  # of the images
 TOP_K = 5  # of fewer classes, or as many, the right one is always among the first five
 _WEIGHTS = 2**22  # of images, in memory at a time
@@ -51,6 +53,14 @@ class Figure:
 def number_text(value: float) -> str:
     """Return a number from 0 to 1 with three digits."""
     return f"{value:#.3g}"
+
+
+def wilson_interval(share: float, images: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share of images, which is valid near 0 and 1 too (1927)."""
+    middle = (share + Z * Z / (2 * images)) / (1 + Z * Z / images)
+    reach = Z / (1 + Z * Z / images) * math.sqrt(share * (1 - share) / images + (Z / (2 * images)) ** 2)
+    # At the ends the bound is the share itself up to rounding.
+    return 0.0 if share == 0 else middle - reach, 1.0 if share == 1 else middle + reach
 
 
 def accuracy(correct: int, images: int) -> Figure:
@@ -215,6 +225,49 @@ def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> Per
 
 def percent_interval(resampled: Tensor) -> tuple[float, float]:
     return float(100 * resampled.nanquantile(0.025)), float(100 * resampled.nanquantile(0.975))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first figure minus the second, in points, and how probable so large a one is by chance."""
+
+    points: float
+    low: float
+    high: float
+    p: float
+
+
+def difference(first: PerImageMetric, second: PerImageMetric) -> Difference:
+    """Compare two backbones on the images that both have judged.
+
+    Where an image is right or wrong, p is of the exact test of McNemar, otherwise of the bootstrap: twice
+    the share of the resamples in which the difference has the other sign, or, where none has, of a normal
+    distribution as wide as theirs, as so many cannot show how small it is. The interval is the bootstrap's.
+    """
+    images = np.intersect1d(first.images, second.images)
+    first, second = first.subset(images), second.subset(images)
+    resampled = first.resampled() - second.resampled()
+    right, other = first.parts[0], second.parts[0]
+    if right.dtype == torch.bool:
+        p = mcnemar(int((right & ~other).sum()), int((other & ~right).sum()))
+    else:
+        beyond = min(int((resampled <= 0).sum()), int((resampled >= 0).sum()))
+        p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
+        if not beyond:
+            tail = math.erfc(float(resampled.mean().abs() / resampled.std()) / math.sqrt(2))
+            p = min(p, max(tail, 0.5 ** (len(images) - 1)))  # of few images no test can be surer
+    return Difference(100 * (first.mean - second.mean), *percent_interval(resampled), p)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Return the probability of so uneven a split of the images that only one of two gets right.
+
+    McNemar's test in its exact form: if both were as good, each such image would fall to either with 1/2.
+    """
+    splits = Binomial(only_first + only_second, torch.tensor(0.5, dtype=torch.double), validate_args=False)
+    fewer = torch.arange(min(only_first, only_second) + 1, dtype=torch.double)
+    logs: Tensor = splits.log_prob(fewer)  # type: ignore[no-untyped-call]
+    return min(1.0, 2 * float(logs.exp().sum()))
 
 
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
