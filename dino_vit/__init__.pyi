@@ -495,11 +495,9 @@ def knn(
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
     several: bool = False,
-    seed: int = 0,
     k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
     tokens: Literal["cls", "mean", "cls+mean"] = "cls",
     blocks: int = 1,
-    shots: int | None = None,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
@@ -527,11 +525,9 @@ def knn(
       train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
-      seed=0                              seed of every random number
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
       blocks=1                            last blocks whose tokens are joined
-      shots=null                          images of each class to classify by, drawn by the seed; null: all
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
@@ -661,7 +657,6 @@ def compare(
     train_labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     seed: int = 0,
-    measures: Literal["knn", "linear"] | collections.abc.Sequence[Literal["knn", "linear"]] = (),
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | CompareConfig | None = None,
     verbose: bool = True,
@@ -670,7 +665,7 @@ def compare(
 
         dino_vit.compare("photos", ("runs/a", "runs/b"))
 
-    Measure all backbones and compare them by pairs of images; with an output, write a picture and JSON.
+    Measure all backbones and compare them by pairs of images; with an output, write JSON.
 
     The settings and their defaults:
 
@@ -690,8 +685,7 @@ def compare(
       train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
-      measures=[]                         what to measure; empty: both
-      output=null                         folder for a picture and JSON files; null: comparison, in Python none
+      output=null                         JSON file; null: comparison.json, in Python none [FILE.json]
     """
 
 def attention(

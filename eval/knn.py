@@ -7,10 +7,6 @@ The normalised CLS token of each image (shorter side 256, bicubic; centre 224) i
 nearest training images vote for their class with exp(cosine / 0.07); k is 10, 20, 100 and 200. With one set
 alone each image is classified by the others.
 
-    python eval/knn.py ... shots=5 seed=0
-
-Five images of each class are drawn by the seed; take the mean over several seeds.
-
 Expected on ImageNet-1k, top-1 at k = 20: the released ViT-S/16 74.5 %, S/8 78.3 %, B/16 76.1 %, B/8 77.4 %;
 ViT-S/16 after the 100 epochs of configs/pretrain/vits16.yaml 69.3 %.
 """

@@ -193,7 +193,7 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"], "features in the cache only"
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert dino_vit.compare(photos, [run, "untrained"], cache=tmp_path, verbose=False).picture is None
+    assert dino_vit.compare(photos, [run, "untrained"], cache=tmp_path, verbose=False).path is None
     dino_vit.attention(photos, run, count=1, verbose=False)
     assert not list(Path().iterdir()), "nothing is written unless output says so"
 

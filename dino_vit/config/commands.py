@@ -24,7 +24,6 @@ from dino_vit.config.settings import (
 
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
-Evaluator = Literal["knn", "linear"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of logistic regressions as published
@@ -70,15 +69,14 @@ class CachedConfig(BackboneConfig):
     cache_gb: NonNegative = setting(50.0, "largest size of cached features and indexes", resumable=True)
 
 
-class SupervisedConfig(Settings):
-    """Labelled images to evaluate a classifier on, and to train it on."""
+class LabelledConfig(Settings):
+    """Labelled images to evaluate on, and to learn from."""
 
     source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
     labels: str | None = setting(None, "CSV, JSON or Parquet with the labels of source; null: its own")
     train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
     train_labels: str | None = setting(None, "CSV, JSON or Parquet with the labels of train; null: its own")
     several: bool = SEVERAL
-    seed: Seed = setting(0, "seed of every random number")
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
@@ -86,7 +84,13 @@ class SupervisedConfig(Settings):
             yield "train_labels are those of train, which is not given"
 
 
-class KnnConfig(SupervisedConfig, CachedConfig):
+class SupervisedConfig(LabelledConfig):
+    """The same, with a classifier that is trained."""
+
+    seed: Seed = setting(0, "seed of every random number")
+
+
+class KnnConfig(LabelledConfig, CachedConfig):
     """Measure how good features are: classify labelled images by their nearest neighbours."""
 
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
@@ -95,7 +99,6 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is reported in detail")
     tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
-    shots: Count | None = setting(None, "images of each class to classify by, drawn by the seed; null: all")
     output: JsonFile | None = RESULTS
 
 
@@ -161,15 +164,14 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 
     examples: ClassVar = (
         "compare photos runs/a runs/b",
-        "compare photos runs/a gradients pixels untrained output=baselines",
+        "compare photos runs/a gradients pixels untrained output=baselines.json",
     )
     # Several, where the other commands take one.
     weights: NonEmpty[str] = Field(  # type: ignore[assignment]
         description="run folders, weights files, gradients, pixels, untrained (the network of the first)"
     )
-    measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: both")
-    output: str | None = setting(None, f"folder for a picture and JSON files; null: comparison, {IN_PYTHON}")
-    writes: ClassVar = "comparison"
+    output: JsonFile | None = setting(None, f"JSON file; null: comparison.json, {IN_PYTHON}")
+    writes: ClassVar = "comparison.json"
 
     def contradictions(self) -> Iterator[str]:
         """Yield weights that leave nothing to compare."""

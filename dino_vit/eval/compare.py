@@ -1,96 +1,86 @@
 """Compare backbones on the same images: all evaluators that fit the labels at hand, paired by image."""
 
 import math
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dino_vit.config.commands import (
-    UNTRAINED,
-    CachedConfig,
-    CompareConfig,
-    Evaluator,
-    KnnConfig,
-    LinearConfig,
-)
+from dino_vit.config.commands import UNTRAINED, CachedConfig, CompareConfig, KnnConfig, LinearConfig
 from dino_vit.config.outputs import check_outputs
-from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Settings
 from dino_vit.core import log
-from dino_vit.core.distributed import agree, is_main_process
-from dino_vit.core.invocation import after_figures
+from dino_vit.core.distributed import agree
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, format_table, plural, public, said_once
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval import knn, linear
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
-from dino_vit.eval.pairs import Pair, compare_pairs, standings, verdict
 from dino_vit.eval.results import write_results
 from dino_vit.eval.sets import open_sets
-from dino_vit.eval.statistics import Figure, PerImageMetric
-from dino_vit.views.pictures import shorten
+from dino_vit.eval.statistics import Difference, Figure, PerImageMetric, difference
 from dino_vit.weights import load_backbone
-from dino_vit.weights.hub import is_name
 
-CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig}
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
+CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
+
+Measured = Mapping[str, Mapping[str, PerImageMetric]]  # by title, then by the weights
+Figures = Mapping[str, Mapping[str, Figure]]
 
 
-Measured = dict[str, dict[str, PerImageMetric]]  # by title, then by the name of the backbone
+@dataclass(frozen=True)
+class Pair:
+    """Two backbones by one figure."""
+
+    figure: str
+    better: str
+    other: str
+    difference: Difference
+    corrected_p: float  # its p, times the pairs by this figure (Bonferroni)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
-    figures: dict[str, dict[str, Figure]]  # by title, then by the short name of the weights
-    ranks: dict[str, float]  # effective, by name
+    figures: dict[str, dict[str, Figure]]  # by title, then by the weights
+    ranks: dict[str, float]  # effective, by the weights
     pairs: list[Pair]
     verdict: str
-    picture: Path | None  # of the figures with their intervals
     path: Path | None  # of the JSON file
 
 
 def run(config: CompareConfig) -> ComparisonResult:
-    """Measure all backbones and compare them by pairs of images; with an output, write a picture and JSON."""
+    """Measure all backbones and compare them by pairs of images; with an output, write JSON."""
     start_processes()
-    folder = None if config.output is None else Path(config.output)
-    paths = dict(zip(names_of(config.weights), config.weights, strict=True))
     several = config.several and has_cells(config.source, config.labels)
     source = agree(
         "images", lambda: open_source(config.source, config.labels, several=several), ImageSet.describe
     )
-    evaluators = choose_evaluators(config, source)
+    has_classes = len({source.label(index) for index in range(len(source))} - {None}) >= 2
     for weights in config.trained:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
-    if folder:
-        numbers = range(1, len(paths) + 1)
-        files = [file_of(folder, number, name) for number in numbers for name in evaluators]
-        check_outputs(config, *outputs_of(folder), *files)
-    ranks, measured = dict[str, float](), Measured()
+    if config.output:
+        check_outputs(config, Path(config.output))
+    ranks, measured = dict[str, float](), dict[str, dict[str, PerImageMetric]]()
     with said_once():  # the images are opened again for each backbone and evaluator
-        for number, (name, weights) in enumerate(paths.items(), 1):
-            log.info("%d of %d: %s", number, len(paths), name)
+        for number, weights in enumerate(config.weights, 1):
+            log.info("%d of %d: %s", number, len(config.weights), weights)
             frozen = _load(config, weights)
-            ranks[name] = _effective_rank(config, frozen, source, name)
-            for evaluator in evaluators:
-                values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
-                figure = _evaluate(evaluator, config, values, frozen)
-                measured.setdefault(figure.title, {})[name] = figure
-                log.info("%s: %s %s %%", name, figure.title, figure.figure)
+            ranks[weights] = _effective_rank(config, frozen, source, weights)
+            for metric in _evaluate(config, weights, frozen) if has_classes else ():
+                measured.setdefault(metric.title, {})[weights] = metric
+                log.info("%s: %s %s %%", weights, metric.title, metric.figure)
     learned = f", learned from {public(config.train)}" if config.train else ""
-    heading = f"{', '.join(paths)} on {plural(len(source), 'image')} of {public(config.source)}{learned}"
-    return _conclude(config, heading, ranks, measured, paths)
+    images = f"{plural(len(source), 'image')} of {public(config.source)}{learned}"
+    return _conclude(config, f"{', '.join(config.weights)} on {images}", ranks, measured)
 
 
 def _load(config: CompareConfig, weights: str) -> FrozenBackbone:
@@ -110,83 +100,6 @@ def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
     return replace(trained, model=model.eval().to(trained.device))
 
 
-def _conclude(
-    config: CompareConfig,
-    heading: str,
-    ranks: dict[str, float],
-    measured: Measured,
-    paths: Mapping[str, str],
-) -> ComparisonResult:
-    """Compare what was measured, and write the picture and the JSON."""
-    pairs = compare_pairs(measured)
-    best = standings(measured, pairs)
-    figures = {
-        title: {name: figure.figure for name, figure in by_name.items()}
-        for title, by_name in measured.items()
-    }
-    answer = verdict(best)
-    text = f"{heading}\n\n{_table(ranks, figures, best)}\n\n{answer}"
-    picture = path = None
-    if config.output is not None:
-        picture, path = outputs_of(Path(config.output))
-        picture = picture if figures else None  # the ranks alone need none
-        results = {
-            "settings": config.model_dump(mode="json"),
-            "weights": paths,
-            "figures": figures,
-            "effective_rank": ranks,
-            "pairs": pairs,
-            "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
-            "verdict": answer,
-        }
-        write_results(path, results)
-        if picture and is_main_process():
-            with after_figures():
-                _draw(figures, best, picture)
-        text += "\n\n" + "\n".join(str(file) for file in (picture, path) if file)
-    return ComparisonResult(
-        figures=figures,
-        ranks=ranks,
-        pairs=pairs,
-        verdict=answer,
-        picture=picture,
-        path=path,
-        text=text,
-    )
-
-
-def outputs_of(folder: Path) -> tuple[Path, Path]:
-    """Return the files for the picture and for all figures."""
-    return folder / "comparison.png", folder / "comparison.json"
-
-
-def file_of(folder: Path, number: int, evaluator: Evaluator) -> Path:
-    """Return the file for the results of one evaluator of one of the backbones."""
-    return folder / f"{number}-{evaluator}.json"
-
-
-def names_of(weights: Sequence[str]) -> list[str]:
-    """Return short names of weights: without the folder that all of them share, checkpoints by their step."""
-    texts = [re.sub(r"/checkpoints/step-0*(\d+)\.safetensors$", r" (step \1)", path) for path in weights]
-    paths = [text for text in texts if not is_name(text) and text != UNTRAINED]
-    folders = [os.path.dirname(os.path.abspath(path)) for path in paths]
-    shared = os.path.commonpath(folders) if folders else ""
-    short = {path: os.path.relpath(path, shared) for path in paths}
-    names = [short.get(text, text) for text in texts]
-    is_clear = len({*names}) == len(names) and {UNTRAINED, *BASELINES}.isdisjoint(short.values())
-    return names if is_clear else [*weights]
-
-
-def choose_evaluators(config: CompareConfig, source: ImageSet) -> list[Evaluator]:
-    """Return what is to be measured, or raise if it is asked for and the labels do not allow it."""
-    if len({source.label(index) for index in range(len(source))} - {None}) >= 2:
-        return list(config.measures or CONFIGS)
-    if config.measures:
-        reason = "the images need labels of two classes or more: a folder for each class, or labels=FILE"
-        raise ValueError(f"measures={config.measures[0]}: {reason}")
-    return []
-
-
 def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: ImageSet, name: str) -> float:
     few = len(source) <= RANK_IMAGES  # then all, whose features k-NN needs too
     indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
@@ -194,19 +107,12 @@ def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: Image
     return rankme(torch.from_numpy(features))
 
 
-def _evaluate(
-    evaluator: Evaluator, config: CompareConfig, values: dict[str, Any], frozen: FrozenBackbone
-) -> PerImageMetric:
-    """Run one evaluator on one backbone."""
-    values |= _shared(config, CONFIGS[evaluator])
-    try:
-        if evaluator == "knn":
-            by_knn = KnnConfig(**values, k=(NEIGHBOURS,))
-            return knn.evaluate(by_knn, frozen, open_sets(by_knn, blocks=None)).measured
-        by_linear = LinearConfig(**values)
-        return linear.evaluate(by_linear, frozen, open_sets(by_linear)).measured
-    except ValueError as error:
-        raise ValueError(f"{evaluator}: {error}; measures= chooses what is measured") from error
+def _evaluate(config: CompareConfig, weights: str, frozen: FrozenBackbone) -> Iterator[PerImageMetric]:
+    """Run all evaluators on one backbone."""
+    by_knn = KnnConfig(**_shared(config, KnnConfig), weights=weights, k=(NEIGHBOURS,))
+    yield knn.evaluate(by_knn, frozen, open_sets(by_knn, blocks=None)).measured
+    by_linear = LinearConfig(**_shared(config, LinearConfig), weights=weights)
+    yield linear.evaluate(by_linear, frozen, open_sets(by_linear)).measured
 
 
 def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
@@ -214,7 +120,72 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
     return config.model_dump(include=set(cls.model_fields) - {"weights", "output"})
 
 
-Figures = Mapping[str, Mapping[str, Figure]]
+def _conclude(
+    config: CompareConfig, heading: str, ranks: dict[str, float], measured: Measured
+) -> ComparisonResult:
+    """Compare what was measured, and write the JSON."""
+    pairs = compare_pairs(measured)
+    best = standings(measured, pairs)
+    figures = {
+        title: {name: metric.figure for name, metric in by_name.items()}
+        for title, by_name in measured.items()
+    }
+    answer, path = verdict(best), Path(config.output) if config.output else None
+    text = f"{heading}\n\n{_table(ranks, figures, best)}\n\n{answer}"
+    if path:
+        results = {
+            "settings": config.model_dump(mode="json"),
+            "figures": figures,
+            "effective_rank": ranks,
+            "pairs": pairs,
+            "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
+            "verdict": answer,
+        }
+        write_results(path, results)
+        text += f"\n\n{path}"
+    return ComparisonResult(figures=figures, ranks=ranks, pairs=pairs, verdict=answer, path=path, text=text)
+
+
+def compare_pairs(figures: Measured) -> list[Pair]:
+    """Compare all pairs by every figure, image by image."""
+    pairs = []
+    for title, backbones in figures.items():
+        best_first = sorted(backbones, key=lambda name: backbones[name].mean, reverse=True)
+        by_figure = list(combinations(best_first, 2))
+        for better, other in by_figure:
+            between = difference(backbones[better], backbones[other])
+            pairs.append(Pair(title, better, other, between, min(1.0, len(by_figure) * between.p)))
+    return pairs
+
+
+def standings(figures: Measured, pairs: Sequence[Pair]) -> dict[str, tuple[str, ...]]:
+    """Return which is best by each figure, followed by those not significantly worse on these images."""
+    by_title = {}
+    for title, backbones in figures.items():
+        best = max(backbones, key=lambda name: backbones[name].mean)
+        others = [pair for pair in pairs if (pair.figure, pair.better) == (title, best)]
+        by_title[title] = (best, *(pair.other for pair in others if pair.corrected_p >= CHANCE))
+    return by_title
+
+
+def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
+    """Say which backbone to take, or that it depends."""
+    if not by_title:
+        text = "There are no labels to judge by: use a folder for each class, or labels=FILE."
+        return f"{text} The effective rank alone does not tell which features are better."
+    top = [*by_title.values()]
+    everywhere = [name for name in top[0] if all(name in names for names in top)]
+    if everywhere:
+        titles = " and ".join(by_title)
+        if all(names == (everywhere[0],) for names in top):
+            return f"Take {everywhere[0]}: on these images it is the best by {titles}."
+        first, *others = everywhere
+        text = " or ".join(everywhere)
+        if others and all(names[0] == first for names in top):
+            text = f"{first}; {' and '.join(others)} may be as good"
+        return f"Take {text}: no significant difference on these images by {titles}."
+    wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
+    return f"It depends on the figure. The best is {wins}."
 
 
 def _table(ranks: Mapping[str, float], figures: Figures, best: Mapping[str, tuple[str, ...]]) -> str:
@@ -233,26 +204,3 @@ def _table(ranks: Mapping[str, float], figures: Figures, best: Mapping[str, tupl
     meaning = "effective rank: over about how many directions features spread"
     legend = f"* best; = perhaps as good: the difference may be chance (p, times {pairs}, is 0.05 or more)"
     return f"{table}\n{legend}; {meaning}" if best else f"{table}\n{meaning}"
-
-
-def _draw(figures: Figures, best: Mapping[str, tuple[str, ...]], path: Path) -> None:
-    """Draw the figures with their intervals, side by side."""
-    from matplotlib.figure import Figure as Plot
-
-    rows, columns = [*next(iter(figures.values()))], len(figures)
-    plot = Plot(figsize=(2.5 + 3 * columns, 1.2 + 0.35 * len(rows)), layout="constrained")
-    axes = plot.subplots(1, columns, sharey=True, squeeze=False)[0]
-    for axis, (title, by_name) in zip(axes, figures.items(), strict=True):
-        for name, figure in by_name.items():
-            colour = "C0" if name in best[title] else "0.55"
-            reach = [[figure.value - figure.low], [figure.high - figure.value]]
-            axis.errorbar(figure.value, rows.index(name), xerr=reach, fmt="o", color=colour, capsize=3)
-        axis.set_title(title, fontsize=10, parse_math=False)
-        axis.grid(axis="x", color="0.9")
-        axis.set_xlabel("%")
-    axes[0].set_yticks(range(len(rows)), [shorten(name, 40) for name in rows], parse_math=False)
-    axes[0].set_ylim(len(rows) - 0.5, -0.5)  # the first on top
-    legend = "95 % confidence intervals over images; blue: the best, and what is not significantly worse"
-    plot.supxlabel(legend, fontsize=8)
-    with replacing(path) as partial:
-        plot.savefig(partial, dpi=130, format="png")

@@ -4,15 +4,14 @@ Several labels of an image are predicted by the mean of the neighbours.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
-from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
@@ -41,18 +40,17 @@ def run(config: KnnConfig) -> EvaluationResult:
     """Classify; with an output, write the JSON. The figures are those of the first k."""
     start_processes()
     sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
-    return evaluate(config, frozen_backbone(config), sets)
+    frozen = frozen_backbone(config)
+    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
 
 
-def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
-    """Evaluate a backbone that is loaded already."""
-    spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-    path = asked_output(config, frozen.model.provenance.source)
+def evaluate(
+    config: KnnConfig, frozen: FrozenBackbone, sets: Sets, path: Path | None = None
+) -> EvaluationResult:
+    """Evaluate a backbone that is loaded already; with a path write the JSON."""
     learned, val = sets
+    spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     bank, queries = features_of_sets(frozen, sets, spec)
-    if config.shots:
-        learned.require_one_class(f"shots={config.shots}")
-        bank, queries = few_shots(bank, queries, config.shots, config.seed)
     how = "leave-one-out" if queries is bank else f"by {plural(len(bank), 'image')} of {learned.name}"
     heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(queries), 'image')} of {val.name}"
     heading += "; k neighbours vote; in brackets 95 % intervals\n"
@@ -124,18 +122,3 @@ def classify(
             progress=advance,
         )
     return {k: queries.predictions(all_gather(best)) for k, best in ranked.items()}
-
-
-def few_shots(
-    bank: LabelledFeatures, queries: LabelledFeatures, shots: int, seed: int
-) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Return a bank of so many images of each class, drawn by the seed, and queries that are not in it."""
-    bits, targets = random_bits(seed, RngPurpose.EVALUATION, bank.indices), bank.targets.cpu().numpy()
-    order = np.lexsort((bits, targets))
-    rank_in_class = np.arange(len(bank)) - np.searchsorted(targets[order], targets[order])
-    chosen = np.sort(order[rank_in_class < shots])
-    if queries is bank:
-        queries = bank[np.delete(np.arange(len(bank)), chosen)]
-    if not len(queries):
-        raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
-    return bank[chosen], queries

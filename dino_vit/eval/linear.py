@@ -8,6 +8,7 @@ are learned each for itself.
 import math
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +56,14 @@ def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     start_processes()
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
-    return evaluate(config, frozen_backbone(config), sets)
+    frozen = frozen_backbone(config)
+    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
 
 
-def evaluate(config: LinearConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
-    """Evaluate a backbone that is loaded already."""
-    path = asked_output(config, frozen.model.provenance.source)
+def evaluate(
+    config: LinearConfig, frozen: FrozenBackbone, sets: Sets, path: Path | None = None
+) -> EvaluationResult:
+    """Evaluate a backbone that is loaded already; with a path write the JSON."""
     protocol = choose_protocol(config, sets[0])
     settings = config.model_dump(mode="json") | protocol._asdict()
     details: dict[str, Any] = {"method": protocol.method, "settings": settings}

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.commands import SupervisedConfig
+from dino_vit.config.commands import LabelledConfig
 from dino_vit.config.loading import read_yaml
 from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Task, flat
@@ -185,7 +185,7 @@ def _with_same_names(learn: LabelledSubset, judge: LabelledSubset) -> Sets:
     return learn.with_columns(names), judge.with_columns(names)
 
 
-def open_sets(config: SupervisedConfig, blocks: int | None = _VAL_SHARE) -> Sets:
+def open_sets(config: LabelledConfig, blocks: int | None = _VAL_SHARE) -> Sets:
     """Open the images to learn from and those to judge by; all processes must see the same."""
 
     def describe(sets: Sets) -> str:
@@ -200,7 +200,7 @@ def open_sets(config: SupervisedConfig, blocks: int | None = _VAL_SHARE) -> Sets
     return agree("labelled images", lambda: _open_sets(config, blocks), describe)
 
 
-def _open_sets(config: SupervisedConfig, blocks: int | None) -> Sets:
+def _open_sets(config: LabelledConfig, blocks: int | None) -> Sets:
     several = config.several and (config.train is None or has_cells(config.source, config.labels))
     source, train = open_source(config.source, config.labels, several=several), None
     if config.train is not None:
@@ -214,7 +214,7 @@ def _open_sets(config: SupervisedConfig, blocks: int | None) -> Sets:
     splits = choose_splits(source) if train is None else None
     if splits:
         log.info("%s", describe_use(source, *splits, images.name))
-    learn, judge = divide(images, train, blocks=blocks, seed=config.seed)
+    learn, judge = divide(images, train, blocks=blocks, seed=getattr(config, "seed", 0))
     learn.require_two_classes()
     if train is not None or splits:
         name = learn.name if train is None else f"train={learn.name}"

@@ -2,14 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from dino_vit.data.open import open_source
-from dino_vit.eval.knn import few_shots
-from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.statistics import accuracy
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights import load_backbone
@@ -82,20 +79,6 @@ def test_one_set_is_classified_by_the_others(tmp_path, weights):
     assert found["bank"] == 23
 
 
-def test_the_others_are_classified_by_few_images_of_each_class(tmp_path, weights):
-    images = write_classes(tmp_path / "images", "abc", 8)
-    found, said = evaluate(weights, images, "k=[5]", "shots=2", "seed=4")
-    features, labels = features_of(weights, images)
-    targets = torch.tensor(["abc".index(label) for label in labels])
-    everything = LabelledFeatures(features, targets, np.arange(24), tuple("abc"))
-    bank, queries = few_shots(everything, everything, 2, seed=4)
-    assert sorted([*bank.indices.tolist(), *queries.indices.tolist()]) == list(range(24))
-    right = [first_class(features, labels, i, bank.indices.tolist()) == labels[i] for i in queries.indices]
-    assert found["results"][0]["top1"]["correct"] == sum(right)
-    assert (found["bank"], found["images"]) == (6, 18)
-    assert "on 18 images" in said
-
-
 def test_labels_of_a_training_set_that_is_not_given_are_refused(tmp_path, weights):
     folder = write_classes(tmp_path / "set", ["cat", "dog"], 3)
     said = command_here("knn", folder, f"weights={weights}", "train_labels=labels.csv", code=2)
@@ -115,22 +98,3 @@ def test_two_processes_of_the_program_find_what_the_command_does(tmp_path, weigh
     assert "top-1" in first
     assert str(output) in first
     assert "top-1" not in second, "only the first process speaks"
-
-
-def test_few_shots_are_of_each_class_and_a_function_of_the_seed():
-    labels, keys = torch.tensor([7] * 50 + [-2] * 3 + [1000] * 20), np.arange(500, 573)
-    features = torch.zeros(73, 1)
-    images, backwards = (
-        LabelledFeatures(features, labels[rows], keys[rows], ())
-        for rows in (np.arange(73), np.arange(73)[::-1].copy())
-    )
-
-    def drawn(queries=images, shots=5, seed=1):
-        return few_shots(queries, images, shots, seed)[0].indices.tolist()
-
-    counts = few_shots(backwards, images, 5, 1)[0].targets.unique(return_counts=True)
-    assert [part.tolist() for part in counts] == [[-2, 7, 1000], [3, 5, 5]]
-    assert drawn() == sorted(set(drawn())) == sorted(drawn(backwards)), "the same images in another order"
-    assert drawn() == drawn() != drawn(seed=2)
-    chosen = {index for seed in range(300) for index in drawn(shots=1, seed=seed)}
-    assert chosen == set(keys.tolist()), "everyone has its turn"

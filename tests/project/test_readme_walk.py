@@ -50,7 +50,6 @@ SMALLER = {
     "linear": ["batch_size=8"],
     "attention": ["count=2"],
     "report": ["images=20"],
-    "compare": ["measures=[knn]"],
 }
 
 
