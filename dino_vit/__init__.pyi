@@ -549,12 +549,6 @@ def linear(
     train_labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     seed: int = 0,
-    method: Literal["logistic", "grid"] | None = None,
-    standardise: bool | None = None,
-    select: Literal["train", "source"] = "train",
-    rates: float | collections.abc.Sequence[float] = ...,
-    steps: int | None = None,
-    cs: float | collections.abc.Sequence[float] | None = None,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | LinearConfig | None = None,
     verbose: bool = True,
@@ -583,12 +577,6 @@ def linear(
       train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
-      method=null                         regressions, or SGD as published; null: logistic up to 100,000 images [logistic|grid]
-      standardise=null                    features to mean 0, variance 1; null: if logistic
-      select=train                        best head on a tenth of train; or on source, as published [train|source]
-      rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  of method=grid: learning rates at a batch of 256
-      steps=null                          of method=grid; null: ten epochs, from 1,250 to 12,500 steps
-      cs=null                             of logistic: inverse penalties; null: 13, or 45 as published if not standardised
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 

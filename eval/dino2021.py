@@ -33,12 +33,7 @@ from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
-from dino_vit.eval.probes import (
-    MOMENTUM,
-    count_correct,
-    initial_weight,
-    top_classes,
-)
+from dino_vit.eval.linear import count_correct, top_classes
 from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
 from dino_vit.method.optim import warmup_cosine
@@ -46,7 +41,7 @@ from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.classifiers import LinearHeads
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
-from supervised import EpochTraining, SupervisedLoader
+from supervised import MOMENTUM, EpochTraining, SupervisedLoader, initial_weight
 
 
 class Dino2021Config(SupervisedConfig, CachedConfig):

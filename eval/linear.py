@@ -1,16 +1,11 @@
-"""Linear classification of frozen features (Oquab et al., 2023, table 4).
+"""Linear classification of frozen features by logistic regressions, chosen on training images.
 
-    python eval/linear.py imagenet/val train=imagenet/train weights=runs/vits16 method=grid select=source
+    python eval/linear.py imagenet/val train=imagenet/train weights=runs/vits16
     accelerate launch eval/linear.py ...
 
-The grid is DINOv2's: 13 rates, the CLS tokens of the last 1 or 4 blocks, with the mean patch token and
-without, 12,500 steps of 1,024 images of the centre crop. As published, the best head is the one that is best
-on the images that it is judged by (`select=source`); by default it is chosen on a tenth of `train`.
-
-`method=logistic standardise=false` is the optimum of scikit-learn's logistic regression on the CLS token for
-each of 45 values of C. Without `method`, up to 100,000 images to learn from are classified by regressions on
-standardised features, which are better for few images and not those of papers. The
-protocol of 2021 is `eval/dino2021.py`.
+The optimum of scikit-learn's logistic regression for each of 13 values of C, on standardised features: the
+CLS tokens of the last 1 or 4 blocks, with the mean patch token and without. The best is chosen on a tenth of
+`train`. Papers report other protocols: DINOv2's is `eval/linear_grid.py`, that of 2021 `eval/dino2021.py`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Training on augmented batches of labelled images, epoch by epoch; an unfinished training resumes."""
+"""Training on augmented batches of labelled images, epoch by epoch, which resumes; where heads start."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,6 +16,7 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.device import to_device
 from dino_vit.core.distributed import is_main_process, rank, world_size
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.results import to_jsonable
@@ -25,6 +26,15 @@ from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
 from dino_vit.views.workers import choose_workers
+
+MOMENTUM = 0.9  # of linear heads
+_INITIAL_STD = 0.01
+
+
+def initial_weight(classes: int, inputs: int, seed: int) -> Tensor:
+    """Return the weight that every linear head starts from, (c, d)."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, RngPurpose.EVALUATION))
+    return _INITIAL_STD * torch.randn(classes, inputs, generator=generator)
 
 
 class SupervisedLoader:

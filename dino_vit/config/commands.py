@@ -24,11 +24,9 @@ from dino_vit.config.settings import (
 
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
-# From DINOv2's linear evaluation.
-RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of logistic regressions as published
-STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))  # of those on standardised features
-LOGISTIC_IMAGES = 100_000  # of more, logistic regressions take longer than the grid
+# Inverse penalties of logistic regressions on standardised features.
+STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))
+LOGISTIC_IMAGES = 100_000  # of more, `predict` learns from k-NN alone
 Block = Annotated[int, Field(ge=-1000, le=1000)]
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
 MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
@@ -105,33 +103,9 @@ class KnnConfig(LabelledConfig, CachedConfig):
 class LinearConfig(SupervisedConfig, CachedConfig):
     """Measure how good features are: train linear classifiers on them, with the network frozen."""
 
-    examples: ClassVar = ("linear photos runs/pretrain", "linear photos runs/pretrain method=grid")
+    examples: ClassVar = ("linear photos runs/pretrain",)
     writes: ClassVar = "eval/linear"
-    method: Literal["logistic", "grid"] | None = setting(
-        None, f"regressions, or SGD as published; null: logistic up to {LOGISTIC_IMAGES:,} images"
-    )
-    standardise: bool | None = setting(None, "features to mean 0, variance 1; null: if logistic")
-    select: Literal["train", "source"] = setting(
-        "train", "best head on a tenth of train; or on source, as published"
-    )
-    rates: NonEmpty[Positive] = setting(RATES, "of method=grid: learning rates at a batch of 256")
-    steps: Count | None = setting(None, "of method=grid; null: ten epochs, from 1,250 to 12,500 steps")
-    cs: NonEmpty[Positive] | None = setting(
-        None,
-        "of logistic: inverse penalties; null: 13, or 45 as published if not standardised",
-    )
     output: JsonFile | None = RESULTS
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield settings of the other method."""
-        yield from super().contradictions()
-        given = self.given
-        if self.method == "logistic" and (others := {"rates", "steps"} & given):
-            yield f"{' and '.join(sorted(others))} are for method=grid; remove them, or give method=grid"
-        if self.method == "grid" and "cs" in given:
-            yield "cs are for method=logistic; remove them, or give method=logistic"
-        if self.method is None and "cs" in given and {"rates", "steps"} & given:
-            yield "cs are for method=logistic, rates and steps for method=grid: give one or the other"
 
 
 class PredictConfig(CachedConfig):

@@ -1,31 +1,29 @@
-"""Linear classifiers on a frozen backbone: logistic regressions, or a grid of probes as published.
+"""Logistic regressions on a frozen backbone, the best of several penalties and choices of tokens.
 
 They train on features that are computed once and cached: the CLS tokens of the last blocks, then the mean
 patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an image
 are learned each for itself.
+
+n images, r heads (one per penalty), c classes
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
+from torch.nn import functional as F
 
-from dino_vit.config.commands import CS, LOGISTIC_IMAGES, STANDARD_CS, LinearConfig
+from dino_vit.config.commands import STANDARD_CS, LinearConfig
+from dino_vit.config.settings import Task
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.logistic import train_logistic
-from dino_vit.eval.probes import (
-    count_correct,
-    head_losses,
-    head_scores,
-    top_classes,
-    train_heads,
-)
 from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,
@@ -36,20 +34,23 @@ from dino_vit.eval.results import (
     judge,
     score,
 )
-from dino_vit.eval.sets import (
-    LabelledFeatures,
-    LabelledSubset,
-    Sets,
-    features_of_sets,
-    hold_out,
-    open_sets,
-)
-from dino_vit.eval.statistics import TITLES, Figure, measure
-from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
+from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_out, open_sets
+from dino_vit.eval.statistics import TITLES, TOP_K, Figure, measure
+from dino_vit.models.backbone import FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads, on_standardised
 
-_MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
+_MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
+_MAX_SCORES = 1 << 24  # in memory at a time
+
+
+class Grid(NamedTuple):
+    """Heads that differ in a setting and in the tokens that they read."""
+
+    setting: str  # "C" or "rate"
+    values: Sequence[float]
+    inputs: Sequence[FeatureSpec]
+    heads: Sequence[LinearHeads]  # for each input, one head for each value
 
 
 def run(config: LinearConfig) -> EvaluationResult:
@@ -64,76 +65,89 @@ def evaluate(
     config: LinearConfig, frozen: FrozenBackbone, sets: Sets, path: Path | None = None
 ) -> EvaluationResult:
     """Evaluate a backbone that is loaded already; with a path write the JSON."""
-    protocol = choose_protocol(config, sets[0])
-    settings = config.model_dump(mode="json") | protocol._asdict()
-    details: dict[str, Any] = {"method": protocol.method, "settings": settings}
-    details["weights"] = frozen.describe_weights()
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
-    if protocol.method == "logistic" and not protocol.standardise:  # as published
-        inputs = [CLS]
     train, val = features_of_sets(frozen, sets, inputs[-1])
-    train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
+    train, held_out = hold_out(train, config.seed)
     columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
-    setting, values, heads = _fit(config, protocol, train, columns, frozen.device)
-    judged = _judge_heads(heads, val)
-    chosen_by = judged if chosen_on is val else _judge_heads(heads, chosen_on)
-    name = "top1" if val.task == "multiclass" else "score"
-    cells: list[dict[str, Any]] = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: round(percent, 4)}
-        for (value, spec), percent in zip(product(values, inputs), judged, strict=True)
-    ]
-    best = _best_head(heads, chosen_by, chosen_on)
-    if config.select == "train":
-        for cell, on_held_out in zip(cells, chosen_by, strict=True):
-            cell["held_out"] = None if math.isnan(on_held_out) else round(on_held_out, 4)
-    row, column = divmod(best, len(inputs))
-    details |= {
-        "images": {"train": len(train), "val": len(val)},
-        "chosen_on": config.select,
-        "classes": len(val.classes),
-        "best": cells[best],
-        "table": cells,
-    }
-    title = f"* best, {setting} {values[row]:.3g}, {inputs[column].title}"
-    how_chosen = _how_chosen(config, setting, values, values[row], chosen_by[best], chosen_on)
+    grid = Grid("C", STANDARD_CS, inputs, _train(train, columns, frozen.device))
+    details = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
+    return conclude_best("linear", path, grid, train, val, held_out, details)
+
+
+def _train(train: LabelledFeatures, columns: Sequence[slice], device: torch.device) -> list[LinearHeads]:
+    """Return for each choice of columns the regressions of all penalties."""
+    targets, classes = train.targets.to(device), len(train.classes)
+
+    def regressions(features: Tensor) -> list[LinearHeads]:
+        # In every process: each fit starts from the previous one, so they cannot be shared.
+        fits = (
+            train_logistic(features[:, part], targets, cs=STANDARD_CS, classes=classes) for part in columns
+        )
+        return [heads._replace(columns=part) for heads, part in zip(fits, columns, strict=True)]
+
+    # Of many columns and few images the steps of L-BFGS become smaller than float32 resolves.
+    exact = torch.float64 if device.type == "cpu" else torch.float32
+    heads = on_standardised(regressions, train.features.to(device, exact))
+    return [each._replace(weight=each.weight.float(), bias=each.bias.float()) for each in heads]
+
+
+def conclude_best(
+    command: str,
+    path: Path | None,
+    grid: Grid,
+    train: LabelledFeatures,
+    val: LabelledFeatures,
+    chosen_on: LabelledFeatures,
+    details: dict[str, Any],
+) -> EvaluationResult:
+    """Return the figures on `val` of the head that is best on other images, and a table of all heads."""
+    judged = _judge_heads(grid.heads, val)
+    held_out = None if chosen_on is val else _judge_heads(grid.heads, chosen_on)
+    best = _best_head(grid.heads, held_out or judged, chosen_on)
+    cells = _cells(grid, "top1" if val.task == "multiclass" else "score", judged, held_out)
+    how = _how_chosen(held_out[best], chosen_on) if held_out else AS_PUBLISHED
+    row, column = divmod(best, len(grid.inputs))
+    images = {"train": len(train), "val": len(val)}
+    details |= {"images": images, "classes": len(val.classes), "best": cells[best], "table": cells}
+    title = f"* best, {grid.setting} {grid.values[row]:.3g}, {grid.inputs[column].title}"
     text = [
         f"{METRIC[val.task]} (%), on {plural(len(val), 'image')}, trained on {len(train):,}",
-        _table(setting, values, inputs, judged, best),
-        f"{setting}: {_MEANING[setting]}; CLS, mean patch: the class token, and the mean of the patch tokens",
+        _table(grid, judged, best),
+        f"{grid.setting}: {_MEANING[grid.setting]}; CLS, mean patch: the class token, and the mean of the "
+        "patch tokens",
     ]
-    chosen = heads[column]
-    best_head = LinearHeads(chosen.weight[row : row + 1], chosen.bias[row : row + 1], chosen.columns)
+    chosen = grid.heads[column]
+    head = LinearHeads(chosen.weight[row : row + 1], chosen.bias[row : row + 1], chosen.columns)
     if val.task != "multiclass":
-        figures, metric = score(val, _outputs(best_head, val)[:, 0]), TITLES[val.task]
-        text += [f"{title}: {metric} {figures[0].figure} %", how_chosen]
-        return judge("linear", path, f"linear {metric}", figures, train, val, details, text)
-    predictions = val.predictions(top_classes(best_head, val.features))
-    few = few_images(train, val)
+        figures, metric = score(val, _outputs(head, val)[:, 0]), TITLES[val.task]
+        text += [f"{title}: {metric} {figures[0].figure} %", how]
+        return judge(command, path, f"linear {metric}", figures, train, val, details, text)
+    predictions, few = val.predictions(top_classes(head, val.features)), few_images(train, val)
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
-    text += [f"{title}: {predictions.summary()}", how_chosen, *few_text(few)]
+    text += [f"{title}: {predictions.summary()}", how, *few_text(few)]
     if len(val.classes) == len(set(val.targets.tolist())) == 2:
-        details["best"]["auroc"] = auroc = _auroc(best_head, val)
-        text.append(f"AUROC {auroc} %")
-    return conclude_classes("linear", path, "linear top-1", predictions, details, text)
+        details["best"]["auroc"] = _auroc(head, val)
+        text.append(f"AUROC {details['best']['auroc']} %")
+    return conclude_classes(command, path, "linear top-1", predictions, details, text)
 
 
-def _how_chosen(
-    config: LinearConfig,
-    setting: str,
-    values: Sequence[float],
-    value: float,
-    percent: float,
-    images: LabelledFeatures,
-) -> str:
-    """Say by which images the classifier was chosen, and whether its value is the last of those tried."""
-    text = AS_PUBLISHED
-    if config.select == "train":
-        figure = "by their loss" if math.isnan(percent) else f"{percent:.2f} %"
-        text = f"chosen on {plural(len(images), 'training image')} that no head was trained on: {figure}"
-    if len(values) > 1 and value in (min(values), max(values)):
-        key = {"rate": "rates", "C": "cs"}[setting]
-        text += f"\nthe best {setting} is at the end of those that were tried; give others with {key}="
-    return text
+def _cells(
+    grid: Grid, name: str, judged: Sequence[float], held_out: Sequence[float] | None
+) -> list[dict[str, Any]]:
+    """Return what each head is and what it comes to, for a results file."""
+    cells: list[dict[str, Any]] = [
+        {grid.setting: value, "blocks": spec.blocks, "mean": spec.with_mean, name: round(percent, 4)}
+        for (value, spec), percent in zip(product(grid.values, grid.inputs), judged, strict=True)
+    ]
+    for cell, percent in zip(cells, held_out or (), strict=bool(held_out)):
+        cell["held_out"] = None if math.isnan(percent) else round(percent, 4)
+    return cells
+
+
+def _how_chosen(percent: float, images: LabelledFeatures) -> str:
+    """Say by which images the head was chosen."""
+    figure = "by their loss" if math.isnan(percent) else f"{percent:.2f} %"
+    return f"chosen on {plural(len(images), 'training image')} that no head was trained on: {figure}"
 
 
 def _auroc(head: LinearHeads, images: LabelledFeatures) -> Figure:
@@ -141,60 +155,6 @@ def _auroc(head: LinearHeads, images: LabelledFeatures) -> Figure:
     outputs = _outputs(head, images)[:, 0]
     margins = outputs[:, 1:] - outputs[:, :1]
     return measure("multiclass", images.indices, margins, images.targets[:, None])[0].figure
-
-
-class Protocol(NamedTuple):
-    """What follows from the settings and the images."""
-
-    method: str
-    standardise: bool
-    cs: tuple[float, ...]
-
-
-def choose_protocol(config: LinearConfig, train_set: LabelledSubset) -> Protocol:
-    """Return the method that was given, or else the one for so many images and such labels."""
-    given, few = config.given, len(train_set) <= LOGISTIC_IMAGES
-    is_grid = {"rates", "steps"} & given or not (few or "cs" in given)
-    method = config.method or ("grid" if is_grid else "logistic")
-    standardise = method == "logistic" if config.standardise is None else config.standardise
-    return Protocol(method, standardise, config.cs or (STANDARD_CS if standardise else CS))
-
-
-def _fit(
-    config: LinearConfig,
-    protocol: Protocol,
-    train: LabelledFeatures,
-    columns: Sequence[slice],
-    device: torch.device,
-) -> tuple[str, Sequence[float], list[LinearHeads]]:
-    """Return the setting that differs between heads, its values, and for each choice of columns the heads."""
-    classes = len(train.classes)
-    if protocol.method == "grid":
-
-        def probes(features: Tensor) -> list[LinearHeads]:
-            return train_heads(
-                features,
-                train.targets,
-                columns=columns,
-                rates=config.rates,
-                classes=classes,
-                steps=config.steps,
-                seed=config.seed,
-                device=device,
-            )
-
-        return "rate", config.rates, on_standardised(probes, train.features, enabled=protocol.standardise)
-    cs, targets = sorted(protocol.cs), train.targets.to(device)
-
-    def regressions(features: Tensor) -> list[LinearHeads]:
-        # In every process: each fit starts from the previous one, so they cannot be shared.
-        each = [train_logistic(features[:, part], targets, cs=cs, classes=classes) for part in columns]
-        return [heads._replace(columns=part) for heads, part in zip(each, columns, strict=True)]
-
-    # Of many columns and few images the steps of L-BFGS become smaller than float32 resolves.
-    exact = torch.float64 if protocol.standardise and device.type == "cpu" else torch.float32
-    heads = on_standardised(regressions, train.features.to(device, exact), enabled=protocol.standardise)
-    return "C", cs, [each._replace(weight=each.weight.float(), bias=each.bias.float()) for each in heads]
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
@@ -224,11 +184,51 @@ def _best_head(heads: Sequence[LinearHeads], percents: Sequence[float], images: 
     return max(range(len(judged)), key=lambda index: (judged[index], -all_losses[index]))
 
 
-def _table(
-    setting: str, values: Sequence[float], inputs: Sequence[FeatureSpec], percents: Sequence[float], best: int
-) -> str:
+def _table(grid: Grid, percents: Sequence[float], best: int) -> str:
     """Return a table with a row for each rate or C and a column for each input."""
     cells = [f"{percent:.2f}{'*' if index == best else ' '}" for index, percent in enumerate(percents)]
-    width = len(inputs)
-    rows = [[f"{value:.3g}", *cells[row * width : (row + 1) * width]] for row, value in enumerate(values)]
-    return format_table([setting, *(spec.title for spec in inputs)], rows)
+    width = len(grid.inputs)
+    rows = [[f"{x:.3g}", *cells[row * width : (row + 1) * width]] for row, x in enumerate(grid.values)]
+    return format_table([grid.setting, *(spec.title for spec in grid.inputs)], rows)
+
+
+@torch.no_grad()
+def count_correct(heads: LinearHeads, features: Tensor, targets: Tensor) -> Tensor:
+    """Return how many images each head classifies correctly, (r,)."""
+    correct = torch.zeros(len(heads.bias), dtype=torch.long, device=heads.bias.device)
+    for rows, scores in _scores_in_blocks(heads, features):
+        correct += (scores.argmax(dim=-1) == targets[rows, None].to(correct.device)).sum(dim=0)
+    return correct
+
+
+def top_classes(heads: LinearHeads, features: Tensor) -> Tensor:
+    """Return the five classes that the first head scores highest, best first; all if they are fewer."""
+    return head_scores(heads, features)[:, 0].topk(min(TOP_K, heads.bias.shape[1])).indices
+
+
+@torch.no_grad()
+def head_scores(heads: LinearHeads, features: Tensor) -> Tensor:
+    """Return the logits of all heads: (n, r, c)."""
+    return torch.cat([scores for _, scores in _scores_in_blocks(heads, features)])
+
+
+@torch.no_grad()
+def head_losses(heads: LinearHeads, features: Tensor, targets: Tensor, task: Task) -> Tensor:
+    """Return the mean cross-entropy of each head, (r,)."""
+    total = torch.zeros(len(heads.bias), dtype=torch.double, device=heads.bias.device)
+    for rows, scores in _scores_in_blocks(heads, features):
+        y = repeat(targets[rows].to(scores.device), "n ... -> n r ...", r=scores.shape[1])
+        if task == "multiclass":
+            losses = F.cross_entropy(rearrange(scores, "n r c -> n c r"), y, reduction="none")
+        else:
+            y = y.to(scores.dtype)
+            losses = F.binary_cross_entropy_with_logits(scores, y, reduction="none").mean(dim=2)
+        total += losses.double().sum(dim=0)
+    return total / len(features)
+
+
+def _scores_in_blocks(heads: LinearHeads, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    size = max(1, _MAX_SCORES // heads.bias.numel())
+    for start in range(0, len(features), size):
+        rows = slice(start, start + size)
+        yield rows, heads.scores(features[rows, heads.columns].to(heads.weight.device, heads.weight.dtype))

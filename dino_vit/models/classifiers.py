@@ -48,15 +48,11 @@ class LinearHeads(NamedTuple):
         return rearrange(joined, "n (r c) -> n r c", r=len(self.bias))
 
 
-def on_standardised(
-    train: Callable[[Tensor], list[LinearHeads]], features: Tensor, *, enabled: bool = True
-) -> list[LinearHeads]:
+def on_standardised(train: Callable[[Tensor], list[LinearHeads]], features: Tensor) -> list[LinearHeads]:
     """Return the heads that `train` returns for features of mean 0 and variance 1, to read them as they are.
 
     So each column has the same say, as those of untrained networks, above all, are of very different sizes.
     """
-    if not enabled:
-        return train(features)
     std, mean = torch.std_mean(features.double(), dim=0, correction=0)
     scale = std.clamp(min=1e-6 * float(std.max()) + 1e-12).reciprocal().to(features.dtype)
     mean = mean.to(features.dtype)

@@ -1,25 +1,19 @@
-"""The linear evaluations as programs, on cached features."""
+"""The linear evaluation as a command, on cached features; the figures of many heads."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-import dino_vit
-from dino_vit import load_backbone
-from dino_vit.config.commands import SupervisedConfig
-from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.logistic import train_logistic
-from dino_vit.eval.probes import count_correct
-from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
-from dino_vit.eval.statistics import accuracy
-from tests.support.backbones import extracted
+from dino_vit.eval import linear
+from dino_vit.eval.linear import count_correct, head_losses, top_classes
+from dino_vit.eval.sets import LabelledFeatures, hold_out
+from dino_vit.models.classifiers import LinearHeads
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
-
-FAST = ["rates=[0.001, 0.01, 0.1]", "steps=40"]
 
 
 def arguments(weights, *more, source="synthetic:120:16", output="found.json"):
@@ -32,83 +26,55 @@ def evaluate(weights, *more, output="found.json", **keywords):
     return json.loads((weights.parent / output).read_text()), said
 
 
-def evaluate_in_two(weights, *more):
-    log = weights.parent / "log"
-    _, second = command_in_two(log, *arguments(weights, *more, output="two.json"))
-    assert "top-1" not in second, "only rank 0 prints"
-    return json.loads((weights.parent / "two.json").read_text())
-
-
-def test_the_grid_reports_every_cell_and_the_best(weights):
-    found, said = evaluate(weights, *FAST, "select=source")
-    assert found["images"] == {"train": 96, "val": 24}
-    cells = [(cell["rate"], cell["blocks"], cell["mean"]) for cell in found["table"]]
-    assert cells == [
-        (rate, blocks, mean) for rate in (0.001, 0.01, 0.1) for blocks in (1, 3) for mean in (False, True)
-    ]
+def test_the_best_is_chosen_on_held_out_training_images_and_two_processes_find_it_too(weights):
+    """With all penalties."""
+    found, said = evaluate(weights)
+    assert found["images"] == {"train": 87, "val": 24}
+    assert len({cell["C"] for cell in found["table"]}) == 13
+    assert {(cell["blocks"], cell["mean"]) for cell in found["table"]} == {
+        (1, False),
+        (1, True),
+        (3, False),
+        (3, True),
+    }
+    held_out = [cell["held_out"] for cell in found["table"]]
+    assert {round(percent * 9 / 100, 3) % 1 for percent in held_out} == {0}, "of nine images"
     best = found["best"]
-    assert best["top1"]["percent"] == max(cell["top1"] for cell in found["table"])
+    assert best["held_out"] == max(held_out)
+    assert "chosen on 9 training images" in said
     assert best["top1"]["low"] < best["top1"]["percent"] < best["top1"]["high"]
     assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
     assert best["top5"]["correct"] >= best["top1"]["correct"]
-    assert "chosen on the images that it is evaluated on" in said
-    assert ("tried; give others with rates=" in said) == (best["rate"] != 0.01)
     assert said.count("*") == 2
-    assert found["settings"]["steps"] == 40
     assert found["weights"]["source"] == str(weights)
+    _, second = command_in_two(weights.parent / "log", *arguments(weights, output="two.json"))
+    assert "top-1" not in second, "only rank 0 prints"
+    two = json.loads((weights.parent / "two.json").read_text())
+    assert [two[key] for key in ("best", "table", "images")] == [best, found["table"], found["images"]]
 
 
-def test_two_processes_find_what_one_does(weights):
-    """With fewer rates than processes."""
-    method = [*FAST, "rates=[0.1]"]
-    (one, said), two = evaluate(weights, *method), evaluate_in_two(weights, *method)
-    assert "tried; give others" not in said, "of one"
-    for key in ("best", "table", "images", "chosen_on"):
-        assert two[key] == one[key]
-
-
-def test_the_best_is_chosen_on_held_out_training_images(weights):
-    """Here in half precision."""
-    found, said = evaluate(weights, *FAST, "precision=bf16")
-    held_out = [cell["held_out"] for cell in found["table"]]
-    assert found["images"]["train"] == 87
-    assert {round(percent * 9 / 100, 3) % 1 for percent in held_out} == {0}, "of nine images"
-    assert found["best"]["held_out"] == max(held_out)
-    assert found["chosen_on"] == "train"
-    assert "chosen on 9 training images" in said
-
-
-def test_random_labels_are_told_by_chance_unless_heads_are_chosen_by_the_answers(tmp_path, weights):
-    """Of two classes, over eight draws of labels: 192 images to judge by."""
-    source = make_textures(length=120, size=16)
-    settings = {"steps": 20, "rates": [0.001, 0.01, 0.1, 1], "precision": "no", "verbose": False}
-    right, names = {"train": 0, "source": 0}, [source.name(index) for index in range(120)]
-    for seed in range(8):
-        drawn = np.random.default_rng(seed).integers(2, size=120)
-        rows = (f"{name},{label}\n" for name, label in zip(names, drawn, strict=True))
-        (tmp_path / "labels.csv").write_text("name,label\n" + "".join(rows))
-        for select in right:
-            given = {"labels": tmp_path / "labels.csv", "seed": seed, "select": select}
-            result = dino_vit.linear("synthetic:120:16", weights, **given, **settings)
-            right[select] += result.figure.correct
-            assert result.details["chosen_on"] == select
-            assert result.top5 is None
-            assert "top-5" not in str(result)
-    by_train, by_source = (accuracy(correct, 192) for correct in right.values())
-    assert by_train.low < 50 < by_train.high
-    assert by_source.value > 54, "this test would see it"
-
-
+@pytest.mark.usefixtures("few_penalties")
 def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_path):
+    """Here in half precision."""
     train, val = write_classes(tmp_path / "train", "abc", 8), write_classes(tmp_path / "val", "bc", 4)
     (train / "a" / "0.png").write_bytes(b"no image")
-    found, said = evaluate(weights, *FAST, f"train={train}", source=val)
+    found, said = evaluate(weights, "precision=bf16", f"train={train}", source=val)
     assert found["images"] == {"train": 23 - 2, "val": 8}
     assert set(found["best"]["per_class"]) == {"b", "c"}
     assert "a/0.png" in said
 
 
-def test_held_out_images_are_those_of_the_seed(weights):
+@pytest.mark.usefixtures("few_penalties")
+def test_images_that_cannot_be_read_are_named_once(weights, tmp_path):
+    photos = write_classes(tmp_path / "photos", "ab", 20)
+    for name in ("a/3.png", "b/11.png", "b/17.png"):
+        (photos / name).write_bytes(b"")
+    said = evaluate(weights, source=photos)[1]
+    assert said.count("cannot be read and are left out") == 1
+    assert "3 of 40 images cannot be read" in said
+
+
+def test_held_out_images_are_those_of_the_seed():
     whole = LabelledFeatures(torch.arange(50.0)[:, None], torch.arange(50), np.arange(50), ())
     left, held_out = hold_out(whole, 3)
     assert len(held_out) == 5
@@ -118,40 +84,29 @@ def test_held_out_images_are_those_of_the_seed(weights):
     assert hold_out(whole, 4)[1].targets.tolist() != held_out.targets.tolist()
 
 
-def test_a_regression_has_the_best_penalty(weights):
-    found, said = evaluate(weights, "method=logistic", "standardise=false", "cs=[0.1, 10]", "select=source")
-    sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
-    train, val = (extracted(model, each.images) for each in sets)
-    heads = train_logistic(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)
-    right = count_correct(heads, val, torch.from_numpy(sets[1].targets)).tolist()
-    assert [(cell["C"], cell["top1"]) for cell in found["table"]] == [
-        (c, pytest.approx(100 * count / len(val), abs=1e-4))
-        for c, count in zip((0.1, 10), right, strict=True)
-    ]
-    assert found["best"]["top1"]["correct"] == max(right)
-    assert "the best C is at the end of those that were tried; give others with cs=" in said, "of two"
+@pytest.fixture
+def heads():
+    """Three heads of five classes that read some columns."""
+    return LinearHeads(torch.randn(3, 5, 6), torch.randn(3, 5), slice(2, 8))
 
 
-def test_images_that_cannot_be_read_are_named_once(weights, tmp_path):
-    photos = write_classes(tmp_path / "photos", "ab", 20)
-    for name in ("a/3.png", "b/11.png", "b/17.png"):
-        (photos / name).write_bytes(b"")
-    said = evaluate(weights, *FAST, source=photos)[1]
-    assert said.count("cannot be read and are left out") == 1
-    assert "3 of 40 images cannot be read" in said
+@pytest.mark.parametrize("task", ["multiclass", "multilabel"])
+def test_the_loss_of_each_head_is_that_of_its_scores(task, heads, monkeypatch):
+    monkeypatch.setattr(linear, "_MAX_SCORES", 40)  # a few images at a time
+    features, targets = torch.randn(23, 9), torch.randint(5, (23,))
+    if task != "multiclass":
+        targets = F.one_hot(targets, 5).float()
+    naive = {"multiclass": F.cross_entropy, "multilabel": F.binary_cross_entropy_with_logits}[task]
+    expected = [naive(features[:, 2:8] @ w.T + b, targets) for w, b in zip(*heads[:2], strict=True)]
+    found = head_losses(heads, features, targets, task)
+    torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=0)
 
 
-def test_by_default_regressions_on_standardised_features_are_chosen_on_training_images(weights):
-    found, said = evaluate(weights)
-    assert (found["method"], found["settings"]["standardise"]) == ("logistic", True)
-    assert len({cell["C"] for cell in found["table"]}) == 13
-    assert {(cell["blocks"], cell["mean"]) for cell in found["table"]} == {
-        (1, False),
-        (1, True),
-        (3, False),
-        (3, True),
-    }
-    assert "chosen on 9 training images" in said
-    assert evaluate(weights, "steps=20")[0]["method"] == "grid"
-    said = command_here(*arguments(weights, "method=logistic", "steps=20"), code=2)
-    assert "steps are for method=grid" in said
+def test_classifying_in_blocks_equals_classifying_at_once(heads, monkeypatch):
+    features, targets = torch.randn(50, 9), torch.randint(5, (50,))
+    expected = heads.scores(features[:, heads.columns])
+    monkeypatch.setattr(linear, "_MAX_SCORES", 7 * heads.bias.numel())
+    right = [int((expected[:, head].argmax(1) == targets).sum()) for head in range(3)]
+    assert count_correct(heads, features, targets).tolist() == right
+    ranked = top_classes(heads, features)
+    assert torch.equal(ranked, expected[:, 0].argsort(dim=1, descending=True))

@@ -7,8 +7,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from dino_vit.eval import logistic
+from dino_vit.eval.linear import head_scores
 from dino_vit.eval.logistic import train_logistic
-from dino_vit.eval.probes import head_scores
 from dino_vit.models.classifiers import on_standardised
 
 CS = (1e-6, 1e-2, 1.0, 30.0)
@@ -75,8 +75,7 @@ def test_heads_on_standardised_features_read_them_as_they_are():
         ]
         return [fit._replace(columns=part) for fit, part in zip(fits, columns, strict=True)]
 
-    plain = on_standardised(train, x, enabled=False)
-    for heads, unscaled, part in zip(on_standardised(train, x), plain, columns, strict=True):
+    for heads, unscaled, part in zip(on_standardised(train, x), train(x), columns, strict=True):
         pipeline = make_pipeline(StandardScaler(), LogisticRegression(C=0.3, tol=1e-8, max_iter=1000))
         expected = pipeline.fit(x[:, part].double(), y).predict_proba(x[:, part].double())
         found = head_scores(heads, x)[:, 0].softmax(dim=-1)

@@ -88,11 +88,9 @@ def test_several_labels_are_judged_as_by_scikit_learn(photos, weights):
     assert found["per_target"]["late"]["images"] == 2
 
 
-@pytest.mark.parametrize("method", ["grid", "logistic"])
-def test_linear_classifiers_learn_several_labels(photos, weights, method):
-    settings = {"labels": photos / "tags.csv", "several": True, "method": method, **SETTINGS}
-    settings |= {"steps": 300, "rates": [0.01, 1]} if method == "grid" else {"cs": [10]}
-    result = dino_vit.linear(photos, weights, **settings)
+@pytest.mark.usefixtures("few_penalties")
+def test_linear_classifiers_learn_several_labels(photos, weights):
+    result = dino_vit.linear(photos, weights, labels=photos / "tags.csv", several=True, **SETTINGS)
     red = result.details["per_target"]["red"]
     assert red["AP"]["value"] == pytest.approx(result.per_class["red"].value, abs=1e-6)
     assert red["AP"]["value"] > red["AP of a guess"] + 0.3
@@ -101,6 +99,7 @@ def test_linear_classifiers_learn_several_labels(photos, weights, method):
     assert "held_out" in result.details["best"]
 
 
+@pytest.mark.usefixtures("few_penalties")
 def test_two_classes_have_an_auroc(tmp_path, weights):
     images = write_classes(tmp_path / "images", "ab", 30)
     result = dino_vit.knn(images, weights, k=[3, 9], **SETTINGS)
@@ -120,7 +119,7 @@ def test_two_classes_have_an_auroc(tmp_path, weights):
         assert worst - 1e-4 <= figures["auroc"]["percent"] <= best + 1e-4
         assert best - worst < 1
     assert "AUROC" in str(result)
-    linear = dino_vit.linear(images, weights, steps=20, rates=[0.1], **SETTINGS)
+    linear = dino_vit.linear(images, weights, **SETTINGS)
     assert 0 <= linear.details["best"]["auroc"]["low"] <= linear.details["best"]["auroc"]["percent"]
     assert "AUROC" in str(linear)
 

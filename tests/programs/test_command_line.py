@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = Path(__file__).parents[2] / "eval"
-PROTOCOLS = ["copydays", "davis", "dense", "dino2021", "finetune", "oxford_paris"]
+PROTOCOLS = ["copydays", "davis", "dense", "dino2021", "finetune", "linear_grid", "oxford_paris"]
 
 
 @pytest.fixture

@@ -140,10 +140,7 @@ def small(parts):
         given = re.sub(written, used, given)
     parts = shlex.split(given)
     if parts[1] != "pretrain" or "--config runs/" in given:
-        smaller = SMALLER.get(parts[1], [])
-        if parts[1] == "linear":
-            smaller = [*smaller, "steps=20" if "method=grid" in parts else "cs=[1]"]
-        return [*parts, *smaller]
+        return [*parts, *SMALLER.get(parts[1], [])]
     own = ()
     if re.search("init.weights|teacher.weights=hf:", given):  # network and sizes follow theirs
         own = ("model.", "optim.lr", "views.global_size", "views.local_size")

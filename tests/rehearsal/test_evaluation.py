@@ -9,14 +9,15 @@ from dino_vit.core.device import to_device
 from dino_vit.core.process import in_batches
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval import probes
 from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.linear import count_correct, top_classes
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
 from eval.finetune import FinetuneConfig, Finetuning
+from eval.linear_grid import train_heads
 from tests.support.images import write_synthetic
 from tests.support.rehearsal import CUDA, OnGpu, Rehearsal
 
@@ -72,12 +73,12 @@ def test_probes_are_trained_without_a_wait_between_steps(device):
             features, targets = (to_device(one, device) for one in (features, targets))
             options = {"rates": [0.1, 0.01], "classes": 10, "batch_size": 32, "seed": 0, "device": CUDA}
             columns = [slice(0, 16), slice(8, 16)]
-            heads = probes.train_heads(features, targets, columns=columns, steps=steps, **options)
+            heads = train_heads(features, targets, columns=columns, steps=steps, **options)
             found.add(rehearsal.waits.total())
             rehearsal.answers = False
             if device == CUDA:
-                probes.count_correct(heads[1], features, targets)
-                assert probes.top_classes(heads[0], features).shape == (200, 5)
+                count_correct(heads[1], features, targets)
+                assert top_classes(heads[0], features).shape == (200, 5)
     assert len(found) == 1
 
 
