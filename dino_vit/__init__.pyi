@@ -597,7 +597,7 @@ def predict(
     labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     output: str | os.PathLike[str] | None = None,
-    head: str | os.PathLike[str] | None = None,
+    classifier: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | PredictConfig | None = None,
     verbose: bool = True,
 ) -> LabelPredictions:
@@ -610,7 +610,7 @@ def predict(
     The settings and their defaults:
 
       source=...                          images to label: those without a label, or all if train is given
-      weights=...                         run folder, weights file, gradients, or a file that head= wrote
+      weights=...                         run folder, weights file, gradients, or a file that classifier= wrote
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -624,7 +624,7 @@ def predict(
       labels=null                         CSV, JSON or Parquet with the labels; null: the images' own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
-      head=null                           file to keep the classifier and its backbone in [FILE.safetensors]
+      classifier=null                     file to keep the classifier and its backbone in [FILE.safetensors]
     """
 
 def compare(
@@ -794,7 +794,7 @@ def export(
     heads: int | None = None,
     image_size: int | collections.abc.Sequence[int] | None = None,
     format: Literal["reference", "timm", "huggingface", "onnx"] = ...,
-    head: bool = False,
+    classifier: bool = False,
     overwrite: bool = False,
     config: str | os.PathLike[str] | ExportConfig | None = None,
     verbose: bool = True,
@@ -814,6 +814,6 @@ def export(
       image_size=null                     resample the positions to this size; null: as stored
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface and timm
       format=...                          format to write [reference|timm|huggingface|onnx]
-      head=false                          onnx: probabilities, by the classifier in a file that predict wrote
+      classifier=false                    onnx: probabilities, by the classifier in a file that predict wrote
       overwrite=false                     replace files that exist
     """

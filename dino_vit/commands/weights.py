@@ -40,7 +40,7 @@ def inspect(config: InspectWeightsConfig) -> Facts:
 def export(config: ExportConfig) -> Written:
     """Write a backbone for another library; as text, the lines that use it."""
     path = Path(config.out)
-    if config.head:
+    if config.classifier:
         classifier = load_classifier(config.source)
         _refuse_source(classifier.backbone, path)
         export_backbone(classifier, path, config.format, overwrite=config.overwrite)

@@ -113,24 +113,24 @@ class PredictConfig(CachedConfig):
 
     examples: ClassVar = (
         "predict photos runs/pretrain labels=few.csv",
-        "predict new runs/pretrain train=labelled head=classifier.safetensors output=new.csv",
+        "predict new runs/pretrain train=labelled classifier=classifier.safetensors output=new.csv",
         "predict newer classifier.safetensors output=newer.csv",
     )
     writes: ClassVar = "predictions.csv"
     source: str = Field(description="images to label: those without a label, or all if train is given")
-    weights: str = Field(description="run folder, weights file, gradients, or a file that head= wrote")
+    weights: str = Field(description="run folder, weights file, gradients, or a file that classifier= wrote")
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV, JSON or Parquet with the labels; null: the images' own")
     several: bool = SEVERAL
     output: TableFile | None = setting(
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
-    head: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
+    classifier: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
-        if self.head == self.weights:
-            yield "head would overwrite weights; give another name"
+        if self.classifier == self.weights:
+            yield "classifier would overwrite weights; give another name"
 
 
 class CompareConfig(SupervisedConfig, CachedConfig):
@@ -275,10 +275,10 @@ class ExportConfig(WeightsConfig):
         description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface and timm"
     )
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
-    head: bool = setting(False, "onnx: probabilities, by the classifier in a file that predict wrote")
+    classifier: bool = setting(False, "onnx: probabilities, by the classifier in a file that predict wrote")
     overwrite: bool = OVERWRITE
 
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
-        if self.head and self.format != "onnx":
-            yield f"head is for format=onnx, not {self.format}"
+        if self.classifier and self.format != "onnx":
+            yield f"classifier is for format=onnx, not {self.format}"

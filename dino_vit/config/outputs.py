@@ -9,7 +9,8 @@ from dino_vit.core.text import plural
 
 RESULTS_FOLDER = "eval"  # in that of a run
 RESULTS_VERSION = 1  # of files of results
-OUTPUTS = {"output", "out", "head", "sheet", "cache"}  # the settings of any command that say where it writes
+# The settings of any command that say where it writes.
+OUTPUTS = {"output", "out", "classifier", "sheet", "cache"}
 FOLDERS = {"weights", "run"}  # and those of folders in which results are, not images
 PICTURES = (".png", ".npy")  # what commands write that a folder of images would be read with
 LISTS = (".txt", ".csv", ".tsv")

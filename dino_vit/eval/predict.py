@@ -107,11 +107,11 @@ def run(config: PredictConfig) -> LabelPredictions:
         with after_figures():
             _write(files, columns, details, fitted)
             lines.append(f"{output}: {plural(len(names), 'image')} with labels")
-    if config.head and is_main_process():
+    if config.classifier and is_main_process():
         with after_figures():
-            save_classifier(fitted.classifier, Path(config.head), frozen.transform)
+            save_classifier(fitted.classifier, Path(config.classifier), frozen.transform)
             what = "the classifier with its backbone, as weights of predict and of export"
-            lines.append(f"{config.head}: {what}")
+            lines.append(f"{config.classifier}: {what}")
     return LabelPredictions(
         names=names,
         labels=columns["label"],
@@ -145,7 +145,7 @@ def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
     output = None if config.output is None else Path(config.output)
     beside = [output.with_suffix(".json"), output.with_name(f"{output.stem}-doubtful.csv")] if output else []
     files = [output, *beside] if output else []
-    return output, files + ([Path(config.head)] if config.head else [])
+    return output, files + ([Path(config.classifier)] if config.classifier else [])
 
 
 def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledSubset]:

@@ -1,6 +1,6 @@
 """A backbone with a fitted classifier in one file: labels of new images without the labelled ones.
 
-`dino-vit predict ... head=FILE` writes it; it is also a weights file, whose backbone any command reads.
+`dino-vit predict ... classifier=FILE` writes it; it is also a weights file, whose backbone any command reads.
 """
 
 import json
@@ -111,7 +111,7 @@ def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform
 
 
 def load_classifier(path: str | Path, *, verbose: bool = True) -> Classifier:
-    """Return the backbone and the classifier in a file that `dino-vit predict ... head=FILE` wrote."""
+    """Return the backbone and the classifier in a file that `dino-vit predict ... classifier=FILE` wrote."""
     return read_classifier(path, load_backbone(path, verbose=verbose))
 
 
@@ -120,7 +120,7 @@ def read_classifier(path: str | Path, backbone: LoadedBackbone) -> Classifier:
     facts = read_classifier_facts(path)
     if facts is None:
         text = f"{path} holds weights, but no classifier"
-        raise WeightsError(f"{text}; `dino-vit predict` writes one: head=FILE")
+        raise WeightsError(f"{text}; `dino-vit predict` writes one: classifier=FILE")
     tensors = {
         name.removeprefix(f"{CLASSIFIER}."): tensor
         for name, tensor in read_tensors(Path(path))[0].items()

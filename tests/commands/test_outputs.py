@@ -23,7 +23,7 @@ READ = [  # a command, and a file that it reads
 WRITTEN = [  # a command, and a file that it writes
     "knn synthetic:20:16 w.safetensors k=1 output=knn.json",
     "predict photos w.safetensors labels=few.csv output=new.csv new.json",
-    "predict photos w.safetensors labels=few.csv head=h.safetensors",
+    "predict photos w.safetensors labels=few.csv classifier=h.safetensors",
     "compare synthetic:20:16 w.safetensors untrained output=both.json",
     "attention photos w.safetensors output=maps maps/0-3.attention.npy",
     "embed photos w.safetensors output=e2.parquet",

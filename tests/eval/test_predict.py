@@ -164,10 +164,10 @@ def test_a_mistake_in_labels_is_found_before_weights_are_loaded(photos):
     [("labels.csv", {}), ("tags.csv", {}), ("labels.csv", {"size": 24, "resize_mode": "whole"})],
 )
 def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, labels, more):
-    head, table = photos / "head.safetensors", photos / "rest.csv"
+    head, table = photos / "classifier.safetensors", photos / "rest.csv"
     settings = [f"{key}={value}" for key, value in more.items()]
     for _ in range(2):  # the second takes the place of the first
-        predict(photos, weights, f"output={table}", f"head={head}", *settings, labels=labels)
+        predict(photos, weights, f"output={table}", f"classifier={head}", *settings, labels=labels)
     rows = rows_of(table)
     classifier = dino_vit.load_classifier(head, verbose=False)
     if more:
@@ -200,8 +200,8 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
     assert again.classes == classifier.classes
     indices = [again.names.index(row["name"]) for row in rows]
     np.testing.assert_allclose(again.outputs[indices], outputs, rtol=1e-4, atol=1e-5)
-    graph = photos / "head.onnx"
-    said = str(dino_vit.export(head, graph, format="onnx", head=True, verbose=False))
+    graph = photos / "classifier.onnx"
+    said = str(dino_vit.export(head, graph, format="onnx", classifier=True, verbose=False))
     session = onnxruntime.InferenceSession(graph)
     np.testing.assert_allclose(
         session.run(None, {"images": images.numpy()})[0], outputs[:3], rtol=1e-4, atol=1e-5
@@ -216,15 +216,15 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
 
 def test_neighbours_are_kept_too(photos, weights, monkeypatch):
     monkeypatch.setattr("dino_vit.eval.cross_validation.LOGISTIC_IMAGES", 1)
-    head = photos / "head.safetensors"
+    head = photos / "classifier.safetensors"
     found = dino_vit.predict(
-        photos / "photos", weights, labels=photos / "labels.csv", head=head, verbose=False
+        photos / "photos", weights, labels=photos / "labels.csv", classifier=head, verbose=False
     )
     assert found.details["classifier"].startswith("k-NN")
     classifier = dino_vit.load_classifier(head, verbose=False)
     files = [photos / "photos" / name for name in found.names]
     assert classifier.predict(files)[0] == found.labels
-    command_here("export", str(head), str(photos / "head.onnx"), "--format", "onnx", "--head")
+    command_here("export", str(head), str(photos / "classifier.onnx"), "--format", "onnx", "--classifier")
 
 
 def test_two_processes_say_the_same(photos, weights):
@@ -256,19 +256,19 @@ def test_mistakes_are_said(photos, weights):
             ValueError, match=r"run was evaluated with data\.labels=mine\.csv; give labels=mine"
         ):
             command(folder, photos / "run", verbose=False)
-    dino_vit.predict(folder, weights, head=photos / "head.safetensors", **given)
+    dino_vit.predict(folder, weights, classifier=photos / "classifier.safetensors", **given)
     with pytest.raises(ValueError, match="several=true is of labels to learn from"):
-        dino_vit.predict(folder, photos / "head.safetensors", several=True, verbose=False)
-    with pytest.raises(ValueError, match="head would overwrite weights"):
-        dino_vit.predict(folder, weights, head=str(weights), **given)
+        dino_vit.predict(folder, photos / "classifier.safetensors", several=True, verbose=False)
+    with pytest.raises(ValueError, match="classifier would overwrite weights"):
+        dino_vit.predict(folder, weights, classifier=str(weights), **given)
     one = photos / "one.csv"
     one.write_text("000.png,blue\n002.png,blue")
     with pytest.raises(ValueError, match="are of one class, blue"):
         dino_vit.predict(folder, weights, labels=one, verbose=False)
     with pytest.raises(WeightsError, match="holds weights, but no classifier"):
         dino_vit.load_classifier(weights)
-    with pytest.raises(ValueError, match="head is for format=onnx"):
-        dino_vit.export(weights, photos / "a.pth", format="timm", head=True)
+    with pytest.raises(ValueError, match="classifier is for format=onnx"):
+        dino_vit.export(weights, photos / "a.pth", format="timm", classifier=True)
     other = photos / "mine.csv"
     other.write_text("mine")
     with pytest.raises(ValueError, match="already exists; give overwrite=true"):

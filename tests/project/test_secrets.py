@@ -94,7 +94,7 @@ def test_no_command_writes_or_prints_the_secrets_of_a_list(sources, weights, tmp
         ["inspect-data", source, f"sheet={out}/views.png", "count=3"],
         ["embed", source, *given, f"output={out}/e.parquet"],
         ["knn", source, *given, f"output={out}/knn.json"],
-        ["linear", source, *given, f"output={out}/linear.json", "method=logistic", "cs=1"],
+        ["linear", source, *given, f"output={out}/linear.json"],
         ["attention", source, f"weights={weights}", f"output={out}/maps", "count=2"],
     )
     run_commands(out, commands, capsys, lines)
