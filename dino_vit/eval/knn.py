@@ -21,9 +21,9 @@ from dino_vit.eval.results import (
     EvaluationResult,
     asked_output,
     conclude_classes,
+    conclude_labels,
     few_images,
     few_text,
-    judge,
     lowest,
     score,
 )
@@ -48,20 +48,19 @@ def evaluate(
     config: KnnConfig, frozen: FrozenBackbone, sets: Sets, path: Path | None = None
 ) -> EvaluationResult:
     """Evaluate a backbone that is loaded already; with a path write the JSON."""
-    learned, val = sets
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-    bank, queries = features_of_sets(frozen, sets, spec)
-    how = "leave-one-out" if queries is bank else f"by {plural(len(bank), 'image')} of {learned.name}"
-    heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(queries), 'image')} of {val.name}"
+    train, val = features_of_sets(frozen, sets, spec)
+    how = "leave-one-out" if val is train else f"by {plural(len(train), 'image')} of {sets[0].name}"
+    heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(val), 'image')} of {sets[1].name}"
     heading += "; k neighbours vote; in brackets 95 % intervals\n"
     details = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
-        "images": len(queries),
-        "bank": len(bank) - (queries is bank),  # no image is its own neighbour
+        # No image is its own neighbour.
+        "images": {"train": len(train) - (val is train), "val": len(val)},
         "classes": len(val.classes),
     }
-    answers, figures = _answer(bank, queries, config.k, frozen.device)
+    answers, figures = _answer(train, val, config.k, frozen.device)
     details["results"] = [{"k": k, **row} for k, row in figures.items()]
     first, metric = config.k[0], TITLES[val.task]
     titles = {"top1": metric, "top5": "top-5", "mean_of_classes": "mean of classes", "auroc": "AUROC"}
@@ -71,8 +70,8 @@ def evaluate(
     rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
     lines, title = [heading, format_table(["k", *columns.values()], rows)], f"k-NN {metric}, k={first}"
     if val.task != "multiclass":
-        return judge("knn", path, title, answers[first], bank, queries, details, lines)
-    few, per_class = few_images(bank, queries), figures[first]["per_class"]
+        return conclude_labels("knn", path, title, answers[first], train, val, details, lines)
+    few, per_class = few_images(train, val), figures[first]["per_class"]
     lines += [answers[first].guesses(), *few_text(few)]
     rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in per_class.items()}
     lines.append(lowest(f"class, k={first}", rows_of_classes))
@@ -80,45 +79,45 @@ def evaluate(
 
 
 def _answer(
-    bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
+    train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], device: torch.device
 ) -> tuple[dict[int, Any], dict[int, dict[str, Any]]]:
     """Return for each k what is predicted, and its figures by name."""
-    if queries.task != "multiclass":
-        scored = {k: score(queries, outputs) for k, outputs in predict(bank, queries, k, device).items()}
+    if val.task != "multiclass":
+        scored = {k: score(val, outputs) for k, outputs in predict(train, val, k, device).items()}
         return scored, {k: {"score": measured[0].figure} for k, measured in scored.items()}
-    predictions = classify(bank, queries, k, device)
+    predictions = classify(train, val, k, device)
     figures = {k: ranked.figures() for k, ranked in predictions.items()}
-    if len(queries.classes) == len(set(queries.targets.tolist())) == 2:
-        for count, outputs in predict(bank, queries, k, device).items():
-            auroc = measure("multiclass", queries.indices, outputs, queries.targets[:, None])[0]
+    if len(val.classes) == len(set(val.targets.tolist())) == 2:
+        for count, outputs in predict(train, val, k, device).items():
+            auroc = measure("multiclass", val.indices, outputs, val.targets[:, None])[0]
             figures[count]["auroc"] = auroc.figure
     return predictions, figures
 
 
 def predict(
-    bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
+    train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], device: torch.device
 ) -> dict[int, Tensor]:
-    """Return the neighbours' mean labels, of two classes the share of the second: (queries, c)."""
-    mine = rank_slice(range(len(queries)))
-    asked, targets = queries.features[mine.start : mine.stop].to(device), bank.targets.view(len(bank), -1)
-    offset = mine.start if queries is bank else None
-    means = neighbour_means(bank.features, targets, asked, k=k, self_offset=offset)
+    """Return the neighbours' mean labels, of two classes the share of the second: (n, c)."""
+    mine = rank_slice(range(len(val)))
+    asked, targets = val.features[mine.start : mine.stop].to(device), train.targets.view(len(train), -1)
+    offset = mine.start if val is train else None
+    means = neighbour_means(train.features, targets, asked, k=k, self_offset=offset)
     return {count: all_gather(outputs) for count, outputs in means.items()}
 
 
 def classify(
-    bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
+    train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], device: torch.device
 ) -> dict[int, Predictions]:
-    """Classify all queries for each k; each process does a share of them."""
-    mine = rank_slice(range(len(queries)))
+    """Classify all images of `val` for each k; each process does a share of them."""
+    mine = rank_slice(range(len(val)))
     with progress("neighbours", len(mine)) as advance:
         ranked = weighted_knn(
-            bank.features,
-            bank.targets,
-            queries.features[mine.start : mine.stop],
+            train.features,
+            train.targets,
+            val.features[mine.start : mine.stop],
             k=k,
-            self_offset=mine.start if queries is bank else None,
+            self_offset=mine.start if val is train else None,
             device=device,
             progress=advance,
         )
-    return {k: queries.predictions(all_gather(best)) for k, best in ranked.items()}
+    return {k: val.predictions(all_gather(best)) for k, best in ranked.items()}

@@ -29,9 +29,9 @@ from dino_vit.eval.results import (
     EvaluationResult,
     asked_output,
     conclude_classes,
+    conclude_labels,
     few_images,
     few_text,
-    judge,
     score,
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_out, open_sets
@@ -121,7 +121,7 @@ def conclude_best(
     if val.task != "multiclass":
         figures, metric = score(val, _outputs(head, val)[:, 0]), TITLES[val.task]
         text += [f"{title}: {metric} {figures[0].figure} %", how]
-        return judge(command, path, f"linear {metric}", figures, train, val, details, text)
+        return conclude_labels(command, path, f"linear {metric}", figures, train, val, details, text)
     predictions, few = val.predictions(top_classes(head, val.features)), few_images(train, val)
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
     text += [f"{title}: {predictions.summary()}", how, *few_text(few)]

@@ -30,7 +30,7 @@ from dino_vit.views.eval_transform import EvalTransform
 NEIGHBOURS = 20
 # Of a source with more images than MANY, evaluations choose among some that are drawn at random.
 MANY, DRAWN = 2**24, 2**16
-_QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
+_VAL_SHARE = 5  # one in so many images is judged, if the source has splits
 # Which images were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
@@ -165,17 +165,17 @@ class OnlineEvaluation:
         self.batch_size, self.autocast = batch_size, autocast
         self.warned = False  # that some images cannot be read
         order = random_indices(source, seed)
-        learn, judge = divide(labelled_subset("", source.subset(order)))
-        chosen, self.votes = [judge.first(images)], 0  # so many, the first, vote; 0: all vote on each other
-        if learn is not judge:
-            queries = judge.first(images // _QUERIES_SHARE)
-            chosen = [learn.first(images - len(queries)), queries]
+        train, val = divide(labelled_subset("", source.subset(order)))
+        chosen, self.votes = [val.first(images)], 0  # so many, the first, vote; 0: all vote on each other
+        if train is not val:
+            val = val.first(images // _VAL_SHARE)
+            chosen = [train.first(images - len(val)), val]
             self.votes = len(chosen[0])
         rows = np.concatenate([each.indices for each in chosen])
         targets = np.concatenate([each.targets for each in chosen])
         self.has_labels = bool((targets != targets[:1]).any())
         self.indices = [order[row] for row in rows] if self.has_labels else order[:images]
-        self.task, self.targets = judge.task, torch.from_numpy(targets)
+        self.task, self.targets = val.task, torch.from_numpy(targets)
         agree("images to evaluate", lambda: self, OnlineEvaluation._describe)
 
     def _describe(self) -> str:
@@ -213,12 +213,10 @@ class OnlineEvaluation:
 
     def describe_leak(self) -> str | None:
         """Say how many images to judge by are among those that vote, too, whatever paths lead to them."""
-        bank, queries = self.indices[: self.votes], self.indices[self.votes :]
-        shared = count_shared(self.source.subset(queries), self.source.subset(bank)) if self.votes else 0
+        train, val = self.indices[: self.votes], self.indices[self.votes :]
+        shared = count_shared(self.source.subset(val), self.source.subset(train)) if self.votes else 0
         verb = "is" if shared == 1 else "are"
-        text = (
-            f"{shared:,} of the {plural(len(queries), 'image')} to judge by {verb} among those to learn from"
-        )
+        text = f"{shared:,} of the {plural(len(val), 'image')} to judge by {verb} among those to learn from"
         return f"{text}, so k-NN and the probe are inflated" if shared else None
 
     def guesses(self) -> Guesses | None:

@@ -165,7 +165,7 @@ def score(val: LabelledFeatures, outputs: Tensor) -> list[PerImageMetric]:
     return figures
 
 
-def judge(
+def conclude_labels(
     command: str,
     path: Path | None,
     title: str,

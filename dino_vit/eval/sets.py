@@ -159,10 +159,10 @@ def divide(
         return train, images
     name = images.name
     if splits := choose_splits(images.source):
-        learn, judge = (
+        train, val = (
             images.part(np.isin(images.indices, indices), f"{name}/{split}") for split, indices in splits
         )
-        return learn, judge
+        return train, val
     if blocks:
         chosen = images.folds(blocks, seed) == 0
         return images.part(~chosen, f"the rest of {name}"), images.part(chosen, f"one in {blocks} of {name}")
@@ -177,12 +177,12 @@ def images_to_label(name: str, source: ImageSet, learned: LabelledSubset) -> Lab
     return LabelledSubset(name, source, rows, np.full(len(rows), -1), learned.classes, learned.task)
 
 
-def _with_same_names(learn: LabelledSubset, judge: LabelledSubset) -> Sets:
+def _with_same_names(train: LabelledSubset, val: LabelledSubset) -> Sets:
     """Return both with the same numbers for the same names of classes or labels."""
-    if judge.task == "multiclass":
-        return learn, judge.with_classes_of(learn)
-    names = (*learn.classes, *sorted({*judge.classes} - {*learn.classes}))
-    return learn.with_columns(names), judge.with_columns(names)
+    if val.task == "multiclass":
+        return train, val.with_classes_of(train)
+    names = (*train.classes, *sorted({*val.classes} - {*train.classes}))
+    return train.with_columns(names), val.with_columns(names)
 
 
 def open_sets(config: LabelledConfig, blocks: int | None = _VAL_SHARE) -> Sets:
@@ -214,13 +214,14 @@ def _open_sets(config: LabelledConfig, blocks: int | None) -> Sets:
     splits = choose_splits(source) if train is None else None
     if splits:
         log.info("%s", describe_use(source, *splits, images.name))
-    learn, judge = divide(images, train, blocks=blocks, seed=getattr(config, "seed", 0))
-    learn.require_two_classes()
-    if train is not None or splits:
-        name = learn.name if train is None else f"train={learn.name}"
-        refuse_same_images(judge.name, judge.images, name, learn.images)
-        return _with_same_names(learn, judge)
-    return learn, judge
+    is_given = train is not None
+    train, val = divide(images, train, blocks=blocks, seed=getattr(config, "seed", 0))
+    train.require_two_classes()
+    if is_given or splits:
+        name = f"train={train.name}" if is_given else train.name
+        refuse_same_images(val.name, val.images, name, train.images)
+        return _with_same_names(train, val)
+    return train, val
 
 
 def count_shared(source: ImageSet, train: ImageSet) -> int:
@@ -319,23 +320,23 @@ def features_of_sets(
     frozen: FrozenBackbone, sets: Sets, spec: FeatureSpec = CLS
 ) -> tuple[LabelledFeatures, LabelledFeatures]:
     """Return the features of both sets, computed together if they are of one source."""
-    learn, judge = sets
-    if learn.source is not judge.source:
+    first, second = sets
+    if first.source is not second.source:
         titles = "features of the images to learn from", "features of the images to judge by"
-        bank, queries = (
+        train, val = (
             labelled_features(frozen, each, spec, title) for each, title in zip(sets, titles, strict=True)
         )
-        return bank, queries
-    if learn is judge:
-        features = labelled_features(frozen, judge, spec)
+        return train, val
+    if first is second:
+        features = labelled_features(frozen, first, spec)
         return features, features
     indices = np.concatenate([each.indices for each in sets])
     targets, order = np.concatenate([each.targets for each in sets]), np.argsort(indices)
-    joined = labelled_features(frozen, replace(learn, indices=indices[order], targets=targets[order]), spec)
-    bank, queries = (joined[np.flatnonzero(np.isin(joined.indices, each.indices))] for each in sets)
-    if not (len(bank) and len(queries)):
-        raise ValueError(f"none of the {len(judge if len(bank) else learn):,} images of a set can be read")
-    return bank, queries
+    joined = labelled_features(frozen, replace(first, indices=indices[order], targets=targets[order]), spec)
+    train, val = (joined[np.flatnonzero(np.isin(joined.indices, each.indices))] for each in sets)
+    if not (len(train) and len(val)):
+        raise ValueError(f"none of the {len(second if len(train) else first):,} images of a set can be read")
+    return train, val
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:

@@ -47,7 +47,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
     bank, bank_labels = features_of(weights, train, spec)
     (val / "nobody.png").unlink()
     queries, labels = features_of(weights, val, spec)
-    assert (found["images"], found["bank"], found["classes"]) == (12, 49, 7)
+    assert (found["images"], found["classes"]) == ({"train": 49, "val": 12}, 7)
     for figures, k in zip(found["results"], (3, 20, 49), strict=True):
         for top in (1, 5):
             found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
@@ -76,7 +76,7 @@ def test_one_set_is_classified_by_the_others(tmp_path, weights):
     bank, labels = features_of(weights, images)
     right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in range(24)]
     assert found["results"][0]["top1"]["correct"] == sum(right)
-    assert found["bank"] == 23
+    assert found["images"] == {"train": 23, "val": 24}
 
 
 def test_labels_of_a_training_set_that_is_not_given_are_refused(tmp_path, weights):
