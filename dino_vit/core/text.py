@@ -269,23 +269,6 @@ def progress(title: str, total: int | None = None) -> Iterator[Advance]:
         log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
 
 
-@contextmanager
-def said_once() -> Iterator[None]:
-    """Within the block, log each line only the first time."""
-    said = set[str]()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        text, before = record.getMessage(), len(said)
-        said.add(text)
-        return len(said) > before
-
-    log.addFilter(is_new)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_new)
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
     """What a command found or wrote; as text, and where Python shows it, it is what the command prints."""

@@ -16,14 +16,14 @@ from dino_vit.core import log
 from dino_vit.core.distributed import agree
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.text import Result, format_table, plural, public, said_once
+from dino_vit.core.text import Result, format_table, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval import knn, linear
 from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
-from dino_vit.eval.sets import open_sets
+from dino_vit.eval.sets import VAL_SHARE, Sets, divide, open_sets
 from dino_vit.eval.statistics import Difference, Figure, PerImageMetric, difference
 from dino_vit.weights import load_backbone
 
@@ -69,15 +69,16 @@ def run(config: CompareConfig) -> ComparisonResult:
         load_backbone(weights, network=config.network, verbose=False)
     if config.output:
         check_outputs(config, Path(config.output))
+    sets = open_sets(config, blocks=None) if has_classes else None
     ranks, measured = dict[str, float](), dict[str, dict[str, PerImageMetric]]()
-    with said_once():  # the images are opened again for each backbone and evaluator
-        for number, weights in enumerate(config.weights, 1):
-            log.info("%d of %d: %s", number, len(config.weights), weights)
-            frozen = _load(config, weights)
-            ranks[weights] = _effective_rank(config, frozen, source, weights)
-            for metric in _evaluate(config, weights, frozen) if has_classes else ():
-                measured.setdefault(metric.title, {})[weights] = metric
-                log.info("%s: %s %s %%", weights, metric.title, metric.figure)
+    unreadable = set[str]()  # images that cannot be read are said once
+    for number, weights in enumerate(config.weights, 1):
+        log.info("%d of %d: %s", number, len(config.weights), weights)
+        frozen = replace(_load(config, weights), unreadable=unreadable)
+        ranks[weights] = _effective_rank(config, frozen, source, weights)
+        for metric in _evaluate(config, weights, frozen, sets) if sets else ():
+            measured.setdefault(metric.title, {})[weights] = metric
+            log.info("%s: %s %s %%", weights, metric.title, metric.figure)
     learned = f", learned from {public(config.train)}" if config.train else ""
     images = f"{plural(len(source), 'image')} of {public(config.source)}{learned}"
     return _conclude(config, f"{', '.join(config.weights)} on {images}", ranks, measured)
@@ -107,12 +108,17 @@ def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: Image
     return rankme(torch.from_numpy(features))
 
 
-def _evaluate(config: CompareConfig, weights: str, frozen: FrozenBackbone) -> Iterator[PerImageMetric]:
+def _evaluate(
+    config: CompareConfig, weights: str, frozen: FrozenBackbone, sets: Sets
+) -> Iterator[PerImageMetric]:
     """Run all evaluators on one backbone."""
     by_knn = KnnConfig(**_shared(config, KnnConfig), weights=weights, k=(NEIGHBOURS,))
-    yield knn.evaluate(by_knn, frozen, open_sets(by_knn, blocks=None)).measured
+    yield knn.evaluate(by_knn, frozen, sets).measured
     by_linear = LinearConfig(**_shared(config, LinearConfig), weights=weights)
-    yield linear.evaluate(by_linear, frozen, open_sets(by_linear)).measured
+    if sets[0] is sets[1]:  # k-NN judges each image by the others, a classifier those that are held out
+        sets = divide(sets[1], blocks=VAL_SHARE, seed=config.seed)
+        sets[0].require_two_classes()
+    yield linear.evaluate(by_linear, frozen, sets).measured
 
 
 def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from dino_vit.eval.results import (
     conclude_labels,
     few_images,
     few_text,
+    has_two_classes,
     lowest,
     score,
 )
@@ -31,7 +32,6 @@ from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_se
 from dino_vit.eval.statistics import (
     TITLES,
     Predictions,
-    measure,
 )
 from dino_vit.models.backbone import FeatureSpec
 
@@ -87,10 +87,9 @@ def _answer(
         return scored, {k: {"score": measured[0].figure} for k, measured in scored.items()}
     predictions = classify(train, val, k, device)
     figures = {k: ranked.figures() for k, ranked in predictions.items()}
-    if len(val.classes) == len(set(val.targets.tolist())) == 2:
+    if has_two_classes(val):
         for count, outputs in predict(train, val, k, device).items():
-            auroc = measure("multiclass", val.indices, outputs, val.targets[:, None])[0]
-            figures[count]["auroc"] = auroc.figure
+            figures[count]["auroc"] = score(val, outputs)[0].figure
     return predictions, figures
 
 

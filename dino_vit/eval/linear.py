@@ -32,10 +32,11 @@ from dino_vit.eval.results import (
     conclude_labels,
     few_images,
     few_text,
+    has_two_classes,
     score,
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_out, open_sets
-from dino_vit.eval.statistics import TITLES, TOP_K, Figure, measure
+from dino_vit.eval.statistics import TITLES, TOP_K, measure
 from dino_vit.models.backbone import FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads, on_standardised
 
@@ -125,9 +126,10 @@ def conclude_best(
     predictions, few = val.predictions(top_classes(head, val.features)), few_images(train, val)
     details |= {"best": cells[best] | predictions.figures(), "few_images": few}
     text += [f"{title}: {predictions.summary()}", how, *few_text(few)]
-    if len(val.classes) == len(set(val.targets.tolist())) == 2:
-        details["best"]["auroc"] = _auroc(head, val)
-        text.append(f"AUROC {details['best']['auroc']} %")
+    if has_two_classes(val):
+        outputs = _outputs(head, val)[:, 0]
+        details["best"]["auroc"] = figure = score(val, outputs[:, 1:] - outputs[:, :1])[0].figure
+        text.append(f"AUROC {figure} %")
     return conclude_classes(command, path, "linear top-1", predictions, details, text)
 
 
@@ -148,13 +150,6 @@ def _how_chosen(percent: float, images: LabelledFeatures) -> str:
     """Say by which images the head was chosen."""
     figure = "by their loss" if math.isnan(percent) else f"{percent:.2f} %"
     return f"chosen on {plural(len(images), 'training image')} that no head was trained on: {figure}"
-
-
-def _auroc(head: LinearHeads, images: LabelledFeatures) -> Figure:
-    """Return the area under the ROC curve of the second of two classes."""
-    outputs = _outputs(head, images)[:, 0]
-    margins = outputs[:, 1:] - outputs[:, :1]
-    return measure("multiclass", images.indices, margins, images.targets[:, None])[0].figure
 
 
 def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:

@@ -157,9 +157,14 @@ def conclude_classes(
     return conclude(command, path, title, measured, details, lines, **parts)
 
 
+def has_two_classes(val: LabelledFeatures) -> bool:
+    """Tell whether the images have an AUROC."""
+    return val.task == "multiclass" and len(val.classes) == len(set(val.targets.tolist())) == 2
+
+
 def score(val: LabelledFeatures, outputs: Tensor) -> list[PerImageMetric]:
-    """Return all figures of outputs; raise an error if no column has anything to judge by."""
-    figures = measure(val.task, val.indices, outputs, val.targets)
+    """Return all figures of outputs, of two classes the AUROC; raise if there is nothing to judge by."""
+    figures = measure(val.task, val.indices, outputs, val.targets.view(len(val), -1))
     if math.isnan(figures[0].mean):
         raise ValueError(f"the {len(val):,} images to judge by have no labels: give more images")
     return figures

@@ -28,7 +28,7 @@ from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
 
-_VAL_SHARE = 5  # one in so many images is for validation where no training set is given
+VAL_SHARE = 5  # one in so many images is for validation where no training set is given
 _HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
 
@@ -185,7 +185,7 @@ def _with_same_names(train: LabelledSubset, val: LabelledSubset) -> Sets:
     return train.with_columns(names), val.with_columns(names)
 
 
-def open_sets(config: LabelledConfig, blocks: int | None = _VAL_SHARE) -> Sets:
+def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE) -> Sets:
     """Open the images to learn from and those to judge by; all processes must see the same."""
 
     def describe(sets: Sets) -> str:

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from dino_vit.core import log, text
-from dino_vit.core.text import brief, did_you_mean, printable, printable_lines, said_once
+from dino_vit.core import text
+from dino_vit.core.text import brief, did_you_mean, printable, printable_lines
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,3 @@ def test_a_path_that_does_not_exist_may_be_nearly_one_that_does(tmp_path, monkey
     for start in ("", f"{tmp_path}/") if typed and "://" not in typed else ("",):
         expected = f"; did you mean {start}{meant}?" if meant else "; give one"
         assert did_you_mean(f"{start}{typed}", "; give one") == expected
-
-
-def test_lines_are_said_once_within_the_block_and_again_after_it(caplog):
-    caplog.set_level("INFO", "dino_vit")
-    with said_once():
-        for name in ("a", "b", "a"):
-            log.info("images of %s", name)
-        log.warning("images of c")
-        log.warning("images of c")
-    log.info("images of a")
-    assert caplog.messages == ["images of a", "images of b", "images of c", "images of a"]
