@@ -156,6 +156,18 @@ def test_hovering_and_selecting_show_an_image_its_attention_and_its_neighbours(p
     assert page.execute_script("return report.map.selected") == near[0]
 
 
+def test_on_a_telephone_a_selected_photo_comes_into_sight_below_the_map(page):
+    set_screen(page, 400)
+    assert page.execute_script("return scrollY") == 0, "the page begins at its top"
+    ActionChains(page, duration=0).move_to_element_with_offset(*where(page, 0)).click().perform()
+    in_sight = (
+        "const sides = (selector) => document.querySelector(selector).getBoundingClientRect();"
+        "const [map, photo] = [sides('.explorer canvas'), sides('.selection figure')];"
+        "return map.top >= 0 && photo.top > map.bottom && photo.height > 100 && photo.bottom <= innerHeight"
+    )
+    WebDriverWait(page, 10).until(lambda _: page.execute_script(in_sight))
+
+
 def test_the_map_follows_the_mouse_and_zooms_to_thumbnails(page):
     page.execute_script("report.map.select(null)")
     canvas, x, y = where(page, 0)
