@@ -13,6 +13,7 @@ from markupsafe import Markup
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
 from dino_vit.reports.accuracies import better_baseline
+from dino_vit.reports.pictures import Tile
 from dino_vit.reports.record import RunRecord, changed_settings, diagnosis, facts, verdict
 from dino_vit.reports.verdict import BAD, RISES, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
@@ -52,13 +53,6 @@ SINGLE = [  # field of a record, title, caption
     ("data_wait", "Waiting for images", f"Share of the time; above {WAITING:g}, {WAITING_HELP}."),
 ]
 MAX_NAME = 120  # characters
-
-
-class Tile(NamedTuple):
-    """A picture and its caption."""
-
-    uri: str
-    caption: str
 
 
 class Row(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 
 from dino_vit.core import Size
 from dino_vit.core.storage import replacing
-from dino_vit.reports.page import Tile
 from dino_vit.views.eval_transform import resize
 
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
@@ -126,6 +126,13 @@ def _height(picture: Tensor) -> float:
 
 
 TILE_SIDE = 192  # pixels of a picture in a row
+
+
+class Tile(NamedTuple):
+    """A picture and its caption."""
+
+    uri: str
+    caption: str
 
 
 def draw_tile(image: Tensor, caption: str) -> Tile:

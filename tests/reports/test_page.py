@@ -14,7 +14,8 @@ from dino_vit.data.open import open_source
 from dino_vit.eval.figures import accuracy
 from dino_vit.eval.results import evaluation
 from dino_vit.reports.metrics import append_record
-from dino_vit.reports.page import SHOWN, Pictures, Row, Tile, charts, figures, plain, render, thin
+from dino_vit.reports.page import SHOWN, Pictures, Row, charts, figures, plain, render, thin
+from dino_vit.reports.pictures import Tile
 from dino_vit.reports.record import diagnosis, read_run
 from tests.support.history import HEALTHY
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, write_report
