@@ -10,7 +10,6 @@ from dino_vit.reports.significance import Z, mcnemar, wilson_interval
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of differences
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
-FIGURES = {"rankme": "effective rank", "knn": "k-NN"}
 
 
 class Reading(NamedTuple):

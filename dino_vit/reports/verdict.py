@@ -106,13 +106,13 @@ class JudgedRun:
         return -reading.rise if reading and reading.fell() else 0.0
 
     @property
-    def rising(self) -> Reading | None:
-        """The accuracy beside that of a third of the run ago, if it has risen since."""
+    def rising_since(self) -> MetricsRecord | None:
+        """The evaluation of about a third of the run ago, if the accuracy has risen since."""
         if len(self.evaluations) < ENOUGH:
             return None
         *earlier, last = self.evaluations
-        reading = self.beside(min(earlier, key=lambda metrics: abs(3 * metrics.step - 2 * last.step)))
-        return reading if reading.rose else None
+        then = min(earlier, key=lambda metrics: abs(3 * metrics.step - 2 * last.step))
+        return then if self.beside(then).rose else None
 
     @property
     def past_best(self) -> MetricsRecord | None:
@@ -190,7 +190,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
         return collapsed or features
     # Features may improve before the loss does; then they go on improving.
     spread = 0 < (run.before.rankme or 0.0) < HALF * (run.evaluations[-1].rankme or 0.0)
-    improves = not is_measured or len(run.evaluations) < ENOUGH or run.rising is not None
+    improves = not is_measured or len(run.evaluations) < ENOUGH or run.rising_since is not None
     follows = improves if features.name == "learning" else spread and not run.finished
     return features if follows else collapsed
 
@@ -262,9 +262,8 @@ def _advice(run: JudgedRun, diagnosis: Diagnosis) -> str:
         return f"{run.longer(FEW_STEPS / run.last.step)}: {FEW_STEPS} steps are the least to judge by."
     if name == "too early to tell" and run.evaluations[-1].knn is not None:
         return f"Label more images: {run.before.queries or QUERIES:,} are too few to tell by."
-    if name == "learning" and (rising := run.rising):
-        figures = f"k-NN {rising.before:.1f} % after two thirds, {rising.percent:.1f} % at the end"
-        return f"{run.longer(2)}: it still rises ({figures})."
+    if name == "learning" and (then := run.rising_since):
+        return f"{run.longer(2)}: the accuracy still rises (at step {then.step:,} it was {then.knn:.1f} %)."
     return published if run.below else ""
 
 

@@ -28,7 +28,7 @@ from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.reports.accuracies import FIGURES, better_baseline, describe_knn
+from dino_vit.reports.accuracies import better_baseline, describe_knn
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -193,11 +193,7 @@ class Reporter:
             self.progress.notice(str(verdict))
             if best and verdict.is_past_best:
                 weights = self.state.checkpoints.path(best["step"])
-        text = ""
-        if best and best["step"] != self.state.step:
-            figure = FIGURES.get(best["figure"], best["figure"])
-            text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
-        self.progress.notice(f"saved: {self.state.checkpoints.folder} holds the last step{text}")
+        self.progress.notice(f"saved: {self.state.checkpoints.folder} holds the last step")
         self.progress.notice(self._next_commands(weights))
 
     def _next_commands(self, weights: Path) -> str:
@@ -285,7 +281,7 @@ def describe_start(state: TrainingState, start: Start) -> Iterator[str]:
     length = f"about {length} in budget.minutes={minutes:g}" if minutes else length
     yield (
         f"{start.images:,} images of {config.data.images}: {plural(start.steps_per_epoch, 'step')} "
-        f"per epoch, {length}, peak lr {state.plan.lr:.3g}"
+        f"per epoch (each image once), {length}, peak lr {state.plan.lr:.3g}"
     )
     if verbose or not is_resumed:  # or its first start has said it
         yield from run.notes
