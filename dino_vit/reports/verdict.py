@@ -32,8 +32,8 @@ from dino_vit.reports.collapse import (
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 BAD: tuple[DiagnosisName, ...] = ("stuck", "collapsed", "diverged")
-# A run of fewer is not stuck, unless its accuracy has surely fallen or its loss stays where it was to the
-# end; before it has seen each image once nothing bad is said of it, but of steps that are not finite.
+# A run of fewer is not stuck, unless its accuracy has surely fallen; before it has seen each image once
+# nothing bad is said of it, but of steps that are not finite.
 FEW_STEPS = 300
 ENOUGH = 3  # evaluations before a run, or a finished one of few steps, is said to have gained nothing
 STANDARD_ERROR = 0.32  # the chance of a difference as large as its standard error
@@ -178,7 +178,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     gain = run.beside(run.before) if run.evaluations else None
     if run.has_few_steps and run.last.epoch < 1:  # only what is good for sure is said
         return _judge_accuracy(run, gain) if gain and gain.rose else _too_early(run)
-    if collapsed is STUCK_AT_LN and run.has_few_steps and not run.finished:
+    if collapsed is STUCK_AT_LN and run.has_few_steps:  # healthy runs pass there, too
         collapsed = None
     if gain is None:
         unknown = run.finished and not run.config.compute.is_evaluated
@@ -217,15 +217,15 @@ def _judge_ranks(run: JudgedRun) -> Diagnosis:
     if run.before.rankme is not None:
         ranks.insert(0, or_lowest(run.before.rankme))
     first, latest, highest = ranks[0], ranks[-1], max(ranks)
-    if len(ranks) < 2:
+    if len(ranks) < 2 or run.is_evaluated_early:
         return _too_early(run)
     ways = f"the network tells images apart in about {latest:.0f} ways (effective rank)"
-    if last.step >= run.settled_step and not run.is_evaluated_early and latest < HALF * highest:
+    if last.step >= run.settled_step and latest < HALF * highest:
         return Diagnosis("collapsed", f"Images have become alike: {ways}, at its best in {highest:.0f}.")
     change = f"{ways}, before training in {first:.0f}"
     if not -math.inf < first <= latest + ONE:
-        is_early = run.is_evaluated_early or run.has_few_steps
-        return _too_early(run) if is_early else Diagnosis("stuck", f"It has not learned: {change}.")
+        stuck = Diagnosis("stuck", f"It has not learned: {change}.")
+        return _too_early(run) if run.has_few_steps else stuck
     worth = "only labels can say whether these are the ways that matter"
     learning = Diagnosis("learning", f"{change[0].upper()}{change[1:]}; {worth}.")
     if last.entropy_gap is None:  # the teacher is frozen: what it says cannot collapse
