@@ -7,7 +7,7 @@ from typing import Any
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.text import plural
-from dino_vit.reports.record import RunRecord, diagnosis, read_run, verdict
+from dino_vit.reports.record import RunRecord, read_run, verdict
 
 
 class RunFolder:
@@ -30,7 +30,7 @@ class RunFolder:
         images = f" ({record.starts[-1].images:,} images)" if record.starts else ""
         lines = [
             f"{self.folder}: {config.model.title} on {config.data.images}{images}",
-            f"step {record.step:,} of {record.total_steps or 0:,}: {self.diagnosis}; {diagnosis(record)[1]}",
+            f"step {record.step:,} of {record.total_steps or 0:,}: {self.diagnosis}",
             self.outcome,
             f"{plural(len(self.checkpoints), 'checkpoint')} in {self.folder / 'checkpoints'}",
         ]
@@ -55,12 +55,12 @@ class RunFolder:
 
     @property
     def diagnosis(self) -> str:
-        """What the newest reading says of the run, such as "learning"."""
-        return diagnosis(self._record())[0]
+        """The state of the run, such as "learning"."""
+        return verdict(self._record()).diagnosis
 
     @property
     def outcome(self) -> str:
-        """What has come of the run so far, its figures with what they compare with, and what to do."""
+        """What has come of the run so far, its accuracy beside what needs no training, and what to do."""
         return "\n".join(verdict(self._record()).paragraphs)
 
     @property

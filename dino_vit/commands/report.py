@@ -216,7 +216,7 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: ImageSet, count
     readable, pictures.map = build_map(teacher, source, indices)
     if isinstance(teacher.model, VisionTransformer):
         pictures.attention = attention_rows(teacher, source, readable)
-    pictures.notes.append(f"Map and attention: teacher at step {checkpoint.step:,}.")
+    pictures.notes.append(f"The map and the attention are of step {checkpoint.step:,}.")
     if unreadable := len(indices) - len(readable):
         pictures.notes.append(f"Unreadable images, left out of the map: {unreadable}.")
     if checkpoint.metadata.get("source") != source.fingerprint:

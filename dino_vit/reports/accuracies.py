@@ -1,4 +1,4 @@
-"""The accuracies of a run beside those before training and those of baselines."""
+"""The accuracies of a run beside those of earlier steps and of what needs no training."""
 
 import math
 from collections.abc import Sequence
@@ -8,28 +8,18 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.eval.statistics import Z, mcnemar, wilson_interval
 from dino_vit.reports.metrics import Baseline, MetricsRecord
 
-UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
+UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of differences
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
-FIGURES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "probe": "ridge probe"}
-# The figures that a k-NN accuracy is compared with.
-COMPARED = {
-    "pixels": "pixels",
-    "gradients": "gradients",
-    "colours": "colours alone",
-    "largest_class": "largest class",
-    "chance": "chance",
-}
 
 
 class Reading(NamedTuple):
-    """An accuracy, and the same of an earlier network, on so many images."""
+    """A k-NN accuracy beside another one on the same images; NaN is not measured."""
 
-    field: str  # of the record
     percent: float
     before: float
     images: int
-    answers: tuple[str | None, str | None] = None, None  # which images were right, now and before
-    errors: tuple[float | None, float | None] = None, None  # standard errors of mAP
+    answers: tuple[str | None, str | None]  # which images were right, now and before
+    errors: tuple[float | None, float | None]  # standard errors of mAP
 
     @property
     def rise(self) -> float:
@@ -49,44 +39,21 @@ class Reading(NamedTuple):
         variance = sum(share * (1 - share) for share in shares) / self.images
         return math.erfc(abs(self.rise) / (100 * math.sqrt(2 * variance))) if variance else 1.0
 
+    @property
+    def rose(self) -> bool:
+        """Whether it is higher, and not by chance."""
+        return self.rise > 0 and self.p < UNLIKELY
 
-def readings_of(
-    metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline
-) -> list[Reading]:
-    """Return the accuracies of a record that were measured before, too; the most certain difference first."""
-    readings = []
-    for field in ("knn", "best_knn", "probe"):
-        now, then = getattr(metrics, field), getattr(before, field)
-        if now is not None and then is not None and math.isfinite(now - then):
-            answers, errors = (
-                (getattr(metrics, f"{field}_{name}", None), getattr(before, f"{field}_{name}", None))
-                for name in ("answers", "error")
-            )
-            readings.append(Reading(field, now, then, baseline.queries or QUERIES, answers, errors))
-    return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
+    def fell(self, among: int = 1) -> bool:
+        """Tell whether it is lower, and not by chance; the other was chosen among so many (Bonferroni)."""
+        return self.rise < 0 and among * self.p < UNLIKELY
 
 
-def evaluations_of(history: Sequence[MetricsRecord]) -> list[MetricsRecord]:
-    return [metrics for metrics in history if metrics.rankme is not None and math.isfinite(metrics.rankme)]
-
-
-def figures_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str:
-    """Return the newest k-NN accuracy beside what it compares with; nothing without labels."""
-    last = evaluations_of(history)[-1:]
-    if not last or (knn := last[0].knn) is None:
-        return ""
-    metric = "" if baseline.metric == "top-1" else f" {baseline.metric}"
-    # Photos of one place or moment are easy neighbours: on new images the figure may be far lower.
-    among = " among the training images" if baseline.leave_one_out else ""
-    compared = levels_text(baseline)
-    margin = _margin(knn, baseline.queries, last[0].knn_error)
-    return f"k-NN{metric} {knn:.1f} ± {margin:.1f} %{among}{compared and f' ({compared})'}"
-
-
-def levels_text(baseline: Baseline, untrained: str = "before training") -> str:
-    """Return the figures that a k-NN accuracy is compared with."""
-    levels, titles = baseline.figures(), {"knn": untrained, **COMPARED}
-    return ", ".join(f"{title} {levels[name]:.1f}" for name, title in titles.items() if name in levels)
+def reading_of(metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline) -> Reading:
+    """Return the accuracy of a record beside an earlier one, or one without a network."""
+    now, then = (math.nan if each.knn is None else each.knn for each in (metrics, before))
+    answers, errors = (metrics.knn_answers, before.knn_answers), (metrics.knn_error, before.knn_error)
+    return Reading(now, then, baseline.queries or QUERIES, answers, errors)
 
 
 def better_baseline(baseline: Baseline) -> tuple[str, float] | None:
@@ -96,15 +63,39 @@ def better_baseline(baseline: Baseline) -> tuple[str, float] | None:
     return max(known)[::-1] if known else None
 
 
-def above_baseline(figures: MetricsRecord | Baseline, baseline: Baseline) -> float | None:
-    """Return by how many points k-NN is above that by the better baseline, if both are known."""
-    knn, better = figures.knn, better_baseline(baseline)
-    return None if knn is None or better is None or not math.isfinite(knn) else knn - better[1]
+def evaluations_of(history: Sequence[MetricsRecord]) -> list[MetricsRecord]:
+    return [metrics for metrics in history if metrics.rankme is not None and math.isfinite(metrics.rankme)]
 
 
-def _margin(percent: float, images: int | None, error: float | None) -> float:
-    """Return half the width of the interval that holds an accuracy with 95 % confidence."""
-    if error is not None:
-        return Z * error
-    low, high = wilson_interval(min(max(percent / 100, 0.0), 1.0), images or QUERIES)
-    return 100 * (high - low) / 2
+def compared(baseline: Baseline) -> dict[str, float]:
+    """Return what a k-NN accuracy compares with, as far as it was measured."""
+    name, level = better_baseline(baseline) or ("", None)
+    levels = {"before training": baseline.knn, f"{name} without a network": level, "chance": baseline.chance}
+    return {name: level for name, level in levels.items() if level is not None}
+
+
+def describe_knn(baseline: Baseline) -> str:
+    """Say what k-NN accuracies are, and of which images."""
+    kind = "accuracy" if baseline.metric == "top-1" else baseline.metric
+    # Photos of one place or moment are easy neighbours: on new images the figure may be far lower.
+    images = {True: "training images", False: "held-out images", None: "images"}[baseline.leave_one_out]
+    images = f"{baseline.queries:,} {images}" if baseline.queries else images
+    return f"k-NN {kind} on {images}, each labelled by those most similar to it"
+
+
+def knn_text(metrics: MetricsRecord, baseline: Baseline) -> str:
+    """Return a k-NN accuracy with its 95 % confidence; nothing without labels."""
+    if (knn := metrics.knn) is None:
+        return ""
+    margin = Z * (metrics.knn_error or 0.0)
+    if metrics.knn_error is None:
+        low, high = wilson_interval(min(max(knn / 100, 0.0), 1.0), baseline.queries or QUERIES)
+        margin = 100 * (high - low) / 2
+    return f"{knn:.1f} ± {margin:.1f} %"
+
+
+def accuracy_text(metrics: MetricsRecord, baseline: Baseline) -> str:
+    """Return the k-NN accuracy of a record beside what it compares with; nothing without labels."""
+    levels = ", ".join(f"{name} {level:.1f} %" for name, level in compared(baseline).items())
+    knn = knn_text(metrics, baseline)
+    return knn and f"{describe_knn(baseline)}: {'; '.join(filter(None, (knn, levels)))}"

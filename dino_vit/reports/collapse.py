@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from dino_vit.reports.metrics import MetricsRecord
 
-DiagnosisName = Literal["too early", "stuck", "collapsed", "diverged", "learning", "done"]
+DiagnosisName = Literal["too early to tell", "stuck", "collapsed", "diverged", "learning", "done"]
 
 # Consecutive records that must show a collapse, or waiting, before it is said; and when no more will come.
 PATIENCE, AT_THE_END = 5, 2
@@ -26,14 +26,14 @@ class Diagnosis(NamedTuple):
     sentence: str = ""
 
 
-NONFINITE = Diagnosis("diverged", "Losses or gradients are infinite or NaN, and such steps are skipped.")
-UNIFORM = Diagnosis("collapsed", "Every image gets the same flat output.")
-ONE_PROTOTYPE = Diagnosis("collapsed", "One output takes every image.")
-IMAGES_ALIKE = Diagnosis("collapsed", "All images get the same output.")
-PATCHES_ALIKE = Diagnosis("collapsed", "All masked patches get the same output.")
-STUCK_AT_LN = Diagnosis(
-    "stuck", "The loss stays at ln(prototypes), that of a student with the same flat output for every image."
+NONFINITE = Diagnosis("diverged", "The training has run into infinite numbers; such steps are skipped.")
+UNIFORM = Diagnosis("collapsed", "To the network all images are alike: it is undecided about each.")
+ONE_PROTOTYPE = Diagnosis("collapsed", "To the network all images are alike: each gets the same prototype.")
+IMAGES_ALIKE = Diagnosis("collapsed", "To the network all images are alike: each gets the same answer.")
+PATCHES_ALIKE = Diagnosis(
+    "collapsed", "To the network all masked patches (hidden parts of images) are alike."
 )
+STUCK_AT_LN = Diagnosis("stuck", "The loss is still that of a network to which all images are alike.")
 
 
 def collapse(history: Sequence[MetricsRecord], *, settled_step: int) -> Diagnosis | None:

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -168,17 +167,6 @@ def facts(record: RunRecord) -> dict[str, str]:
     return named
 
 
-def diagnosis(record: RunRecord) -> tuple[str, str]:
-    """Return the diagnosis of a run by its newest record, and how it came to it."""
-    by_diagnosis = groupby(record.history, key=lambda metrics: metrics.diagnosis)
-    spans = [(name, next(records).step) for name, records in by_diagnosis]
-    if not spans:
-        return "too early", "metrics.jsonl is missing or has no lines yet."
-    name, since = spans[-1]
-    earlier = ", ".join(f"{name} from step {first:,}" for name, first in spans[-4:-1])
-    return name, f"since step {since:,}{earlier and f'; earlier: {earlier}'}."
-
-
 def verdict(record: RunRecord) -> Verdict:
-    """Return the figures of a run so far and what to try, in the words of its last line."""
+    """Return what is said of a run so far, in the words of its last lines."""
     return judge(record.history, record.config, record.baseline)

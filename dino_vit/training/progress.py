@@ -34,7 +34,7 @@ class RunProgress:
         """`seconds_left` are those of `budget.minutes`; otherwise they are estimated by the steps."""
         self.clock, self.drawn, self.seconds_left = clock, -math.inf, seconds_left
         self.stream = unfailing(sys.stderr if stream is None else stream)
-        self.diagnosis = "too early"
+        self.diagnosis = "too early to tell"
         self.saved_step: int | None = None  # shown in the next line
         console = live_console(self.stream)
         self.bar = Progress(
@@ -117,7 +117,7 @@ class RunProgress:
     def _line(self, metrics: MetricsRecord) -> str:
         """Return the figures of a record, in columns."""
         total = f"{metrics.total_steps:,}"
-        excess = "" if metrics.excess is None else f" (ln K {metrics.excess:+6.2f})"
+        excess = "" if metrics.excess is None else f" ({metrics.excess:+5.2f})"
         parts = [f"step {metrics.step:>{len(total)},}/{total}", f"epoch {metrics.epoch:5.1f}"]
         parts += [f"loss {metrics.loss:6.3f}{excess}"]
         parts += [f"{metrics.images_per_second:>7,.0f} img/s", f"wait {metrics.data_wait:>3.0%}"]

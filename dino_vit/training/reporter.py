@@ -21,13 +21,14 @@ import torch
 from dino_vit import __version__
 from dino_vit.config.loading import to_yaml, write_yaml
 from dino_vit.config.objects import is_object
+from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.reports.accuracies import FIGURES, better_baseline, levels_text
+from dino_vit.reports.accuracies import better_baseline, describe_knn
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -44,9 +45,12 @@ from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.state import TrainingState
 
 COLUMNS_HELP = (
-    "columns of the log: ln K: the loss minus ln(prototypes), below 0 once the network tells images apart; "
-    "wait: share of the time spent waiting for images"
+    "columns of the log: loss: in brackets, how far above that of a network to which all images are alike; "
+    "below 0 it tells them apart; wait: share of the time spent waiting for images; eta: time left"
 )
+# What needs no network, and how it is called.
+TITLES = {"colours": "colours alone", "largest_class": "always the largest class", "chance": "chance"}
+GUESSES = {name: TITLES.get(name, name) for name in (*BASELINES, *TITLES)}
 FEW_CHOICES = 3  # each gets a line at the start
 # Images that a run must see to catch up with far better baselines, with `loss.gradient_weight` and without.
 # On photos of hands 70,000 were too few and 150,000 enough with it, 60,000 and 800,000 without.
@@ -189,11 +193,7 @@ class Reporter:
             self.progress.notice(str(verdict))
             if best and verdict.is_past_best:
                 weights = self.state.checkpoints.path(best["step"])
-        text = ""
-        if best and best["step"] != self.state.step:
-            figure = FIGURES.get(best["figure"], best["figure"])
-            text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
-        self.progress.notice(f"saved: {self.state.checkpoints.folder} holds the last step{text}")
+        self.progress.notice(f"saved: {self.state.checkpoints.folder} holds the last step")
         self.progress.notice(self._next_commands(weights))
 
     def _next_commands(self, weights: Path) -> str:
@@ -248,14 +248,14 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]
     """Yield what the untrained network and simpler means reach, and what to do if it is far below them."""
     config, images = state.config, state.plan.length * state.run.global_batch
     if baseline.knn is None:
-        rank = f"effective rank {baseline.rankme:.1f}, about how many dimensions the features use"
-        yield f"before the first step: {rank}"
+        ways = f"in about {baseline.rankme:.0f} ways (effective rank)"
+        yield f"before the first step the network tells images apart {ways}"
         return
-    measured = "images labelled right" if baseline.metric == "top-1" else baseline.metric
-    network = "initial weights" if config.init else "untrained network"
+    levels, network = baseline.figures(), "initial weights" if config.init else "untrained network"
+    guesses = ", ".join(f"{title} {levels[name]:.1f}" for name, title in GUESSES.items() if name in levels)
     yield (
-        f"before the first step, {measured} (%): {levels_text(baseline, network)} "
-        "(by k-NN, which labels an image by the most similar others)"
+        f"before the first step, {describe_knn(baseline)} (%): {network} {baseline.knn:.1f}; "
+        f"without a network: {guesses}"
     )
     name, percent = better_baseline(baseline) or ("", 0.0)
     needed = CATCHES_UP if config.loss.gradient_weight else CATCHES_UP_WITHOUT_GRADIENTS
@@ -281,7 +281,7 @@ def describe_start(state: TrainingState, start: Start) -> Iterator[str]:
     length = f"about {length} in budget.minutes={minutes:g}" if minutes else length
     yield (
         f"{start.images:,} images of {config.data.images}: {plural(start.steps_per_epoch, 'step')} "
-        f"per epoch, {length}, peak lr {state.plan.lr:.3g}"
+        f"per epoch (each image once), {length}, peak lr {state.plan.lr:.3g}"
     )
     if verbose or not is_resumed:  # or its first start has said it
         yield from run.notes

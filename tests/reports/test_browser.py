@@ -106,7 +106,7 @@ def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page
     assert all(name["x"] > curves for name in names), "beside the curves"
     assert all(below["y"] - above["y"] >= 12 for above, below in pairwise(names)), "not on each other"
     loss, place = chart(page, "Loss")
-    assert "ln(256) 5.545" in loss.text
+    assert "all alike 5.545" in loss.text
     values = dict(page.execute_script(f"return [...report.charts[{place}].series[0][1]]"))
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", loss)
     svg = loss.find_element(By.TAG_NAME, "svg")
@@ -154,6 +154,18 @@ def test_hovering_and_selecting_show_an_image_its_attention_and_its_neighbours(p
     assert below.rect == attention.rect
     page.find_element(By.CSS_SELECTOR, ".selection button").click()
     assert page.execute_script("return report.map.selected") == near[0]
+
+
+def test_on_a_telephone_a_selected_photo_comes_into_sight_below_the_map(page):
+    set_screen(page, 400)
+    assert page.execute_script("return scrollY") == 0, "the page begins at its top"
+    ActionChains(page, duration=0).move_to_element_with_offset(*where(page, 0)).click().perform()
+    in_sight = (
+        "const sides = (selector) => document.querySelector(selector).getBoundingClientRect();"
+        "const [map, photo] = [sides('.explorer canvas'), sides('.selection figure')];"
+        "return map.top >= 0 && photo.top > map.bottom && photo.height > 100 && photo.bottom <= innerHeight"
+    )
+    WebDriverWait(page, 10).until(lambda _: page.execute_script(in_sight))
 
 
 def test_the_map_follows_the_mouse_and_zooms_to_thumbnails(page):

@@ -44,7 +44,7 @@ class Clock:
 def show_some(progress, clock):
     with progress:
         progress.notice("Resuming runs/demo [at step 1,000].")
-        states = ["too early", "learning", "collapsed", "collapsed", "learning"]
+        states = ["too early to tell", "learning", "collapsed", "collapsed", "learning"]
         for n, state in enumerate(states, start=1):
             clock.now += 50
             if n == 3:

@@ -170,7 +170,7 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     assert "docs/" not in columns, "a wheel has no docs"
     table = (ROOT / "docs/start/watch.md").read_text().split("## The lines of the log")[1]
     explained = re.findall(r"(?:: |; )([\w ]+): ", columns)
-    assert explained == ["ln K", "wait"]
+    assert explained == ["loss", "wait", "eta"]
     assert all(f"| `{column}` |" in table for column in explained)
     settings["compute.verbose"] = "true"
     found = set_up(configured(tmp_path / "run", settings, {"compute.trackers": "[]"}), Accelerator())

@@ -29,9 +29,9 @@ def test_without_a_terminal_there_are_plain_aligned_lines(monkeypatch):
     stream, clock = StringIO(), Clock()
     show_some(RunProgress(total_steps=125_100, step=1000, stream=stream, clock=clock), clock)
     lines = stream.getvalue().splitlines()
-    step = "step   1,050/125,100  epoch   0.2  loss  9.100 (ln K  -1.99)    2,310 img/s  wait  1%"
+    step = "step   1,050/125,100  epoch   0.2  loss  9.100 (-1.99)    2,310 img/s  wait  1%"
     assert lines[0] == "Resuming runs/demo [at step 1,000]."
-    assert lines[1] == f"{step}  eta      -  too early"
+    assert lines[1] == f"{step}  eta      -  too early to tell"
     assert lines[2].endswith("  learning  k-NN 47.5 %")
     assert lines[3].endswith("  collapsed  saved 1,120")
     assert lines[4] == f"step 1,150: collapsed. {NEWS} {ADVICE}"
@@ -157,7 +157,7 @@ def test_on_a_terminal_there_is_one_bar_below_the_lines():
     received = on_a_terminal(show)
     *lines, bar = [line for line in screen(received) if line]
     assert lines[0] == "Resuming runs/demo [at step 1,000]."
-    assert lines[1].startswith("step 1,050/1,250  epoch   0.2  loss  9.100 (ln K  -1.99)")
+    assert lines[1].startswith("step 1,050/1,250  epoch   0.2  loss  9.100 (-1.99)")
     assert lines[4] == f"step 1,150: collapsed. {NEWS} {ADVICE}"
     assert len(lines) == 1 + 5 + 1  # the last state is in the summary of the run
     assert re.fullmatch(r"1,250/1,250 ━+ 100% 0s", bar)
@@ -258,7 +258,10 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     run = opened(tmp_path / "run", {"budget.steps": 100})
     baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
     figures, meaning = describe_baseline(run, baseline)
-    assert figures.startswith("before the first step, images labelled right (%): untrained network 25.5,")
+    assert figures == (
+        "before the first step, k-NN accuracy on images, each labelled by those most similar to it (%): "
+        "untrained network 25.5; without a network: pixels 45.0, chance 10.0"
+    )
     assert meaning.startswith(
         "pixels are 20 points better than the untrained network, which may not catch up"
     )
@@ -267,7 +270,7 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     long = opened(tmp_path / "long", {"budget.steps": 100_000})
     assert len([*describe_baseline(long, baseline)]) == 1
     (rank,) = describe_baseline(run, Baseline(rankme=9.0))
-    assert rank.startswith("before the first step: effective rank 9.0, about how many dimensions")
+    assert rank == "before the first step the network tells images apart in about 9 ways (effective rank)"
     learned = opened(tmp_path / "learned", {"budget.steps": 20_000, "loss.gradient_weight": 2})
     assert len([*describe_baseline(learned, baseline)]) == 1, "patches learn gradients sooner"
     assert len([*describe_baseline(opened(tmp_path / "not", {"budget.steps": 20_000}), baseline)]) == 2

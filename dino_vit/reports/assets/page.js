@@ -162,7 +162,7 @@ class Explorer {
       [this.from, this.travelled] = [[event.offsetX, event.offsetY], this.travelled + Math.hypot(dx, dy)];
     });
     this.canvas.addEventListener("pointerup", (event) => {
-      if (this.travelled < 5) this.select(this.at(event.offsetX, event.offsetY));
+      if (this.travelled < 5) this.show(this.at(event.offsetX, event.offsetY));
     });
     this.canvas.addEventListener("pointerleave", () => this.hover(null));
   }
@@ -324,23 +324,30 @@ class Explorer {
     this.panel.replaceChildren();
     element(this.panel, "p", { class: "caption" }, n === null ? "Select an image to see it whole, and the images most like it." : this.title(n));
     if (n === null) return;
-    this.show(this.panel, n, "image");
+    this.figure(this.panel, n, "image");
     if (this.data.attention.length) {
-      const attended = this.show(this.panel, n, "attention (mean of heads)");
+      const attended = this.figure(this.panel, n, "attention (mean of heads)");
       element(attended, "img", { src: this.data.attention[n], alt: "attention" });
     }
     element(this.panel, "p", { class: "caption" }, `Most like it, by cosine similarity${this.data.classes.length ? ", and their classes" : ""}`);
     this.data.neighbours[n].forEach((other, rank) => {
       const button = element(this.panel, "button", { type: "button", title: this.data.names[other] });
-      this.show(button, other, [this.data.cosines[n][rank].toFixed(3), this.label(other)].filter(Boolean).join(" · "));
+      this.figure(button, other, [this.data.cosines[n][rank].toFixed(3), this.label(other)].filter(Boolean).join(" · "));
       button.addEventListener("click", () => {
         this.reveal(other);
-        this.select(other);
+        this.show(other);
       });
     });
   }
 
-  show(parent, n, caption) {
+  // Select an image, and bring its photo into sight, which on a narrow screen is below the map.
+  show(n) {
+    this.select(n);
+    const photo = this.panel.querySelector("img"); // has no height before it is loaded
+    photo?.addEventListener("load", () => photo.closest("figure").scrollIntoView({ block: "nearest" }));
+  }
+
+  figure(parent, n, caption) {
     const figure = element(parent, "figure"), frame = element(figure, "div", { class: "frame" });
     element(frame, "img", { src: this.data.photos[n], alt: this.data.names[n] });
     element(figure, "figcaption", {}, caption);
