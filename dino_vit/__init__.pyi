@@ -48,7 +48,6 @@ class _Data(TypedDict, total=False):
     """The images, and how many of them a process takes at once."""
 
     source: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] | None
-    mix: float | collections.abc.Sequence[float] | None
     labels: str | os.PathLike[str] | None
     several: bool
     batch_size: int
@@ -235,7 +234,6 @@ def demo(
 def inspect_data(
     source: str | os.PathLike[str] | object = ...,
     *,
-    mix: float | collections.abc.Sequence[float] | None = None,
     labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     count: int | None = 2000,
@@ -256,7 +254,6 @@ def inspect_data(
     The settings and their defaults:
 
       source=...                          folder, image, list, archives, tables, hf:OWNER/NAME, arrays
-      mix=null                            shares of several sources, as data.mix of a training
       labels=null                         file of labels by name, .csv or .json; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       count=2000                          images to inspect, evenly spread over the source; null: all
@@ -335,7 +332,6 @@ def pretrain(
       seed=0                              seed of every random number
       output=runs/pretrain                folder of the run; a run in it is resumed
       data.source=null                    folder, list, archive, array, hf:NAME, or several
-      data.mix=null                       shares of several sources; null: by their sizes
       data.labels=null                    file of labels for evaluation; null: the source's
       data.several=false                  a cell of data.labels has several, as in sea;sky
       data.batch_size=64                  images per process and forward pass

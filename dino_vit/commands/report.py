@@ -193,9 +193,8 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     pictures, labels = Pictures(), record.config.data.labels
     with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
         data = record.config.data
-        mix = None if isinstance(config.source, str) else data.mix
         several = data.several and not labels
-        source = open_source(config.source or data.source or "", None, mix, several=several)
+        source = open_source(config.source or data.source or "", None, several=several)
         with _noted(pictures, "The map has no labels"):
             source = join_labels(source, labels, data.several) if labels else source
         epoch = math.ceil(record.history[-1].epoch) - 1 if record.history else 0

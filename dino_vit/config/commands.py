@@ -234,7 +234,6 @@ class InspectConfig(Settings):
     examples: ClassVar = ("inspect-data photos sheet=views.png",)
     positional: ClassVar = ("source",)
     source: Sources = Field(description="folder, image, list, archives, tables, hf:OWNER/NAME, arrays")
-    mix: tuple[Positive, ...] | None = setting(None, "shares of several sources, as data.mix of a training")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: its own")
     several: bool = SEVERAL
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")

@@ -1,8 +1,7 @@
-"""Several sets of images as one: all of each, or some shares in an epoch."""
+"""Several sets of images as one table."""
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -10,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.text import plural, printable, public
-from dino_vit.data.image_set import ImageSet, Mix, Store
+from dino_vit.core.text import printable, public
+from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.labels import Column, Labels
 
 
@@ -79,39 +78,13 @@ def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
     store, splits = JoinedStores(titles, parts), [part.splits for part in parts]
     split_names, split_codes = _join_names(splits)
     stamps = [part.stamp for part in parts]
+    digest = hashlib.sha256("\0".join(part.fingerprint for part in parts).encode()).hexdigest()
     return ImageSet(
         store=store,
         rows=range(sum(map(len, parts))),
         names=store.name,
         labels=_join_labels(store),
         splits=Column(partial(store.codes, splits, split_codes), split_names),
-        fingerprint=_digest("joined", parts, ""),
+        fingerprint=f"joined-{store.starts[-1]}-{digest[:16]}",
         stamp=None if None in stamps else "\0".join(map(str, stamps)),
     )
-
-
-def mix_sets(
-    names: Sequence[str], parts: Sequence[ImageSet], shares: Sequence[float] | None = None
-) -> ImageSet:
-    """Return several sets as one, of which an epoch has some shares.
-
-    It ends when the set that is used up first has been seen once, so no image comes twice in it.
-    """
-    lengths = list(map(len, parts))
-    shares = shares or lengths
-    if len(shares) != len(parts):
-        given, sources = plural(len(shares), "share"), plural(len(parts), "source")
-        raise ValueError(f"data.mix has {given}, data.source {sources}; give one for each")
-    rate = min(length / share for length, share in zip(lengths, shares, strict=True))
-    counts = [max(1, round(rate * share)) for share in shares]
-    joined, titles = join_sets(names, parts), [printable(public(name)) for name in names]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return replace(
-        joined, mix=Mix(titles, parts, starts, counts), fingerprint=_digest("mixed", parts, counts)
-    )
-
-
-def _digest(kind: str, parts: Sequence[ImageSet], facts: object) -> str:
-    text = "\0".join(part.fingerprint for part in parts)
-    digest = hashlib.sha256(f"{text}{facts}".encode()).hexdigest()
-    return f"{kind}-{sum(map(len, parts))}-{digest[:16]}"

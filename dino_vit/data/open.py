@@ -44,20 +44,17 @@ _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re
 def open_source(
     spec: str | Sequence[str],
     labels: str | Path | None = None,
-    mix: Sequence[float] | None = None,
     *,
     several: bool = False,
 ) -> ImageSet:
     """Open a set of images; `labels` is a file of labels by name that replace its own.
 
     With `several`, a cell of that file, or of a list of images, has several labels, as in `sea;sky`.
-    Several sets become one, of which each gives its share of `mix`.
+    Several sources become one table.
     """
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if isinstance(spec, str):
-        if mix:
-            raise ValueError("mix is about several sources, and there is one; leave it out")
         if several and labels is None:
             from dino_vit.data.label_files import open_list
 
@@ -70,9 +67,9 @@ def open_source(
         return join_labels(images, labels, several)
     if labels is not None:
         raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
-    from dino_vit.data.joined import mix_sets
+    from dino_vit.data.joined import join_sets
 
-    return mix_sets(spec, list(map(_open, spec)), mix)
+    return join_sets(spec, list(map(_open, spec)))
 
 
 def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:

@@ -236,7 +236,7 @@ def start_record(state: TrainingState) -> Start:
         precision=run.precision,
         workers=state.loader.workers,
         global_batch=run.global_batch,
-        images=state.source.images_per_epoch,
+        images=len(state.source),
         steps_per_epoch=run.steps_per_epoch,
         total_steps=state.total_steps,
         parameters={"backbone": backbone, "head": total - backbone},
