@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.text import plural, printable, public
+from dino_vit.core.text import brief, plural, printable, public
 from dino_vit.data.labels import Column, Labels
 
 if TYPE_CHECKING:
@@ -66,6 +66,22 @@ class ImageSet:
     def name(self, index: int) -> str:
         """Return the name in a form that can be shown and written: `printable` and `public`."""
         return printable(public(self.full_name(index)))
+
+    def distinct_names(self, indices: Sequence[int]) -> list[str]:
+        """Return the names of images for a table; raise an error if two addresses have the same.
+
+        An image that a list names twice is in a table twice.
+        """
+        names = list(map(self.name, indices))
+        if len(set(names)) < len(names):
+            first = dict[str, int]()
+            for index, name in zip(indices, names, strict=True):
+                other = first.setdefault(name, index)
+                if other != index and self.full_name(other) != self.full_name(index):
+                    text = f"images {other} and {index} (counted from 0) are both named {brief(name, 200)}"
+                    advice = "let them differ before the question mark, or download them"
+                    raise ValueError(f"{text}, as names leave out the queries of addresses; {advice}")
+        return names
 
     def full_name(self, index: int) -> str:
         """Return the name as it is stored: to look it up in a file, not to show or write."""

@@ -52,18 +52,19 @@ class JoinedStores(Store):
 def _join_labels(store: JoinedStores) -> Labels:
     """Return the labels of several sets: classes are those of the same name; with sets all are sets."""
     columns = [part.labels for part in store.parts]
+    of_folders = any(column.of_folders for column in columns)
     if any(column.sets is not None for column in columns):
         columns = [column.as_sets() for column in columns]
     joined, code_of = _join_names(columns)
     if all(column.sets is None for column in columns):
-        return Labels(partial(store.codes, columns, code_of), joined)
+        return Labels(partial(store.codes, columns, code_of), joined, None, of_folders)
     sets = list[NDArray[np.bool_]]()
     for number, column in enumerate(columns):
         assert column.sets is not None
         sets.append(np.zeros((len(column.sets), len(joined)), np.bool_))
         sets[-1][:, code_of[number]] = column.sets
         code_of[number] = np.arange(len(column.sets), dtype=np.int32) + sum(map(len, sets[:-1]))
-    return Labels(partial(store.codes, columns, code_of), joined, np.concatenate(sets))
+    return Labels(partial(store.codes, columns, code_of), joined, np.concatenate(sets), of_folders)
 
 
 def _join_names(columns: Sequence[Column]) -> tuple[tuple[str, ...], list[NDArray[np.int32]]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dino_vit.config.commands import (
@@ -61,6 +62,7 @@ class ComparisonResult(Result):
     path: Path | None  # of the JSON file
 
 
+@said_once()  # as the images are opened again for each backbone and evaluator
 def run(config: CompareConfig) -> ComparisonResult:
     """Measure all backbones and compare them by pairs of images; with an output, write a picture and JSON."""
     start_processes()
@@ -78,16 +80,15 @@ def run(config: CompareConfig) -> ComparisonResult:
         files = [file_of(folder, number, name) for number in numbers for name in evaluators]
         check_outputs(config, *outputs_of(folder), *files)
     ranks, measured = dict[str, float](), Measured()
-    with said_once():  # the images are opened again for each backbone and evaluator
-        for number, (name, weights) in enumerate(paths.items(), 1):
-            log.info("%d of %d: %s", number, len(paths), name)
-            frozen = _load(config, weights)
-            ranks[name] = _effective_rank(config, frozen, source, name)
-            for evaluator in evaluators:
-                values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
-                figure = _evaluate(evaluator, config, values, frozen)
-                measured.setdefault(figure.title, {})[name] = figure
-                log.info("%s: %s %s %%", name, figure.title, figure.figure)
+    for number, (name, weights) in enumerate(paths.items(), 1):
+        log.info("%d of %d: %s", number, len(paths), name)
+        frozen = _load(config, weights)
+        ranks[name] = _effective_rank(config, frozen, source, name)
+        for evaluator in evaluators:
+            values = {"weights": weights, "output": folder and file_of(folder, number, evaluator)}
+            figure = _evaluate(evaluator, config, values, frozen)
+            measured.setdefault(figure.title, {})[name] = figure
+            log.info("%s: %s %s %%", name, figure.title, figure.figure)
     learned = f", learned from {public(config.train)}" if config.train else ""
     heading = f"{', '.join(paths)} on {plural(len(source), 'image')} of {public(config.source)}{learned}"
     return _conclude(config, heading, ranks, measured, paths)
@@ -179,7 +180,8 @@ def names_of(weights: Sequence[str]) -> list[str]:
 
 def choose_evaluators(config: CompareConfig, source: ImageSet) -> list[Evaluator]:
     """Return what is to be measured, or raise if it is asked for and the labels do not allow it."""
-    if len({source.label(index) for index in range(len(source))} - {None}) >= 2:
+    codes = source.codes()
+    if len(np.unique(codes[codes >= 0])) >= 2:
         return list(config.measures or CONFIGS)
     if config.measures:
         reason = "the images need labels of two classes or more: a folder for each class, or labels=FILE"

@@ -213,7 +213,7 @@ class Reporter:
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
-        if data.labels and any(source.label(index) is None for index in evenly_spaced(len(source), SAMPLE)):
+        if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
             better = better_baseline(self.baseline) if self.baseline else None
             knn = self.history[-1].knn if self.history else None
             if better and knn is not None and better[1] - knn >= FAR:

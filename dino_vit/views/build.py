@@ -105,7 +105,9 @@ def open_images(config: PretrainConfig) -> ImageSet:
     with in_all_processes():
         return agree(
             "images",
-            lambda: open_source(data.source or data.images, data.labels, several=data.several),
+            lambda: open_source(
+                data.source or data.images, data.labels, several=data.several, setting="data.labels"
+            ),
             ImageSet.describe,
         )
 
