@@ -30,6 +30,15 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def open_closed_streams() -> None:
+    """Let standard streams that are closed, as under cron, lead nowhere: a file would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - for as long as the process lives
+
+
 def drop_output(stream: TextIO) -> None:
     """Let what could not be written go, or Python would try again at its end and complain."""
     try:
