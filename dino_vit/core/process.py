@@ -145,11 +145,20 @@ def release_freed_memory() -> None:
     _mallopt((M_MMAP_MAX, 65_536), (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**26))
 
 
+def return_freed_memory() -> None:
+    """Return what was freed until now, whatever glibc is to keep: each thread keeps its own."""
+    _call_glibc("malloc_trim", (0,))
+
+
 def _mallopt(*settings: tuple[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for setting in settings:
-            mallopt(*setting)
+    _call_glibc("mallopt", *settings)
+
+
+def _call_glibc(name: str, *calls: tuple[int, ...]) -> None:
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        for arguments in calls:
+            function(*arguments)
 
 
 def in_threads(

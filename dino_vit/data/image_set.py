@@ -31,6 +31,10 @@ class Store(ABC):
     def read(self, row: int) -> bytes | Tensor:
         """Return the bytes of an image file, or a tensor (C, H, W) of any dtype."""
 
+    def size(self, row: int) -> int:
+        """Return the bytes of an image that an archive declares; 0: it is no archive."""
+        return 0
+
     @abstractmethod
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         """Return for each row what is the same for the same image elsewhere: its file and place there."""
@@ -62,6 +66,10 @@ class ImageSet:
     def read(self, index: int) -> bytes | Tensor:
         """Return the bytes of an image file, or a tensor (C, H, W) of any dtype."""
         return self.store.read(int(self.rows[index]))
+
+    def size(self, index: int) -> int:
+        """Return the bytes of an image that an archive declares; 0: it is in none."""
+        return self.store.size(int(self.rows[index]))
 
     def name(self, index: int) -> str:
         """Return the name in a form that can be shown and written: `printable` and `public`."""

@@ -29,6 +29,10 @@ class JoinedStores(Store):
         part, index = self._locate(row)
         return self.parts[part].read(index)
 
+    def size(self, row: int) -> int:
+        part, index = self._locate(row)
+        return self.parts[part].size(index)
+
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         by_part = [part.origins() for part in self.parts]
         return [by_part[part][index] for part, index in map(self._locate, rows)]
