@@ -48,7 +48,6 @@ class _Data(TypedDict, total=False):
     """The images, and how many of them a process takes at once."""
 
     source: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]] | None
-    mix: float | collections.abc.Sequence[float] | None
     labels: str | os.PathLike[str] | None
     several: bool
     batch_size: int
@@ -235,7 +234,6 @@ def demo(
 def inspect_data(
     source: str | os.PathLike[str] | object = ...,
     *,
-    mix: float | collections.abc.Sequence[float] | None = None,
     labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     count: int | None = 2000,
@@ -256,8 +254,7 @@ def inspect_data(
     The settings and their defaults:
 
       source=...                          folder, image, list, archives, tables, hf:OWNER/NAME, arrays
-      mix=null                            shares of several sources, as data.mix of a training
-      labels=null                         file of labels by name, .csv or .json; null: its own
+      labels=null                         file of labels by name, .csv or .json, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       count=2000                          images to inspect, evenly spread over the source; null: all
       max_pixels=200000000                a larger image is not decoded
@@ -289,7 +286,7 @@ def pack(
 
       source=...                          folder, list, archives, tables: see `dino-vit inspect-data --help`
       output=null                         folder to write; it must not exist or be empty
-      labels=null                         file of labels by name, .csv or .json; null: its own
+      labels=null                         file of labels by name, .csv or .json, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       index_only=false                    write only a catalogue of tar or zip archives, beside them
       shard_size=512                      approximate size of a shard in MiB
@@ -335,8 +332,7 @@ def pretrain(
       seed=0                              seed of every random number
       output=runs/pretrain                folder of the run; a run in it is resumed
       data.source=null                    folder, list, archive, array, hf:NAME, or several
-      data.mix=null                       shares of several sources; null: by their sizes
-      data.labels=null                    file of labels for evaluation; null: the source's
+      data.labels=null                    file of labels to judge by, or none; null: its own
       data.several=false                  a cell of data.labels has several, as in sea;sky
       data.batch_size=64                  images per process and forward pass
       data.workers=null                   DataLoader workers; null: by the cores
@@ -459,6 +455,7 @@ def report(
     output: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     source: str | os.PathLike[str] | object = None,
+    labels: str | os.PathLike[str] | None = None,
     images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
@@ -475,6 +472,7 @@ def report(
       output=null                         file to write; null: report.html in the folder of the run [FILE.html]
       overwrite=false                     replace files that exist
       source=null                         where the images are now; null: where the run read them
+      labels=null                         file of labels for the map, or none; null: as in the run
       images=500                          images on the map; with more, their pictures are smaller
     """
 
@@ -521,9 +519,9 @@ def knn(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV, JSON or Parquet with the labels of source; null: its own
+      labels=null                         CSV, JSON or Parquet of source's labels, or none; null: its own
       train=null                          images of the bank; null: split train, or for each image the others
-      train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
+      train_labels=null                   CSV, JSON or Parquet of train's labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
       tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
@@ -572,9 +570,9 @@ def linear(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV, JSON or Parquet with the labels of source; null: its own
+      labels=null                         CSV, JSON or Parquet of source's labels, or none; null: its own
       train=null                          images to train on; null: split train, or all of source but a fifth
-      train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
+      train_labels=null                   CSV, JSON or Parquet of train's labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
@@ -621,7 +619,7 @@ def predict(
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
       train=null                          images that have labels; null: those of source
-      labels=null                         CSV, JSON or Parquet with the labels; null: the images' own
+      labels=null                         CSV, JSON or Parquet with the labels, or none; null: the images' own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
       classifier=null                     file to keep the classifier and its backbone in [FILE.safetensors]
@@ -668,9 +666,9 @@ def compare(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV, JSON or Parquet with the labels of source; null: its own
+      labels=null                         CSV, JSON or Parquet of source's labels, or none; null: its own
       train=null                          images to train on; null: split train, or all of source but a fifth
-      train_labels=null                   CSV, JSON or Parquet with the labels of train; null: its own
+      train_labels=null                   CSV, JSON or Parquet of train's labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       seed=0                              seed of every random number
       output=null                         JSON file; null: comparison.json, in Python none [FILE.json]
@@ -749,7 +747,7 @@ def embed(
       overwrite=false                     replace files that exist
       cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       cache_gb=50                         largest size of cached features and indexes
-      labels=null                         CSV, JSON or Parquet of the images' labels; null: its own
+      labels=null                         CSV, JSON or Parquet of the images' labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]

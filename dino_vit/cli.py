@@ -22,6 +22,7 @@ from dino_vit.core.process import (
     is_foreseen,
     is_rank_0,
     keep_freed_memory,
+    open_closed_streams,
 )
 from dino_vit.core.text import PrintableFormatter, Result, did_you_mean, printable_lines, unfailing
 
@@ -137,6 +138,7 @@ class Ending:
 def reported(program: str, *, show_traceback: bool = False) -> Iterator[Ending]:
     """Do the work of a process; a user's mistake is a message on stderr and exit code 2, not a traceback."""
     tune_process()
+    open_closed_streams()
     ending, stderr = Ending(), sys.stderr
     with redirect_stderr(unfailing(stderr)):
         handler = logging.StreamHandler()

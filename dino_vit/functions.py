@@ -35,6 +35,7 @@ from dino_vit.config.loading import (
 )
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
+from dino_vit.core.process import open_closed_streams
 from dino_vit.core.text import log_shown
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
@@ -54,6 +55,7 @@ def function_of(name: str) -> Callable[..., Any]:
     def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
         from dino_vit.core.invocation import invoked  # imports torch
 
+        open_closed_streams()
         if hooks and "callbacks" in keywords:
             raise ConfigError([CALLBACKS])
         called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}

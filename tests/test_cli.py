@@ -14,6 +14,7 @@ from dino_vit.commands import COMMANDS, Command
 from dino_vit.config.loading import config_from, load, parse_arguments
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of
+from tests.support.runs import ROOT, SETTINGS, arguments, steps
 
 SMALL = [
     "data.source=synthetic:64:32",
@@ -72,8 +73,8 @@ def test_without_arguments_it_shows_first_commands_that_parse(capsys):
     lines = capsys.readouterr().out.splitlines()
     shown = [shlex.split(line, comments=True) for line in lines if line.startswith("  dino-vit")]
     assert [name for _, name, *_ in shown] == ["demo", "inspect-data", "pretrain", "report", "knn", "predict"]
-    for _, name, *arguments in shown:
-        config_from(parse_arguments(build_parser([name]), [name, *arguments]), COMMANDS[name].config_class)
+    for _, name, *rest in shown:
+        config_from(parse_arguments(build_parser([name]), [name, *rest]), COMMANDS[name].config_class)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -209,3 +210,22 @@ def test_what_pretrain_cannot_do_is_a_message_and_exit_code_2(tmp_path, capsys, 
     assert message in shown
     assert "Traceback" not in shown
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_a_run_needs_no_standard_streams(tmp_path, closed):
+    """Some cron closes them: the log is lost, the run is not."""
+    command = [sys.executable, "-m", "dino_vit", *arguments(tmp_path / "run", {"data.workers": 1})]
+    ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], cwd=ROOT)
+    assert ended.returncode == 0
+    assert steps(tmp_path / "run")[-1] == 20
+
+
+def test_a_program_without_standard_streams_can_train(tmp_path):
+    script = tmp_path / "train.py"
+    call = f"dino_vit.pretrain(output={str(tmp_path / 'run')!r}, **{SETTINGS!r})"
+    script.write_text(f"import dino_vit\n\n{call}\n")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, str(script)]
+    assert subprocess.run(command, env=environ).returncode == 0
+    assert steps(tmp_path / "run")[-1] == 20

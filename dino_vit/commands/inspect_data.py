@@ -38,7 +38,7 @@ def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
     if config.sheet:
         check_outputs(config, Path(config.sheet))
-    source = open_source(config.source, config.labels, config.mix, several=config.several)
+    source = open_source(config.source, config.labels, several=config.several)
     sources = [config.source] if isinstance(config.source, str) else config.source
     name = printable(", ".join(map(public, sources)))
     indices = evenly_spaced(len(source), config.count or len(source))
@@ -75,7 +75,6 @@ def describe(name: str, source: ImageSet, summary: ImageSummary, advice: str | N
         "labels": {name: int(count) for name, count in zip(labels.names, counts, strict=True) if count},
         "without_label": len(source) - len(labelled),
         "several": None if labels.sets is None else labels.describe(labelled),
-        "epoch": source.describe_epoch(),
         "splits": source.split_sizes(),
         "advice": advice,
         "inspected": len(images) + len(summary.unreadable),
@@ -118,8 +117,6 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
     if not facts["several"]:  # which says it too
         yield from (f"labels {doubt}" for doubt in doubts_about(labels))
-    if facts["epoch"]:
-        yield facts["epoch"]
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}"
     if facts["inspected"] < facts["images"]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -27,6 +27,7 @@ from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.label_files import join_labels
+from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.data.remote import SourceLost
 from dino_vit.eval.attention import attention_of, whole_patches
@@ -94,10 +95,10 @@ def attention_rows(teacher: FrozenBackbone, source: ImageSet, indices: list[int]
 
 def images_of_map(source: ImageSet, seed: int, count: int) -> list[int]:
     """Draw the images to show: those with a label, then others, which are drawn below them."""
-    order = random_indices(source, seed)
-    labelled = list(islice((index for index in order if source.label(index) is not None), count))
-    others = (index for index in order if source.label(index) is None)
-    return [*islice(others, count - len(labelled)), *labelled]
+    order = np.array(random_indices(source, seed))
+    has_label = source.codes(order) >= 0
+    labelled = order[has_label][:count].tolist()
+    return [*order[~has_label][: count - len(labelled)].tolist(), *labelled]
 
 
 def build_map(
@@ -110,13 +111,13 @@ def build_map(
         raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
     cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
     positions = tsne(features) if find_spec("sklearn") else principal_components(features, 2)
-    labels = [source.label(index) for index in kept]
-    counts = Counter(label for label in labels if label is not None).most_common()  # the largest first
+    labels = source.codes(kept).tolist()
+    counts = Counter(label for label in labels if label >= 0).most_common()  # the largest first
     numbers = {label: number for number, (label, _) in enumerate(counts)}
     return kept, {
         "names": [shorten(source.name(index), MAX_NAME) for index in kept],
         "classes": [(", ".join(source.labels.names_of(label)) or "none", count) for label, count in counts],
-        "labels": [-1 if label is None else numbers[label] for label in labels],
+        "labels": [numbers.get(label, -1) for label in labels],
         "total": len(source),
         "positions": _on_unit_square(positions),
         "neighbours": neighbours.tolist(),
@@ -190,14 +191,14 @@ def run(config: ReportConfig) -> Written:
 
 def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     """Draw what the images and the checkpoints allow; a note explains what is missing."""
-    pictures, labels = Pictures(), record.config.data.labels
+    pictures, labels = Pictures(), config.labels or record.config.data.labels
     with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
         data = record.config.data
-        mix = None if isinstance(config.source, str) else data.mix
         several = data.several and not labels
-        source = open_source(config.source or data.source or "", None, mix, several=several)
-        with _noted(pictures, "The map has no labels"):
-            source = join_labels(source, labels, data.several) if labels else source
+        source = open_source(config.source or data.source or "", labels and NO_LABELS, several=several)
+        if labels not in (None, NO_LABELS):
+            with _noted(pictures, "The map has no labels"):
+                source = join_labels(source, labels, data.several)
         epoch = math.ceil(record.history[-1].epoch) - 1 if record.history else 0
         with _noted(pictures, "The views are missing"):
             pictures.views = view_rows(record.config, source, max(epoch, 0))

@@ -15,7 +15,6 @@ from dino_vit.config.settings import (
     Few,
     NonEmpty,
     NonNegative,
-    Positive,
     Seed,
     Settings,
     Side,
@@ -71,9 +70,9 @@ class LabelledConfig(Settings):
     """Labelled images to evaluate on, and to learn from."""
 
     source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
-    labels: str | None = setting(None, "CSV, JSON or Parquet with the labels of source; null: its own")
+    labels: str | None = setting(None, "CSV, JSON or Parquet of source's labels, or none; null: its own")
     train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
-    train_labels: str | None = setting(None, "CSV, JSON or Parquet with the labels of train; null: its own")
+    train_labels: str | None = setting(None, "CSV, JSON or Parquet of train's labels, or none; null: its own")
     several: bool = SEVERAL
 
     def contradictions(self) -> Iterator[str]:
@@ -120,7 +119,7 @@ class PredictConfig(CachedConfig):
     source: str = Field(description="images to label: those without a label, or all if train is given")
     weights: str = Field(description="run folder, weights file, gradients, or a file that classifier= wrote")
     train: str | None = setting(None, "images that have labels; null: those of source")
-    labels: str | None = setting(None, "CSV, JSON or Parquet with the labels; null: the images' own")
+    labels: str | None = setting(None, "CSV, JSON or Parquet with the labels, or none; null: the images' own")
     several: bool = SEVERAL
     output: TableFile | None = setting(
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
@@ -185,7 +184,7 @@ class EmbedConfig(CachedConfig):
 
     writes: ClassVar = "embeddings.parquet"
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
-    labels: str | None = setting(None, "CSV, JSON or Parquet of the images' labels; null: its own")
+    labels: str | None = setting(None, "CSV, JSON or Parquet of the images' labels, or none; null: its own")
     several: bool = SEVERAL
     output: ParquetFile | None = setting(None, f"file to write; null: embeddings.parquet, {IN_PYTHON}")
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
@@ -210,8 +209,7 @@ class InspectConfig(Settings):
     examples: ClassVar = ("inspect-data photos sheet=views.png",)
     positional: ClassVar = ("source",)
     source: Sources = Field(description="folder, image, list, archives, tables, hf:OWNER/NAME, arrays")
-    mix: tuple[Positive, ...] | None = setting(None, "shares of several sources, as data.mix of a training")
-    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: its own")
+    labels: str | None = setting(None, "file of labels by name, .csv or .json, or none; null: its own")
     several: bool = SEVERAL
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
@@ -228,7 +226,7 @@ class PackConfig(Settings):
     positional: ClassVar = ("source", "output")
     source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
     output: str | None = setting(None, "folder to write; it must not exist or be empty")
-    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: its own")
+    labels: str | None = setting(None, "file of labels by name, .csv or .json, or none; null: its own")
     several: bool = SEVERAL
     index_only: bool = setting(False, "write only a catalogue of tar or zip archives, beside them")
     shard_size: Count = setting(512, "approximate size of a shard in MiB")
@@ -245,6 +243,7 @@ class ReportConfig(Settings):
     output: HtmlFile | None = setting(None, "file to write; null: report.html in the folder of the run")
     overwrite: bool = OVERWRITE
     source: Sources | None = setting(None, "where the images are now; null: where the run read them")
+    labels: str | None = setting(None, "file of labels for the map, or none; null: as in the run")
     images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 
 

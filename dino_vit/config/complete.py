@@ -140,7 +140,7 @@ def _choose_reading(draft: Draft, facts: Facts) -> None:
     if draft["data.bits"] is None:
         draft.override("data.bits", images.bits, "as the images have")
     # Through remote shards one after another, as their copies on the disk come, and through very many images.
-    by_shard = images.shards and (images.is_remote or (images.total or images.count) > GLOBAL_ORDER)
+    by_shard = images.shards and (images.is_remote or images.count > GLOBAL_ORDER)
     if by_shard and draft["data.order"] is None and not facts.checkpoint:
         shards = plural(images.shards, "remote shard" if images.is_remote else "local shard")
         reason = f"of {shards}, {draft['data.window']} at a time are mixed (data.window)"

@@ -19,8 +19,7 @@ EVALUATED_IMAGES = 5000  # by an evaluation, at most
 class ImageFacts:
     """The images of a run."""
 
-    count: int  # of an epoch
-    total: int = 0  # of all sources; 0: as many
+    count: int
     size: int  # shorter side of a typical image
     channels: int = 3
     readable_channels: frozenset[int] = frozenset({3})  # that some of the images can be converted to

@@ -67,8 +67,7 @@ class Data(Settings):
     source: Sources | None = setting(
         None, "folder, list, archive, array, hf:NAME, or several", resumable=True
     )
-    mix: tuple[Positive, ...] | None = setting(None, "shares of several sources; null: by their sizes")
-    labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
+    labels: str | None = setting(None, "file of labels to judge by, or none; null: its own", resumable=True)
     several: bool = setting(False, "a cell of data.labels has several, as in sea;sky", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
@@ -107,12 +106,8 @@ class Data(Settings):
 
     def contradictions(self) -> Iterator[str]:
         """Yield what does not go with the number of sources."""
-        are_several = isinstance(self.source, tuple)
-        if are_several and self.labels:
+        if isinstance(self.source, tuple) and self.labels not in (None, "none"):
             yield f"data.labels={self.labels} is a file for one source; remove it, or give one data.source"
-        if self.mix and (not are_several or len(self.mix) != len(self.sources)):
-            shares, sources = plural(len(self.mix), "share"), plural(len(self.sources), "source")
-            yield f"data.mix has {shares}, but data.source names {sources}; give one for each, or remove it"
 
 
 class Model(Settings):

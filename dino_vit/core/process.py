@@ -31,6 +31,15 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def open_closed_streams() -> None:
+    """Let standard streams that are closed, as under cron, lead nowhere: a file would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - for as long as the process lives
+
+
 def drop_output(stream: TextIO) -> None:
     """Let what could not be written go, or Python would try again at its end and complain."""
     try:
@@ -137,11 +146,20 @@ def release_freed_memory() -> None:
     _mallopt((M_MMAP_MAX, 65_536), (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**26))
 
 
+def return_freed_memory() -> None:
+    """Return what was freed until now, whatever glibc is to keep: each thread keeps its own."""
+    _call_glibc("malloc_trim", (0,))
+
+
 def _mallopt(*settings: tuple[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for setting in settings:
-            mallopt(*setting)
+    _call_glibc("mallopt", *settings)
+
+
+def _call_glibc(name: str, *calls: tuple[int, ...]) -> None:
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        for arguments in calls:
+            function(*arguments)
 
 
 def in_threads(

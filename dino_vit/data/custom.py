@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import ConcatDataset
 from torch.utils.data import Subset as TorchSubset
 
 from dino_vit.config.objects import title_of
@@ -16,7 +15,6 @@ from dino_vit.core import log
 from dino_vit.core.text import plural, printable
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import from_given
-from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels, encode_labels
 from dino_vit.data.paths import is_image
 from dino_vit.data.stores.calls import Calls
@@ -106,17 +104,11 @@ class _HubRows:
 
 
 def wrap(given: Any) -> ImageSet:
-    """Return a data set as images; a part of one, and several joined, are those of their data sets."""
+    """Return a data set as images; a part of one has the names and labels of the whole."""
     if isinstance(given, ImageSet):
         return given
-    if isinstance(given, TorchSubset | ConcatDataset) and not len(given):
-        raise ValueError(f"{title_of(given)} has no images")
-    if isinstance(given, TorchSubset):
+    if isinstance(given, TorchSubset) and len(given):
         return wrap(given.dataset).subset(given.indices)
-    if isinstance(given, ConcatDataset):
-        datasets: list[Any] = given.datasets
-        parts = {str(number): wrap(part) for number, part in enumerate(datasets) if len(part)}
-        return join_sets([*parts], [*parts.values()])
     given = _HubRows(given) if hasattr(given, "cast_column") else given
     own = _Own(given)
     fingerprint = own.fingerprint()

@@ -4,13 +4,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.text import plural, printable, public
+from dino_vit.core.text import brief, plural, printable, public
 from dino_vit.data.labels import Column, Labels
 
 if TYPE_CHECKING:
@@ -25,23 +25,19 @@ class Store(ABC):
 
     root: str | None = None  # the folder of images that are files
     shards: "Shards | None" = None  # the files that hold many images each
+    parts: Sequence["ImageSet"] = ()  # the sets of several sources, one after another
 
     @abstractmethod
     def read(self, row: int) -> bytes | Tensor:
         """Return the bytes of an image file, or a tensor (C, H, W) of any dtype."""
 
+    def size(self, row: int) -> int:
+        """Return the bytes of an image that an archive declares; 0: it is no archive."""
+        return 0
+
     @abstractmethod
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         """Return for each row what is the same for the same image elsewhere: its file and place there."""
-
-
-class Mix(NamedTuple):
-    """Several sets of which an epoch has some shares."""
-
-    names: Sequence[str]
-    parts: Sequence["ImageSet"]
-    starts: NDArray[np.int64]  # (parts + 1,), where the images of each begin
-    counts: Sequence[int]  # of an epoch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,7 +59,6 @@ class ImageSet:
     # A digest of the size, version and times of each file, as it was opened. Empty: the fingerprint alone
     # identifies the images. None: changes cannot be detected.
     stamp: str | None = None
-    mix: Mix | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,9 +67,29 @@ class ImageSet:
         """Return the bytes of an image file, or a tensor (C, H, W) of any dtype."""
         return self.store.read(int(self.rows[index]))
 
+    def size(self, index: int) -> int:
+        """Return the bytes of an image that an archive declares; 0: it is in none."""
+        return self.store.size(int(self.rows[index]))
+
     def name(self, index: int) -> str:
         """Return the name in a form that can be shown and written: `printable` and `public`."""
         return printable(public(self.full_name(index)))
+
+    def distinct_names(self, indices: Sequence[int]) -> list[str]:
+        """Return the names of images for a table; raise an error if two addresses have the same.
+
+        An image that a list names twice is in a table twice.
+        """
+        names = list(map(self.name, indices))
+        if len(set(names)) < len(names):
+            first = dict[str, int]()
+            for index, name in zip(indices, names, strict=True):
+                other = first.setdefault(name, index)
+                if other != index and self.full_name(other) != self.full_name(index):
+                    text = f"images {other} and {index} (counted from 0) are both named {brief(name, 200)}"
+                    advice = "let them differ before the question mark, or download them"
+                    raise ValueError(f"{text}, as names leave out the queries of addresses; {advice}")
+        return names
 
     def full_name(self, index: int) -> str:
         """Return the name as it is stored: to look it up in a file, not to show or write."""
@@ -119,7 +134,6 @@ class ImageSet:
         return replace(
             self,
             rows=np.asarray(self.rows)[chosen],
-            mix=None,
             fingerprint=f"{self.fingerprint}-{len(chosen)}-{digest[:16]}",
         )
 
@@ -142,33 +156,8 @@ class ImageSet:
 
     @property
     def parts(self) -> Sequence["ImageSet"]:
-        """Return the sets that a run mixes."""
-        return self.mix.parts if self.mix else [self]
-
-    @property
-    def images_per_epoch(self) -> int:
-        return sum(self.mix.counts) if self.mix else len(self)
-
-    def describe_epoch(self) -> str | None:
-        """Say what an epoch of a mix is."""
-        if not self.mix:
-            return None
-        total = self.images_per_epoch
-        parts = (
-            f"{count:,} of the {len(part):,} of {name} ({count / total:.1%})"
-            for name, part, count in zip(self.mix.names, self.mix.parts, self.mix.counts, strict=True)
-        )
-        return f"an epoch is {total:,} images, none of them twice: {', '.join(parts)}"
-
-    def evaluated_part(self) -> tuple["ImageSet", str | None]:
-        """Return the set that a run is evaluated on, with its name if it is one of several.
-
-        It is the first with labels.
-        """
-        if not self.mix:
-            return self, None
-        number = next((number for number, part in enumerate(self.mix.parts) if part.labels.names), 0)
-        return self.mix.parts[number], self.mix.names[number]
+        """Return the sets of several sources, or this one."""
+        return self.store.parts if isinstance(self.rows, range) and self.store.parts else [self]
 
 
 def evenly_spaced(length: int, count: int) -> list[int]:

@@ -40,7 +40,7 @@ TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the rows in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 13  # of what an index holds
+VERSION = 14  # of what an index holds
 
 
 class Index(ABC):
@@ -80,7 +80,7 @@ class Index(ABC):
             store=store,
             rows=range(len(self)),
             names=self.name,
-            labels=Labels(partial(self.take, "label"), names, bits),
+            labels=Labels(partial(self.take, "label"), names, bits, not self.metadata["stated"]),
             splits=Column(partial(self.take, "split"), splits),
             fingerprint=self.metadata["fingerprint"],
             stamp=stamp,
@@ -114,7 +114,7 @@ class IndexContents:
         arrays = {"name": bytes_to_arrow(names), "label": to_arrow(labels.codes(rows))}
         arrays |= {"split": to_arrow(splits.codes(rows))}
         arrays |= {name: to_arrow(column[rows]) for name, column in self.columns.items()}
-        metadata |= label_facts(labels, splits)
+        metadata |= label_facts(labels, splits) | {"stated": self.labels is not None}
         metadata |= {"fingerprint": fingerprint_of(names, self.sizes[rows]), "counts": [*counts]}
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 

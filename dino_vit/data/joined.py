@@ -1,8 +1,7 @@
-"""Several sets of images as one: all of each, or some shares in an epoch."""
+"""Several sets of images as one table."""
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -10,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.text import plural, printable, public
-from dino_vit.data.image_set import ImageSet, Mix, Store
+from dino_vit.core.text import printable, public
+from dino_vit.data.image_set import ImageSet, Store
 from dino_vit.data.labels import Column, Labels
 
 
@@ -29,6 +28,10 @@ class JoinedStores(Store):
     def read(self, row: int) -> bytes | Tensor:
         part, index = self._locate(row)
         return self.parts[part].read(index)
+
+    def size(self, row: int) -> int:
+        part, index = self._locate(row)
+        return self.parts[part].size(index)
 
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         by_part = [part.origins() for part in self.parts]
@@ -53,18 +56,19 @@ class JoinedStores(Store):
 def _join_labels(store: JoinedStores) -> Labels:
     """Return the labels of several sets: classes are those of the same name; with sets all are sets."""
     columns = [part.labels for part in store.parts]
+    of_folders = any(column.of_folders for column in columns)
     if any(column.sets is not None for column in columns):
         columns = [column.as_sets() for column in columns]
     joined, code_of = _join_names(columns)
     if all(column.sets is None for column in columns):
-        return Labels(partial(store.codes, columns, code_of), joined)
+        return Labels(partial(store.codes, columns, code_of), joined, None, of_folders)
     sets = list[NDArray[np.bool_]]()
     for number, column in enumerate(columns):
         assert column.sets is not None
         sets.append(np.zeros((len(column.sets), len(joined)), np.bool_))
         sets[-1][:, code_of[number]] = column.sets
         code_of[number] = np.arange(len(column.sets), dtype=np.int32) + sum(map(len, sets[:-1]))
-    return Labels(partial(store.codes, columns, code_of), joined, np.concatenate(sets))
+    return Labels(partial(store.codes, columns, code_of), joined, np.concatenate(sets), of_folders)
 
 
 def _join_names(columns: Sequence[Column]) -> tuple[tuple[str, ...], list[NDArray[np.int32]]]:
@@ -79,39 +83,13 @@ def join_sets(titles: Sequence[str], parts: Sequence[ImageSet]) -> ImageSet:
     store, splits = JoinedStores(titles, parts), [part.splits for part in parts]
     split_names, split_codes = _join_names(splits)
     stamps = [part.stamp for part in parts]
+    digest = hashlib.sha256("\0".join(part.fingerprint for part in parts).encode()).hexdigest()
     return ImageSet(
         store=store,
         rows=range(sum(map(len, parts))),
         names=store.name,
         labels=_join_labels(store),
         splits=Column(partial(store.codes, splits, split_codes), split_names),
-        fingerprint=_digest("joined", parts, ""),
+        fingerprint=f"joined-{store.starts[-1]}-{digest[:16]}",
         stamp=None if None in stamps else "\0".join(map(str, stamps)),
     )
-
-
-def mix_sets(
-    names: Sequence[str], parts: Sequence[ImageSet], shares: Sequence[float] | None = None
-) -> ImageSet:
-    """Return several sets as one, of which an epoch has some shares.
-
-    It ends when the set that is used up first has been seen once, so no image comes twice in it.
-    """
-    lengths = list(map(len, parts))
-    shares = shares or lengths
-    if len(shares) != len(parts):
-        given, sources = plural(len(shares), "share"), plural(len(parts), "source")
-        raise ValueError(f"data.mix has {given}, data.source {sources}; give one for each")
-    rate = min(length / share for length, share in zip(lengths, shares, strict=True))
-    counts = [max(1, round(rate * share)) for share in shares]
-    joined, titles = join_sets(names, parts), [printable(public(name)) for name in names]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return replace(
-        joined, mix=Mix(titles, parts, starts, counts), fingerprint=_digest("mixed", parts, counts)
-    )
-
-
-def _digest(kind: str, parts: Sequence[ImageSet], facts: object) -> str:
-    text = "\0".join(part.fingerprint for part in parts)
-    digest = hashlib.sha256(f"{text}{facts}".encode()).hexdigest()
-    return f"{kind}-{sum(map(len, parts))}-{digest[:16]}"

@@ -193,6 +193,7 @@ def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> Im
     full_names = [printable(images.full_name(index)) for index in range(len(images))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
     values = [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
+    images.distinct_names([i for i, full in enumerate(full_names) if full not in table and names[i] in table])
     missing = [name for name, value in zip(names, values, strict=True) if value is None]
     if len(surplus) == len(table):
         raise ValueError(

@@ -24,12 +24,13 @@ from dino_vit.core.text import brief, plural
 Rows = NDArray[np.int64]
 
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
-    ["label", "labels", "tags", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
+    ["label", "labels", "tags", "class_name", "class", "cls", "target", "category", "class_id", "fine_label"]
 )
 TRAIN = ("train", "training")
 # The first of these that has labels is evaluated on.
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
+NO_LABELS = "none"  # in the place of a file of labels: those of the source are not taken
 NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
 ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
 
@@ -55,6 +56,7 @@ class Labels(Column):
     """
 
     sets: NDArray[np.bool_] | None = None  # (different sets, names); None: classes
+    of_folders: bool = False  # nobody has given them: they are the names of folders
 
     @property
     def task(self) -> Task:
@@ -244,4 +246,5 @@ def folder_columns(names: Sequence[bytes]) -> tuple[Labels, Column]:
     numbers = {folder: number for number, folder in enumerate(different)}
     rows = np.array([numbers[folder] for folder in given], np.int64)
     splits = np.array([folders.split(folder) for folder in different], np.int32)
-    return replace(classes, codes=classes.codes(rows).take), Column(splits.take(rows).take, folders.splits)
+    labels = replace(classes, codes=classes.codes(rows).take, of_folders=True)
+    return labels, Column(splits.take(rows).take, folders.splits)

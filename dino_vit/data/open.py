@@ -4,14 +4,16 @@ import glob
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dino_vit.config.objects import find, is_object
+from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, public
-from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import HELD_OUT, TRAIN
+from dino_vit.data.image_set import UNLABELLED, ImageSet
+from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import (
     exists,
@@ -44,40 +46,49 @@ _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re
 def open_source(
     spec: str | Sequence[str],
     labels: str | Path | None = None,
-    mix: Sequence[float] | None = None,
     *,
     several: bool = False,
+    setting: str = "labels",
 ) -> ImageSet:
-    """Open a set of images; `labels` is a file of labels by name that replace its own.
+    """Open a set of images; `labels` is a file of labels by name that replace its own, or `none`.
 
     With `several`, a cell of that file, or of a list of images, has several labels, as in `sea;sky`.
-    Several sets become one, of which each gives its share of `mix`.
+    Several sources become one table. `setting` is that of the labels, for messages.
     """
     if several and not has_cells(spec, labels):
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if isinstance(spec, str):
-        if mix:
-            raise ValueError("mix is about several sources, and there is one; leave it out")
         if several and labels is None:
             from dino_vit.data.label_files import open_list
 
             return open_list(local_path(spec), several=True)
         images = _open(spec)
-        if labels is None:
-            return images
+    elif labels in (None, NO_LABELS):
+        from dino_vit.data.joined import join_sets
+
+        images = join_sets(spec, list(map(_open, spec)))
+    else:
+        raise ValueError(f"{setting}={labels} is a file for one source; give one, or leave it out")
+    return _with_labels(images, labels, several, setting)
+
+
+def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, setting: str) -> ImageSet:
+    """Return images with the labels of a file, none, or their own; say if these are taken from folders."""
+    if labels == NO_LABELS:
+        return replace(images, labels=UNLABELLED)
+    if labels is not None:
         from dino_vit.data.label_files import join_labels
 
         return join_labels(images, labels, several)
-    if labels is not None:
-        raise ValueError(f"labels={labels} is a file for one source; give one, or leave it out")
-    from dino_vit.data.joined import mix_sets
-
-    return mix_sets(spec, list(map(_open, spec)), mix)
+    if images.labels.of_folders and images.labels.names:
+        names = brief(", ".join(images.labels.names), 100)
+        log.info("subfolders are taken as labels: %s (%s=none, if they are not)", names, setting)
+    return images
 
 
 def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
     """Tell whether labels are cells of text, which may have several."""
-    return labels is not None or (isinstance(spec, str) and suffix_of(spec) in LISTS)
+    return labels not in (None, NO_LABELS) or (isinstance(spec, str) and suffix_of(spec) in LISTS)
 
 
 def _open(spec: str) -> ImageSet:

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from statistics import median
@@ -17,9 +17,9 @@ from dino_vit.config.sections import ChannelStatistics
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_image, read_item
-from dino_vit.data.images.formats import format_of, has_other_colors
-from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
+from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item, unreadable
+from dino_vit.data.images.formats import format_of, has_other_colors, taking_turns
+from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of
 from dino_vit.data.remote import raise_if_lost
 
 INSPECTED_IMAGES = 64  # at most, where nothing is measured
@@ -148,7 +148,7 @@ def _inspect(
 ) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
-        item = read_item(source, index)
+        item = read_item(source, index, max_pixels)
         image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
         (channels, height, width), kind = image.shape[:3], kind_of(image)
         values = image.numpy()  # NumPy has min and max of more types than torch
@@ -208,14 +208,23 @@ def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels)
 
 def _image_statistics(source: ImageSet, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
+    name, channel_pixels = source.name(index), replace(pixels, channels=1)
     try:
-        image = read_image(source, index, pixels)
+        item = read_item(source, index, pixels.max_pixels)
+        if not isinstance(item, Tensor):
+            item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+        image = pixels.with_channels(item)
+        with taking_turns(image[0].numel()):  # and a channel at a time, as floats are larger
+            moments = (_moments(channel_pixels.conform(channel[None])) for channel in image)
+            return torch.stack([*moments], dim=1)
     except UnreadableImage as error:
         return error
-    return torch.stack([_moments(unit_scale(channel)) for channel in image], dim=1)
+    except ValueError as error:
+        return unreadable(name, error)
 
 
 def _moments(values: Tensor) -> Tensor:
     """Return the mean, the mean square and the highest of some values."""
+    values = values / 255 if values.dtype == torch.uint8 else values
     variance, mean = (moment.double() for moment in torch.var_mean(values, correction=0))
     return torch.stack((mean, variance + mean**2, values.amax().double()))

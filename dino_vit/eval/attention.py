@@ -27,6 +27,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, plural
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.models.backbone import Backbone, eval_mode
@@ -121,7 +122,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
     model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
     folder, block = config.output and Path(config.output), config.block % model.depth
     which = "the last block" if block == model.depth - 1 else f"block {block} of 0 to {model.depth - 1}"
-    sheets, maps = draw_sheets(model, open_source(config.source), config)
+    sheets, maps = draw_sheets(model, open_source(config.source, NO_LABELS), config)
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
     text = f"attention of {which}, {counts}"
     if folder:

@@ -149,7 +149,7 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
         "temperature": round(temperature, 4),
         "untested": untested,
     }
-    names = [labelled.source.name(index) for index in learned.indices.tolist()]
+    names = labelled.source.distinct_names(learned.indices.tolist())
     facts: dict[str, Any] = {"kind": "linear", "task": task, "classes": learned.classes}
     facts |= {"tokens": spec.tokens, "blocks": spec.blocks}
     facts |= {"temperature": temperature, "tested": tuple(lines)}

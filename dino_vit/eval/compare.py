@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dino_vit.config.commands import UNTRAINED, CachedConfig, CompareConfig, KnnConfig, LinearConfig
@@ -64,7 +65,8 @@ def run(config: CompareConfig) -> ComparisonResult:
     source = agree(
         "images", lambda: open_source(config.source, config.labels, several=several), ImageSet.describe
     )
-    has_classes = len({source.label(index) for index in range(len(source))} - {None}) >= 2
+    codes = source.codes()
+    has_classes = len(np.unique(codes[codes >= 0])) >= 2
     for weights in config.trained:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.output:

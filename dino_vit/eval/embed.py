@@ -75,6 +75,7 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
         check_outputs(config, output)
     backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels, several=config.several)
+    names = source.distinct_names(range(len(source)))  # before the work
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     values, indices = cached_features(
         backbone, source, spec=spec, title=f"embeddings of {public(config.source)}"
@@ -87,7 +88,7 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     text = f"{shape} in float32{rounded}, with {named}"
     embeddings = ImageEmbeddings(
         values=values,
-        names=[source.name(i) for i in indices.tolist()],
+        names=[names[index] for index in indices.tolist()],
         labels=[_label(source.labels, code) for code in codes],
         indices=indices,
         metadata=provenance(values, source, backbone, config),

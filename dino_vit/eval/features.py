@@ -33,6 +33,7 @@ from dino_vit.core.text import progress
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.data.statistics import (
     INSPECTED_IMAGES,
@@ -166,7 +167,7 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
     device, precision = start_processes().device, "no"
     size = None if config.size is None else height_width(config.size)
     if config.weights in BASELINES:
-        images = open_source(getattr(config, "train", None) or config.source)
+        images = open_source(getattr(config, "train", None) or config.source, NO_LABELS)
         model = build_baseline(config.weights, images, size=size).to(device)
     else:
         model = load_backbone(config.weights, network=config.network).to(device)

@@ -27,6 +27,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.label_files import SEPARATOR
+from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.features import FrozenBackbone, frozen_backbone
@@ -83,6 +84,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     output, files = _files(config)
     check_outputs(config, *files)
     learned, images = agree("images", lambda: open_images(config), _describe)
+    names = images.source.distinct_names(images.indices.tolist())
     joined = next((name for name in images.classes if SEPARATOR in name), None)
     if joined and images.task == "multilabel" and output and output.suffix == ".csv":
         text = f"the label {brief(joined)!r} contains {SEPARATOR!r}, which separates labels in a CSV"
@@ -91,7 +93,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     fitted = _read(config, frozen) if learned is None else train_classifier(frozen, learned)
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
-    names = [images.source.name(index) for index in features.indices.tolist()]
+    names = [names[row] for row in np.searchsorted(images.indices, features.indices).tolist()]
     columns = {"name": names, **tabulate(queries, fitted)}
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), _summary(columns, facts.task)]
     if fitted.doubts:
@@ -151,11 +153,11 @@ def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
 def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
     """Open the images to learn from, none where weights are a classifier, and those to label."""
     name = public(config.source)
-    is_labelled = config.train is not None or config.labels is not None
+    is_labelled = config.train is not None or config.labels not in (None, NO_LABELS)
     if not is_labelled and (facts := read_classifier_facts(config.weights)):
         if config.several:
             raise ValueError("several=true is of labels to learn from; the classifier in weights has its own")
-        source = open_source(config.source)
+        source = open_source(config.source, NO_LABELS)
         none = np.full(len(source), -1)
         return None, LabelledSubset(name, source, np.arange(len(source)), none, facts.classes, facts.task)
     if config.train is None:
@@ -167,7 +169,7 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
         log.info("%s have labels; the other %s get them", f"{len(learned):,} of {count}", f"{len(others):,}")
     else:
         learned = open_subset(config.train, open_source(config.train, config.labels, several=config.several))
-        others = images_to_label(name, open_source(config.source), learned)
+        others = images_to_label(name, open_source(config.source, NO_LABELS), learned)
         shared = count_shared(others.source, learned.images)
         if shared == len(others):
             text = f"all {plural(shared, 'image')} of {name} are among those of train={learned.name}"

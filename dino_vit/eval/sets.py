@@ -19,7 +19,7 @@ from dino_vit.core import log
 from dino_vit.core.distributed import agree
 from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.labels import HELD_OUT, TRAIN
+from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.holdout import choose_folds, numbers_of, series_of
@@ -205,7 +205,7 @@ def _open_sets(config: LabelledConfig, blocks: int | None) -> Sets:
     source, train = open_source(config.source, config.labels, several=several), None
     if config.train is not None:
         several = config.several and has_cells(config.train, config.train_labels)
-        train_source = open_source(config.train, config.train_labels, several=several)
+        train_source = open_source(config.train, config.train_labels, several=several, setting="train_labels")
         if {source.labels.task, train_source.labels.task} == {"multiclass", "multilabel"}:
             source, train_source = (each.with_sets() for each in (source, train_source))
         train = open_subset(config.train, train_source)
@@ -272,7 +272,8 @@ def open_subset(name: str, source: ImageSet, weights: str = "") -> LabelledSubse
 def _labels_of_run(weights: str) -> object:
     """Return the file of labels that a run was evaluated with, if weights are its folder and there is one."""
     settings = Path(weights, "config.yaml")
-    return settings.is_file() and flat(read_yaml(settings.read_bytes(), str(settings))).get("data.labels")
+    read = flat(read_yaml(settings.read_bytes(), str(settings))) if settings.is_file() else {}
+    return None if read.get("data.labels") == NO_LABELS else read.get("data.labels")
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,7 @@ def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
     """Return what decides on the settings, of images some of which were inspected."""
     sharded = [part.shards for part in source.parts if part.shards]
     return ImageFacts(
-        count=source.images_per_epoch,
-        total=len(source),
+        count=len(source),
         size=summary.image_size,
         channels=summary.channels,
         readable_channels=frozenset(

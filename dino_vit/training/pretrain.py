@@ -116,7 +116,7 @@ def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingS
     )
     augment = build_augment(config)  # the workers' is the same module, if it is an object of the user's
     online = OnlineEvaluation(
-        source=inputs.source.evaluated_part()[0],
+        source=inputs.source,
         transform=build_eval_transform(config),
         seed=config.seed,
         images=run.evaluated_images,
@@ -164,8 +164,6 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
             "the head, the temperatures and the centre have no effect"
         )
-    if epoch := inputs.source.describe_epoch():
-        yield epoch
     before = evaluations.measured_on
     if state.plan.steps_between_evaluations:
         yield from _describe_evaluation(state)
@@ -176,12 +174,8 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
 
 def _describe_evaluation(state: TrainingState) -> Iterator[str]:
     """Yield notes on what the run is evaluated by."""
-    evaluated, name = state.source.evaluated_part()
-    images = name or state.config.data.images
-    if name:
-        yield f"the run is evaluated on {name}, the first source with labels, or the first of all"
-    if state.evaluations.online.has_labels and (splits := choose_splits(evaluated)):
-        use = describe_use(evaluated, *splits, images)
+    if state.evaluations.online.has_labels and (splits := choose_splits(state.source)):
+        use = describe_use(state.source, *splits, state.config.data.images)
         yield f"{use}; the run learns from all of them, without labels"
         if leak := state.evaluations.online.describe_leak():
             yield leak

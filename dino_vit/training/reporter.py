@@ -213,7 +213,7 @@ class Reporter:
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
-        if data.labels and any(source.label(index) is None for index in evenly_spaced(len(source), SAMPLE)):
+        if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
             better = better_baseline(self.baseline) if self.baseline else None
             knn = self.history[-1].knn if self.history else None
             if better and knn is not None and better[1] - knn >= FAR:
@@ -236,7 +236,7 @@ def start_record(state: TrainingState) -> Start:
         precision=run.precision,
         workers=state.loader.workers,
         global_batch=run.global_batch,
-        images=state.source.images_per_epoch,
+        images=len(state.source),
         steps_per_epoch=run.steps_per_epoch,
         total_steps=state.total_steps,
         parameters={"backbone": backbone, "head": total - backbone},

@@ -20,7 +20,7 @@ from dino_vit.core import Size
 from dino_vit.core.cache import below_home
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
-from dino_vit.data.image_set import ImageSet, Mix
+from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decoded import expected_bytes, room_for
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.open import open_source
@@ -32,8 +32,6 @@ from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader
 from dino_vit.views.sampler import (
     BatchSpec,
-    GlobalOrder,
-    MixedOrder,
     Sampler,
     ShardUses,
     WindowOrder,
@@ -107,7 +105,9 @@ def open_images(config: PretrainConfig) -> ImageSet:
     with in_all_processes():
         return agree(
             "images",
-            lambda: open_source(data.source or data.images, data.labels, data.mix, several=data.several),
+            lambda: open_source(
+                data.source or data.images, data.labels, several=data.several, setting="data.labels"
+            ),
             ImageSet.describe,
         )
 
@@ -162,22 +162,22 @@ def build_loader(
             f"data.source={config.data.images} has none: give data.order=global, or write shards with "
             "`dino-vit pack`"
         )
-    in_window = config.data.order == "window"
-    starts = [part.shards.starts if in_window and part.shards else None for part in source.parts]
-    mixed = _mixed_order(config, source.mix, starts) if source.mix else None
     sampler = Sampler(
-        length=source.images_per_epoch,
+        length=len(source),
         batch_size=global_batch,
         seed=config.seed,
         rank=rank,
         world_size=world_size,
         accumulate=config.optim.accumulate,
-        shard_starts=None if mixed else starts[0],
+        shard_starts=shard_starts(source.parts) if config.data.order == "window" else None,
         window=config.data.window,
-        mixed=mixed,
     )
     remote = [(n, part) for n, part in enumerate(source.parts) if part.shards and part.shards.is_remote]
-    prefetches = [build_prefetch(config, part, sampler, number, len(remote)) for number, part in remote]
+    firsts = [len(shard_starts(source.parts[:number])) - 1 for number, _ in remote]
+    prefetches = [
+        build_prefetch(config, part, sampler, first, len(remote))
+        for first, (_, part) in zip(firsts, remote, strict=True)
+    ]
     return Loader(
         source=source,
         views=build_views(config),
@@ -204,26 +204,21 @@ def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
     return f"{text} (data.keep_decoded=false decodes them each time)" if loader.decoded else None
 
 
-def _mixed_order(config: PretrainConfig, mix: Mix, starts: Sequence[NDArray[np.int64] | None]) -> MixedOrder:
-    """Return the order of several sources, each in its own."""
-    orders = [
-        GlobalOrder(len(part), config.seed)
-        if shard_starts is None
-        else WindowOrder(shard_starts, config.seed, config.data.window)
-        for part, shard_starts in zip(mix.parts, starts, strict=True)
-    ]
-    return MixedOrder(orders, mix.counts, mix.starts.tolist(), config.seed)
+def shard_starts(parts: Sequence[ImageSet]) -> NDArray[np.int64]:
+    """Return where the images of each shard begin; other images are each a shard of its own."""
+    sizes = [np.diff(part.shards.starts) if part.shards else np.ones(len(part), np.int64) for part in parts]
+    return np.cumsum(np.concatenate([[0], *sizes]))
 
 
 def build_prefetch(
     config: PretrainConfig,
     source: ImageSet,
     sampler: Sampler,
-    number: int = 0,
+    first: int = 0,
     sources: int = 1,
 ) -> Prefetch | None:
-    """Let a source, by its number in a mix, read from copies; it may fill its part of the cache."""
-    shards, data, mixed = source.shards, config.data, sampler.mixed
+    """Let one of several sources, by its first shard, read from copies; it may fill its part of the cache."""
+    shards, data = source.shards, config.data
     assert isinstance(shards, RemoteShards), "others need no copies"
     if data.cache:
         shards.folder = below_home(data.cache)
@@ -233,7 +228,7 @@ def build_prefetch(
     room = disk_usage(shards.folder).free + shards.copied_bytes()
     shards.limit = min(data.cache_gb * 1e9, ROOM * room)
     limit = shards.limit / sources
-    order = mixed.orders[number] if mixed else sampler.build_order()
+    order = sampler.build_order()
     span = order.span if isinstance(order, WindowOrder) else None
     sizes = np.sort(shards.sizes)[::-1]
     if span is None and sizes.sum() > limit:
@@ -252,8 +247,7 @@ def build_prefetch(
         # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
         batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
         ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
-        ahead = ahead * sampler.length // mixed.counts[number] if mixed else ahead  # in images of the mix
-    uses = ShardUses(sampler, len(shards.sizes), number)
+    uses = ShardUses(sampler, len(shards.sizes), first)
     return Prefetch(shards, uses.next, ahead, limit)
 
 

@@ -238,7 +238,7 @@ class Loader(Dataset[Any]):
             return factors[-1]
 
         with timed(times, "read"):
-            item = read_item(self.source, index)
+            item = read_item(self.source, index, self.pixels.max_pixels)
         with timed(times, "decode"):
             image = decode_item(item, self.source.name(index), self.pixels, reduction and noted)
         if self.decoded and isinstance(item, bytes):

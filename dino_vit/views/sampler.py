@@ -1,7 +1,6 @@
 """Which images make up which step: a function of the seed, the epoch and the step within it."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -133,38 +132,6 @@ class WindowOrder:
 Order = GlobalOrder | WindowOrder
 
 
-class MixedOrder:
-    """Some images of each of several orders in an epoch, in the same shares all along.
-
-    Image j of the n that an order gives lies at random between j / n and (j + 1) / n of the epoch.
-    """
-
-    def __init__(
-        self, orders: Sequence[Order], counts: Sequence[int], starts: Sequence[int], seed: int
-    ) -> None:
-        """`starts` are where the images of each order begin, and where the last end."""
-        self.orders, self.counts, self.starts, self.seed = orders, counts, starts, seed
-        self.length = sum(counts)
-
-    def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        margin, before = len(self.orders), 0  # images on each side, as times are random
-        images, times = list[NDArray[np.int64]](), list[NDArray[np.float64]]()
-        for number, (order, size) in enumerate(zip(self.orders, self.counts, strict=True)):
-            low = max(0, math.floor((start - margin) / self.length * size) - 1)
-            high = min(size, math.ceil((stop + margin) / self.length * size) + 1)
-            rows = np.arange(low, high)
-            times.append((rows + random_uniform(self.seed, RngPurpose.MIX, epoch, number, rows)) / size)
-            images.append(self.starts[number] + order.take(epoch, low, high))
-            before += low
-        chosen = np.argsort(np.concatenate(times), kind="stable")[start - before : stop - before]
-        return np.concatenate(images)[chosen]
-
-    def range_around(self, image: int) -> tuple[int, int]:
-        """Return the first image of the order that gives an image, and its last one plus 1."""
-        number = int(np.searchsorted(self.starts, image, side="right"))
-        return int(self.starts[number - 1]), int(self.starts[number])
-
-
 class BatchSpec(NamedTuple):
     """The images of one process in one micro-batch of a step."""
 
@@ -193,31 +160,29 @@ class Sampler:
     keep_last: bool = False
     shard_starts: NDArray[np.int64] | None = None
     window: int = 16
-    mixed: MixedOrder | None = None  # of several sources, instead of these
 
     @property
     def steps_per_epoch(self) -> int:
         return (self.length + self.keep_last * (self.batch_size - 1)) // self.batch_size
 
     def build_order(self) -> Order:
-        """Return the order of one source."""
+        """Return the order of the images."""
         if self.shard_starts is None:
             return GlobalOrder(self.length, self.seed)
         return WindowOrder(self.shard_starts, self.seed, self.window)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the indices of an epoch."""
-        return (self.mixed or self.build_order()).take(epoch, 0, self.length)
+        return self.build_order().take(epoch, 0, self.length)
 
     def replacements(self, sample: int, count: int) -> Iterator[int]:
         """Draw replacements for an unreadable image, as a function of its index alone."""
         keys = self.seed, RngPurpose.REPLACEMENT, sample, np.arange(count)
-        start, stop = self.mixed.range_around(sample) if self.mixed else (0, self.length)
-        yield from (start + (random_bits(*keys) % np.uint64(stop - start)).astype(np.int64)).tolist()
+        yield from (random_bits(*keys) % np.uint64(self.length)).astype(np.int64).tolist()
 
     def batch_specs(self, start_step: int = 0) -> Iterator[BatchSpec]:
         """Yield this process's part of each micro-batch, from a step on, without end."""
-        order, parts = self.mixed or self.build_order(), self.world_size * self.accumulate
+        order, parts = self.build_order(), self.world_size * self.accumulate
         for number in count(start_step):
             epoch, step = divmod(number, self.steps_per_epoch)
             start = step * self.batch_size
@@ -235,11 +200,11 @@ class Sampler:
 class ShardUses:
     """When a run needs each shard of a source: known ahead, as the order is a function of the epoch."""
 
-    def __init__(self, sampler: Sampler, shards: int, source: int = 0) -> None:
-        """`source` is the number of the source, if several are mixed."""
-        self.sampler, self.shards, mixed = sampler, shards, sampler.mixed
-        self.order = mixed.orders[source] if mixed else sampler.build_order()
-        self.count = mixed.counts[source] if mixed else sampler.length  # of its images in an epoch
+    def __init__(self, sampler: Sampler, shards: int, first: int = 0) -> None:
+        """`first` is the number of the source's first shard among those of all sources."""
+        self.sampler, self.order, self.mine = sampler, sampler.build_order(), slice(first, first + shards)
+        starts = sampler.shard_starts
+        self.shards = first + shards if starts is None else len(starts) - 1  # of all sources
 
     def next(self, position: int) -> NDArray[np.int64]:
         """Return for each shard after about how many images it is needed, from a position (in steps) on.
@@ -251,8 +216,6 @@ class ShardUses:
         done = step * self.sampler.batch_size
         result = np.full(self.shards, np.iinfo(np.int64).max)
         for ahead, start in ((1, 0), (0, done)):
-            uses = self.order.next_uses(epoch + ahead, start * self.count // self.sampler.length)
-            times = uses * self.sampler.length // self.count
-            is_needed = (uses >= 0) & (uses < self.count) & (times < used)
-            np.copyto(result, times + ahead * used - done, where=is_needed)
-        return result
+            uses = self.order.next_uses(epoch + ahead, start)
+            np.copyto(result, uses + ahead * used - done, where=(uses >= 0) & (uses < used))
+        return result[self.mine]

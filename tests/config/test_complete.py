@@ -276,7 +276,7 @@ def test_an_order_follows_from_where_shards_lie() -> None:
         return decide(config, Facts(images=images))["data.order"]
 
     assert order(shards=3) is None
-    assert order(shards=3, is_remote=True) == order(shards=3, total=2**27) == "window"
+    assert order(shards=3, is_remote=True) == order(shards=3, count=2**27) == "window"
 
 
 def test_facts_and_a_run_are_values() -> None:

@@ -90,18 +90,23 @@ def labels_of(source):
     return [None if label is None else source.labels.names[label] for label in names]
 
 
-def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
+def test_parts_of_data_sets_keep_names_and_labels():
     chosen = wrap(Subset(Indexed(), [5, 0, 2]))
     assert labels_of(chosen) == ["even", None, "odd"]
     assert chosen.name(0) == "photo 5"
     assert torch.equal(read_image(chosen, 0), make_textures(length=64).read(5))
-    alike = wrap(ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])]))
-    assert alike.labels.names == ("cat", "dog", "none")
-    assert labels_of(alike) == ["cat", "dog"] * 32 + ["dog", "dog"]
-    assert alike.name(65) == "1/3"
-    mixed = wrap(ConcatDataset([Subset(Indexed(), [0, 1]), Subset(Pairs(), [1, 2])]))
-    assert labels_of(mixed) == [None, "even", "dog", "cat"]
-    assert mixed.fingerprint != alike.fingerprint
+    for empty in (Subset(Pairs(), []), ConcatDataset([[]])):
+        with pytest.raises(ValueError, match="has no images"):
+            wrap(empty)
+
+
+def test_joined_data_sets_are_an_object_like_others():
+    joined = ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])])
+    source = wrap(joined)
+    assert (len(source), source.name(65), source.labels.names) == (66, "65", ())
+    assert torch.equal(read_image(source, 65), make_textures(length=64).read(3))
+    joined.targets, joined.classes = [*[0, 1] * 32, 1, 1], ("cat", "dog")
+    assert labels_of(wrap(joined)) == ["cat", "dog"] * 32 + ["dog", "dog"]
 
 
 def test_a_folder_of_torchvision_has_labels(tmp_path):
@@ -137,9 +142,8 @@ def test_a_dataset_of_hugging_face_is_a_source(tmp_path, hub_rows, caplog):
     column = [{"bytes": source.read(row), "path": None} for row in range(4)]
     held = datasets.Dataset.from_dict({"img": column}).cast_column("img", datasets.Image())
     assert (wrap(held).read(2), wrap(held).stamp) == (source.read(2), "")
-    parts = wrap(ConcatDataset([Subset(hub_rows, [3, 0]), hub_rows]))
-    assert labels_of(parts) == ["dog", "cat", *["cat", "dog"] * 2]
-    assert (parts.name(0), parts.read(1)) == ("0/d", source.read(0))
+    part = wrap(Subset(hub_rows, [3, 0]))
+    assert (labels_of(part), part.name(0), part.read(1)) == (["dog", "cat"], "d", source.read(0))
     turned = wrap(hub_rows.with_transform(lambda rows: {"img": [0 for _ in rows["img"]]}))
     assert turned.read(2) == source.read(2)
     assert "transform of the Dataset is not applied" in caplog.text

@@ -1,4 +1,4 @@
-"""Random layouts of images in every store, and parts and mixes of them, against naive dictionaries."""
+"""Random layouts of images in every store, parts of them and several joined, against naive dictionaries."""
 
 import pickle
 import random
@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+import dino_vit
 from dino_vit.cli import main
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.joined import join_sets
@@ -118,3 +119,22 @@ def test_joined_sets_have_the_images_of_each_and_the_classes_of_all(tmp_path):
     assert joined.origins() == [*parts[0].origins(), parts[1].origins()[1]]
     assert isinstance(joined.subset([2]), ImageSet)
     assert joined.subset([2]).origins() == parts[1].subset([1]).origins()
+
+
+def test_two_addresses_of_one_name_are_refused_where_names_go_into_a_table(tmp_path, weights):
+    """A query may be a secret, so names are without it."""
+    path, labels = tmp_path / "list.txt", tmp_path / "labels.csv"
+    path.write_text("".join(f"https://h.invalid/img?id={number}\n" for number in (1, 2)))
+    refused = r"images 0 and 1 \(counted from 0\) are both named https://h\.invalid/img, as names leave out"
+    with pytest.raises(ValueError, match=refused):
+        dino_vit.embed(path, weights)
+    labels.write_text("name,label\nhttps://h.invalid/img,cat\n")
+    with pytest.raises(ValueError, match=refused):
+        open_source(str(path), labels)
+    labels.write_text("name,label\nhttps://h.invalid/img?id=1,cat\nhttps://h.invalid/img?id=2,dog\n")
+    assert open_source(str(path), labels).codes().tolist() == [0, 1], "whole addresses tell them apart"
+    path.write_text(f"{path.read_text()}https://h.invalid/img?id=3\n")
+    with pytest.raises(ValueError, match=refused):
+        dino_vit.predict(tmp_path / "list.txt", weights, train="synthetic:20")
+    path.write_text("https://h.invalid/img?id=1\n" * 2)
+    assert open_source(str(path)).distinct_names([0, 1]) == ["https://h.invalid/img"] * 2, "listed twice"

@@ -103,10 +103,12 @@ def test_a_row_that_is_too_long_is_named():
         ("a.csv", "x.jpg\tcat\n", [("x.jpg", "cat")]),
         ("a.tsv", "x.jpg,cat\n", [("x.jpg", "cat")]),
         ("a.csv", "name,label\nx.jpg,sea;sky\n", [("x.jpg", "sea;sky")]),
+        ("a.csv", "name,class_id,class_name\nx.jpg,3,cat\n", [("x.jpg", "cat")]),
+        ("a.csv", "class,name,class_name\n3,x.jpg,cat\n", [("x.jpg", "cat")]),
         ("a.csv", "a;b.jpg\n", [("a;b.jpg", None)]),  # the name of an image may hold any of them
     ],
 )
-def test_a_table_may_have_another_delimiter(name, text, expected):
+def test_a_table_may_have_another_delimiter_and_further_columns(name, text, expected):
     assert entries(name, text) == expected
 
 

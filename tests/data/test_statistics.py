@@ -23,6 +23,9 @@ class Items:
     def read(self, index):
         return self.items[index]
 
+    def size(self, index):
+        return 0
+
     def name(self, index):
         return f"{index}.png"
 

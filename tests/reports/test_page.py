@@ -137,6 +137,7 @@ def test_labels_of_a_file_colour_the_map_and_missing_ones_are_reported(folder, t
     labels.write_text("\n".join(["name,label", *lines]))
     classes = write_report(folder, images=IMAGES).data["map"]["classes"]
     assert classes == [["even", IMAGES // 2], ["odd", IMAGES // 2]]
+    assert write_report(folder, "labels=none").data["map"]["classes"] == []
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):

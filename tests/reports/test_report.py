@@ -11,12 +11,13 @@ from einops import rearrange
 from dino_vit.cli import main
 from dino_vit.commands import report
 from dino_vit.commands.report import draw
-from dino_vit.config.commands import BackboneConfig, ReportConfig
+from dino_vit.config.commands import BackboneConfig, CompareConfig, ReportConfig
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
+from dino_vit.eval.compare import choose_evaluators
 from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.reports.record import read_run
@@ -60,6 +61,21 @@ def test_the_map_shows_images_with_labels_first():
     assert {*indices[-3:]} == {3, 10, 41}, "drawn above the others"
     assert len({*indices}) == 20
     assert len(report.images_of_map(source, seed=0, count=2)) == 2
+
+
+def test_labels_are_asked_for_all_at_once():
+    """A catalogue looks up the shard of each image that it is asked for."""
+    asked = []
+
+    def codes(rows):
+        asked.append(len(rows))
+        return np.asarray(rows, np.int32) % 2
+
+    source = make_textures(length=50).with_labels(Labels(codes, ("a", "b")))
+    config = CompareConfig(source="synthetic:50", weights=["pixels", "gradients"])
+    assert choose_evaluators(config, source) == ["knn", "linear"]
+    report.images_of_map(source, seed=0, count=20)
+    assert asked == [50, 50]
 
 
 def test_tsne_keeps_groups_together_and_stands_a_collapse():

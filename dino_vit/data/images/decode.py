@@ -14,6 +14,7 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
 
+MOST_BYTES = 8  # of a pixel in a file: four channels of 16 bits
 LISTED = 10  # unreadable images that are named in a sentence
 
 
@@ -40,12 +41,14 @@ def listed(unreadable: Sequence[UnreadableImage], count: int | None = None) -> s
 
 def read_image(source: ImageSet, index: int, pixels: Pixels = RGB) -> Tensor:
     """Return item `index` of a source, decoded and converted to `pixels`."""
-    return decode_item(read_item(source, index), source.name(index), pixels)
+    return decode_item(read_item(source, index, pixels.max_pixels), source.name(index), pixels)
 
 
-def read_item(source: ImageSet, index: int) -> bytes | Tensor:
-    """Return item `index` of a source as it is stored."""
+def read_item(source: ImageSet, index: int, max_pixels: int = MAX_PIXELS) -> bytes | Tensor:
+    """Return item `index` of a source as it is stored, unless it is larger than an image can be."""
     try:
+        if (size := source.size(index)) > MOST_BYTES * max_pixels:
+            raise ValueError(f"its {size:,} bytes are more than an image of data.max_pixels={max_pixels} has")
         return source.read(index)
     except (OSError, ValueError, MemoryError) as error:
         raise unreadable(source.name(index), error) from error

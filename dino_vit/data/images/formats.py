@@ -6,13 +6,13 @@ equal pixels, as both use libjpeg-turbo. tifffile reads deep TIFF, imagecodecs d
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
-from itertools import pairwise
 from math import ceil
 from multiprocessing import parent_process
-from threading import Lock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.core.process import return_freed_memory
 
 if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
@@ -52,6 +53,7 @@ _WITH_ALPHA = ("LA", "RGBA")
 # Values of TIFF tags.
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB = 0, 1, 2
 _UNSPECIFIED = 0  # use of an extra sample; others are alpha
+LARGE = 2**26  # pixels of an image with which threads take turns; those of cameras are smaller
 _STRIP = 2**22  # pixels of a picture that are converted at a time
 _PAGES = ("Q", "I")  # axes of TIFF of unknown meaning
 _ORIENTATION = 274  # the tag, of TIFF and of EXIF
@@ -87,19 +89,19 @@ def read_jpeg(data: bytes, alpha: bool, max_pixels: int, reduction: Reduction | 
     if file.mode == "CMYK":
         return by_pillow(file, alpha, max_pixels)
     width, height = file.size
-    _check_size(width, height, 3, max_pixels)
     orientation = int(file.getexif().get(_ORIENTATION, 1))
     factor = 1
-    if reduction:
+    if reduction and width * height:
         factor = reduction(*((width, height) if orientation >= 5 else (height, width)))
     smallest = {"min_height": ceil(height / factor), "min_width": ceil(width / factor)} if factor > 1 else {}
-    try:
-        array = simplejpeg.decode_jpeg(data, "GRAY" if file.mode == "L" else "RGB", **smallest)
-    except ValueError:  # also where libjpeg only warns; Pillow tells such a file from a truncated one
-        if factor > 1:
-            file.draft(None, (width // factor, height // factor))
-        return by_pillow(file, alpha, max_pixels)
-    return rearrange(torch.from_numpy(_upright(array, orientation)), "h w c -> c h w")
+    with _sized(width, height, 3, max_pixels):
+        try:
+            array = simplejpeg.decode_jpeg(data, "GRAY" if file.mode == "L" else "RGB", **smallest)
+        except ValueError:  # also where libjpeg only warns; Pillow tells such a file from a truncated one
+            if factor > 1:
+                file.draft(None, (width // factor, height // factor))
+            return by_pillow(file, alpha, max_pixels)
+        return rearrange(torch.from_numpy(_upright(array, orientation)), "h w c -> c h w")
 
 
 def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
@@ -113,13 +115,14 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     )  # of one colour, which imagecodecs expands
     has_exif = any(mark in data for mark in _PNG_EXIF)  # if not, Pillow would decode all to look for it
     orientation = int(file.getexif().get(_ORIENTATION, 1)) if has_exif else 1
-    _check_size(*file.size, len(file.getbands()), max_pixels)
-    try:
-        from imagecodecs import png_decode
-    except ImportError as error:
-        raise ValueError("PNG with 16-bit colours needs another library: pip install imagecodecs") from error
-    array = png_decode(data)
-    return _to_tensor(_upright(array[..., :-1] if has_alpha and not alpha else array, orientation))
+    with _sized(*file.size, len(file.getbands()), max_pixels):
+        try:
+            from imagecodecs import png_decode
+        except ImportError as error:
+            text = "PNG with 16-bit colours needs another library: pip install imagecodecs"
+            raise ValueError(text) from error
+        array = png_decode(data)
+        return _to_tensor(_upright(array[..., :-1] if has_alpha and not alpha else array, orientation))
 
 
 def _read_ppm(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
@@ -156,8 +159,8 @@ def _read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
         array = np.load(BytesIO(data))
     image = from_array(array)
     channels, height, width = image.shape
-    _check_size(width, height, channels, max_pixels)
-    return image
+    with _sized(width, height, channels, max_pixels):
+        return image
 
 
 def from_array(array: NDArray[Any]) -> Tensor:
@@ -215,8 +218,8 @@ def _by_tifffile(page: "TiffPage", series: "TiffPageSeries", max_pixels: int) ->
     channels = "".join(axis for axis in lengths if axis not in "YX")
     if channels not in ("", "S", "C", *_PAGES):
         raise ValueError(f"a stack along {' and '.join(lengths)} is not an image; save its planes as files")
-    _check_size(lengths["X"], lengths["Y"], lengths.get(channels, 1), max_pixels)
-    array = np.asarray(part.asarray())
+    with _sized(lengths["X"], lengths["Y"], lengths.get(channels, 1), max_pixels):
+        array = np.asarray(part.asarray())
     if page.photometric == _WHITE_IS_ZERO and array.dtype.kind == "u":
         array = np.iinfo(array.dtype).max - array
     return rearrange(array, f"{' '.join(lengths)} -> Y X {channels}") if channels else array[..., None]
@@ -224,7 +227,11 @@ def _by_tifffile(page: "TiffPage", series: "TiffPageSeries", max_pixels: int) ->
 
 def by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
     """Decode an opened file, upright and with its encodings of RGB (palettes, CMYK, ...) as RGB."""
-    _check_size(*file.size, len(file.getbands()), max_pixels)
+    with _sized(*file.size, len(file.getbands()), max_pixels):
+        return _by_pillow(file, alpha)
+
+
+def _by_pillow(file: Image, alpha: bool) -> Tensor:
     has_clear_color = file.mode == "P" and "transparency" in file.info
     mode = "RGBA" if has_clear_color else _CONVERTED.get(file.mode, file.mode)
     if not alpha and mode in _WITH_ALPHA:
@@ -235,10 +242,16 @@ def by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
     turned = file.getexif().get(_ORIENTATION) in range(2, 9)  # or a copy would be made of each
     image = ImageOps.exif_transpose(file) if turned else file
     rows = max(1, _STRIP // image.width)  # at a time, as Pillow makes copies of what it converts
-    edges = [*range(0, image.height, rows), image.height]
-    parts = (image.crop((0, top, image.width, bottom)) for top, bottom in pairwise(edges))
-    strips = [_to_tensor(np.array(part if part.mode == mode else part.convert(mode))) for part in parts]
-    return strips[0] if len(strips) == 1 else torch.cat(strips, dim=1)
+    out: Tensor | None = None
+    for top in range(0, image.height, rows):
+        part = image.crop((0, top, image.width, min(top + rows, image.height)))
+        strip = _to_tensor(np.array(part if part.mode == mode else part.convert(mode)))
+        if rows >= image.height:
+            return strip
+        out = strip.new_empty(len(strip), image.height, image.width) if out is None else out
+        out[:, top : top + rows] = strip
+    assert out is not None, "its size was checked"
+    return out
 
 
 @cache
@@ -258,13 +271,30 @@ def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
     return np.ascontiguousarray(array[:: -1 if down else 1, :: -1 if right else 1])
 
 
-def _check_size(width: int, height: int, channels: int, max_pixels: int) -> None:
-    """Refuse an empty image, and one that would fill the memory."""
+@contextmanager
+def _sized(width: int, height: int, channels: int, max_pixels: int) -> Iterator[None]:
+    """Refuse an empty image, and one that would fill the memory; decode large ones one at a time."""
     if not width * height * channels:
         raise ValueError("the image has no pixels")
     pixels = width * height * ceil(channels / 4)
     if pixels > max_pixels:
         raise ValueError(f"{width} × {height} pixels exceed data.max_pixels={max_pixels}")
+    with taking_turns(pixels):
+        yield
+
+
+_turn = RLock()
+
+
+@contextmanager
+def taking_turns(pixels: int) -> Iterator[None]:
+    """Let the threads of a process work on large images one after another: each may take a GB."""
+    if pixels <= LARGE:
+        yield
+        return
+    with _turn:
+        return_freed_memory()  # of the last one
+        yield
 
 
 def _to_tensor(array: NDArray[Any]) -> Tensor:

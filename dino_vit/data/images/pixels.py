@@ -41,7 +41,7 @@ class Pixels:
 
     def conform(self, image: Tensor) -> Tensor:
         """Return an image (C, H, W) of any type as uint8 or as float32 in [0, 1], as `bits` says."""
-        image = self._with_channels(image)
+        image = self.with_channels(image)
         if image.dtype == torch.uint8 and self.bits == 8 and self.range is None:
             return image
         low, high = self._ends(image)
@@ -62,7 +62,8 @@ class Pixels:
         """Return the dtype of converted images."""
         return torch.uint8 if self.bits == 8 else torch.float32
 
-    def _with_channels(self, image: Tensor) -> Tensor:
+    def with_channels(self, image: Tensor) -> Tensor:
+        """Return an image with the wanted channels, or raise an error if it has others."""
         if image.ndim != 3 or not image.numel():
             raise ValueError(f"an array of shape {tuple(image.shape)} is not an image: (C, H, W)")
         if len(image) == 1 and self.channels == 3:

@@ -78,6 +78,10 @@ class Ranges(Store):
             raise self.shards.changed(shard)
         return data[header:]
 
+    def size(self, row: int) -> int:
+        _, columns, at = self.index.locate(row)
+        return int(columns["size"][at])
+
     def origins(self, rows: Iterable[int]) -> list[Hashable]:
         files = [file_identity(self.shards.path(shard)) for shard in range(len(self.shards.sizes))]
         located = map(self.index.locate, rows)
