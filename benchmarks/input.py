@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import transforms
 from torchvision.io import ImageReadMode, decode_image
@@ -151,8 +151,7 @@ def _table(repeats: int, images: int) -> Table:
         return next(batches)
 
     def everything() -> list[Tensor]:
-        batch = worker()
-        return [augment(cut, batch.augment[size]) for size, cut in batch.views.items()]
+        return _augmented(worker(), augment)
 
     def pil() -> list[list[Tensor]]:
         return [published(Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.files]
@@ -199,21 +198,24 @@ def _growth(repeats: int, images: int) -> Table:
     for count in (2, 4, 8, 16):
         views = build_views(config)[-1:] * count
         sampler = Sampler(length=images, batch_size=images, seed=0)
-        together = Loader(source=wrap(photos), views=views, sampler=sampler, augment=augment).batches()
+        together = Loader(source=wrap(photos), views=views, sampler=sampler).batches()
         apart = [
-            Loader(source=wrap(photos), views=views[:1], sampler=sampler, augment=augment).batches()
-            for _ in range(count)
+            Loader(source=wrap(photos), views=views[:1], sampler=sampler).batches() for _ in range(count)
         ]
         work: dict[str, Callable[[], object]] = {
-            "decoded once": partial(next, together),
-            "decoded for each view": partial(_all_next, apart),
+            "decoded once": partial(_all_next, [together], augment),
+            "decoded for each view": partial(_all_next, apart, augment),
         }
         rows.append(compare(f"{count} views of 96 pixels", work, items=images * count, repeats=repeats))
     return Table("Views of an image, CPU, one thread", "views a second", rows)
 
 
-def _all_next(loaders: Sequence[Iterator[Batch]]) -> list[Batch]:
-    return [next(loader) for loader in loaders]
+def _all_next(loaders: Sequence[Iterator[Batch]], augment: nn.Module) -> list[list[Tensor]]:
+    return [_augmented(next(loader), augment) for loader in loaders]
+
+
+def _augmented(batch: Batch, augment: nn.Module) -> list[Tensor]:
+    return [augment(views, batch.augment[size]) for size, views in batch.views.items()]
 
 
 def main() -> None:

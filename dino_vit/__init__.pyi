@@ -63,7 +63,6 @@ class _Data(TypedDict, total=False):
     range: collections.abc.Sequence[float] | None
     mean: float | collections.abc.Sequence[float] | None
     std: float | collections.abc.Sequence[float] | None
-    augment_on: Literal["device", "worker"]
     scaled_decoding: bool
     keep_decoded: bool
     max_pixels: int
@@ -350,7 +349,6 @@ def pretrain(
       data.range=null                     values of black and white; null: those of the type
       data.mean=[0.485, 0.456, 0.406]     mean of values 0 to 1; null: measured
       data.std=[0.229, 0.224, 0.225]      like mean; null: measured
-      data.augment_on=device              on the device, by batch, or in the workers [device|worker]
       data.scaled_decoding=true           decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more
       data.keep_decoded=true              keep decoded images that fit into a quarter of the free memory
       data.max_pixels=200000000           larger images are not decoded

@@ -84,7 +84,6 @@ class Data(Settings):
     range: tuple[Number, Number] | None = setting(None, "values of black and white; null: those of the type")
     mean: tuple[Number, ...] | None = setting((0.485, 0.456, 0.406), "mean of values 0 to 1; null: measured")
     std: tuple[Positive, ...] | None = setting((0.229, 0.224, 0.225), "like mean; null: measured")
-    augment_on: Literal["device", "worker"] = setting("device", "on the device, by batch, or in the workers")
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     keep_decoded: bool = setting(
         True, "keep decoded images that fit into a quarter of the free memory", resumable=True

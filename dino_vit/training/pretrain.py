@@ -114,7 +114,6 @@ def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingS
         world_size=processes,
         pin=device.type == "cuda",
     )
-    augment = build_augment(config)  # the workers' is the same module, if it is an object of the user's
     online = OnlineEvaluation(
         source=inputs.source.evaluated_part()[0],
         transform=build_eval_transform(config),
@@ -130,7 +129,7 @@ def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingS
         accelerator=accelerator,
         source=inputs.source,
         loader=loader,
-        augment=augment.to(device) if config.data.augment_on == "device" else augment,
+        augment=build_augment(config).to(device),
         student=student,
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 and not sharded else student,

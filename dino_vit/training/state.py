@@ -104,8 +104,6 @@ class TrainingState:
     def views_of(self, batch: Batch) -> list[Tensor]:
         """Return a batch's views by size, ready for the networks."""
         on_device = {size: views.to(self.device, non_blocking=True) for size, views in batch.views.items()}
-        if not batch.augment:  # the loader's workers did it
-            return list(on_device.values())
         return [self.augment(views, batch.augment[size]) for size, views in on_device.items()]
 
     def masks_of(self, batch: Batch) -> Masks | None:

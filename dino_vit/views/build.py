@@ -184,7 +184,6 @@ def build_loader(
         sampler=sampler,
         pixels=build_pixels(config),
         prefetch=[prefetch for prefetch in prefetches if prefetch],
-        augment=build_augment(config) if config.data.augment_on == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config.data.workers, world_size),
