@@ -142,7 +142,7 @@ def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
 
 def _table(repeats: int, images: int) -> Table:
     photos, views = Photos(images), build_views(PretrainConfig())
-    sampler = Sampler(length=images, batch_size=images, seed=0)
+    sampler = Sampler(length=images, global_batch=images, seed=0)
     batches = Loader(source=wrap(photos), views=views, sampler=sampler).batches()
     augment = build_augment(PretrainConfig())
     published, in_tensors = published_views(PretrainConfig()), tensor_views(PretrainConfig())
@@ -197,7 +197,7 @@ def _growth(repeats: int, images: int) -> Table:
     augment, rows = build_augment(config), []
     for count in (2, 4, 8, 16):
         views = build_views(config)[-1:] * count
-        sampler = Sampler(length=images, batch_size=images, seed=0)
+        sampler = Sampler(length=images, global_batch=images, seed=0)
         together = Loader(source=wrap(photos), views=views, sampler=sampler).batches()
         apart = [
             Loader(source=wrap(photos), views=views[:1], sampler=sampler).batches() for _ in range(count)

@@ -61,7 +61,7 @@ TINY = 1e-30
 
 def view_rows(config: PretrainConfig, source: ImageSet, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
+    sampler = Sampler(length=len(source), global_batch=1, seed=config.seed)
     indices = sampler.order(epoch)[:ROWS].tolist()
     kinds = [f"global {n + 1}" for n in range(config.views.global_count)]
     kinds += [f"local {n + 1}" for n in range(config.views.local_count)]

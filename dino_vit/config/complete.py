@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dino_vit.config.auto import choose_all, network_ladder
 from dino_vit.config.draft import Choice, Draft
-from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
+from dino_vit.config.facts import Facts, check_global_batch, check_images, refused_by_facts
 from dino_vit.config.inherited import (
     check_settings,
     choices_since,
@@ -63,7 +63,7 @@ def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) 
     """Return a run to time a step of, with some other settings: of the smallest network, unvalidated."""
     draft = decide(config, facts)
     check_images(draft.config, facts.images)
-    if problems := list(check_batch(draft.config, facts, global_batch(draft, facts))):
+    if problems := list(check_global_batch(draft.config, facts, global_batch(draft, facts))):
         raise ConfigError(problem.text for problem in problems)
     for key, value in changes.items():
         draft.override(key, value, "to time a step")

@@ -167,7 +167,7 @@ def build_loader(
     mixed = _mixed_order(config, source.mix, starts) if source.mix else None
     sampler = Sampler(
         length=source.images_per_epoch,
-        batch_size=global_batch,
+        global_batch=global_batch,
         seed=config.seed,
         rank=rank,
         world_size=world_size,
@@ -250,7 +250,7 @@ def build_prefetch(
     if span is not None:
         # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
         batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
-        ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
+        ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.global_batch
         ahead = ahead * sampler.length // mixed.counts[number] if mixed else ahead  # in images of the mix
     uses = ShardUses(sampler, len(shards.sizes), number)
     return Prefetch(shards, uses.next, ahead, limit)
@@ -263,7 +263,7 @@ def make_views(
 
     Returns the views of each sample, global ones first.
     """
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
+    sampler = Sampler(length=len(source), global_batch=1, seed=config.seed)
     loader = Loader(
         source=source,
         views=build_views(config),

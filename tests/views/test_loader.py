@@ -38,7 +38,7 @@ VIEWS = views_of(
 def take(count, *, source=None, position=0, views=VIEWS, batch_size=8, sampler=None, **settings):
     """Return some batches of a loader that has the settings."""
     source = source or make_textures(length=50)
-    plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **(sampler or {}))
+    plan = Sampler(length=len(source), global_batch=batch_size, seed=7, **(sampler or {}))
     batches = Loader(source=source, views=views, sampler=plan, **settings).batches(position)
     taken = list(islice(batches, count))
     batches.close()
@@ -49,7 +49,7 @@ def take(count, *, source=None, position=0, views=VIEWS, batch_size=8, sampler=N
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_an_error():
     source = make_textures(length=500)
-    plan = Sampler(length=500, batch_size=8, seed=7)
+    plan = Sampler(length=500, global_batch=8, seed=7)
     batches = Loader(source=source, views=VIEWS, sampler=plan, workers=1).batches()
     next(batches)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -67,7 +67,7 @@ def test_workers_live_through_signals_until_the_loader_is_closed(monkeypatch):
     """A signal to all processes of a run must not take the workers, which the step still needs."""
     start = partial(start_late, loader.init_worker)  # the second is still starting when they come
     monkeypatch.setattr(loader, "init_worker", start)
-    plan = Sampler(length=500, batch_size=8, seed=7)
+    plan = Sampler(length=500, global_batch=8, seed=7)
     batches = Loader(source=make_textures(length=500), views=VIEWS, sampler=plan, workers=2).batches()
     next(batches)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):

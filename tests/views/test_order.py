@@ -48,7 +48,7 @@ def test_no_image_comes_twice_in_an_epoch_and_shares_are_kept_all_along():
 
 
 def test_an_image_of_the_same_source_stands_in_for_one_that_cannot_be_read():
-    sampler = Sampler(length=sum(COUNTS), batch_size=24, seed=3, mixed=mixed())
+    sampler = Sampler(length=sum(COUNTS), global_batch=24, seed=3, mixed=mixed())
     for sample in (0, 299, 300, 1299, 1300, 1349):
         number = int(np.searchsorted(STARTS, sample, side="right"))
         others = list(sampler.replacements(sample, 10))
@@ -57,7 +57,7 @@ def test_an_image_of_the_same_source_stands_in_for_one_that_cannot_be_read():
 
 @pytest.mark.parametrize("position", [0, 9, 25, 30, 31])
 def test_shards_of_a_mix_are_asked_for_in_time(position):
-    sampler = Sampler(length=sum(COUNTS), batch_size=24, seed=3, mixed=mixed())
+    sampler = Sampler(length=sum(COUNTS), global_batch=24, seed=3, mixed=mixed())
     uses = ShardUses(sampler, 20, 1).next(position)
     sequence = np.concatenate([spec.samples for spec in islice(sampler.batch_specs(position), 50)])
     shards = np.where((sequence >= 300) & (sequence < 1300), (sequence - 300) // 50, -1)
