@@ -35,7 +35,7 @@ from dino_vit.models.vit import vit_large as vit_large
 from dino_vit.models.vit import vit_small as vit_small
 from dino_vit.models.vit import vit_tiny as vit_tiny
 from dino_vit.reports.metrics import MetricsRecord
-from dino_vit.run import RunFolder as RunFolder
+from dino_vit.run_folder import RunFolder as RunFolder
 from dino_vit.weights import WeightsError as WeightsError
 from dino_vit.weights import load_backbone as load_backbone
 from dino_vit.weights import save_backbone as save_backbone
@@ -429,7 +429,7 @@ def pretrain(
       budget.minutes=null                 minutes of training and evaluations; the schedules follow
       compute.precision=auto              auto: bf16 where it is native [auto|no|bf16|fp16]
       compute.compile=auto                torch.compile the networks; auto: their blocks, in long runs on CUDA
-      compute.sharded=false               shard networks and optimiser among processes (FSDP2)
+      compute.sharded=false               each process has a part of the weights (FSDP2)
       compute.log_every=50                steps between log lines
       compute.eval_every=10               epochs between evaluations; null: never
       compute.eval_every_steps=null       steps between evaluations

@@ -46,7 +46,7 @@ from dino_vit.reports.pictures import (
     resize_sides,
     shorten,
 )
-from dino_vit.reports.record import RunRecord, read_run
+from dino_vit.reports.record import RecordedRun, read_run
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
@@ -188,7 +188,7 @@ def run(config: ReportConfig) -> Written:
     return Written(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
-def draw(record: RunRecord, config: ReportConfig) -> Pictures:
+def draw(record: RecordedRun, config: ReportConfig) -> Pictures:
     """Draw what the images and the checkpoints allow; a note explains what is missing."""
     pictures, labels = Pictures(), record.config.data.labels
     with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
@@ -205,7 +205,7 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     return pictures
 
 
-def _draw_network(pictures: Pictures, record: RunRecord, source: ImageSet, count: int) -> None:
+def _draw_network(pictures: Pictures, record: RecordedRun, source: ImageSet, count: int) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
         pictures.notes.append("The run has not written a checkpoint yet.")

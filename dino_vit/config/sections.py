@@ -321,7 +321,7 @@ class Compute(Settings):
     compile: bool | Literal["auto"] = setting(
         "auto", "torch.compile the networks; auto: their blocks, in long runs on CUDA", resumable=True
     )
-    sharded: bool = setting(False, "shard networks and optimiser among processes (FSDP2)", resumable=True)
+    sharded: bool = setting(False, "each process has a part of the weights (FSDP2)", resumable=True)
     log_every: Count = setting(50, "steps between log lines", resumable=True)
     eval_every: Positive | None = setting(10.0, "epochs between evaluations; null: never", resumable=True)
     eval_every_steps: Count | None = setting(None, "steps between evaluations", resumable=True)

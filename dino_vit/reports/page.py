@@ -13,7 +13,7 @@ from markupsafe import Markup
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
 from dino_vit.reports.accuracies import better_baseline
-from dino_vit.reports.record import RunRecord, changed_settings, diagnosis, facts, verdict
+from dino_vit.reports.record import RecordedRun, changed_settings, diagnosis, facts, verdict
 from dino_vit.reports.verdict import BAD, RISES, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
@@ -78,7 +78,7 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-def render(record: RunRecord, pictures: Pictures) -> str:
+def render(record: RecordedRun, pictures: Pictures) -> str:
     """Return the page of a run, in which all text but our own is escaped."""
     environment = Environment(
         autoescape=True,
@@ -118,7 +118,7 @@ def _with_code(text: str) -> Markup:
     )
 
 
-def plain(record: RunRecord) -> str:
+def plain(record: RecordedRun) -> str:
     """Say what the network does with images, for readers who know no statistics."""
     knn, rank, before = record.latest("knn"), record.latest("rankme"), record.baseline.figures()
     if knn is None:
@@ -140,7 +140,7 @@ def plain(record: RunRecord) -> str:
     return f"{text}; {COMPARED[best]} {levels[best]:.0f}: {worth}."
 
 
-def figures(record: RunRecord) -> dict[str, tuple[str, str]]:
+def figures(record: RecordedRun) -> dict[str, tuple[str, str]]:
     """Return the few numbers to look at first, and beside each what it compares with."""
     before, found = record.baseline.figures(), {}
     knn, probe, rank = (record.latest(name) for name in ("knn", "probe", "rankme"))
@@ -169,7 +169,7 @@ def _before(levels: Mapping[str, float], name: str) -> str:
     return f"before training {levels[name]:.{1 if unit else 0}f}{unit}" if name in levels else ""
 
 
-def newest_evaluation(record: RunRecord) -> dict[str, tuple[str, str]]:
+def newest_evaluation(record: RecordedRun) -> dict[str, tuple[str, str]]:
     """Return the figure of the newest file of results, which may be of images that were held out."""
     for evaluation in record.evaluations:
         if evaluation.percent:
@@ -179,7 +179,7 @@ def newest_evaluation(record: RunRecord) -> dict[str, tuple[str, str]]:
     return {}
 
 
-def charts(record: RunRecord) -> list[dict[str, Any]]:
+def charts(record: RecordedRun) -> list[dict[str, Any]]:
     """Return the charts that the records of a run allow, as `page.js` draws them; the first matter most."""
     prototypes = record.history[-1].prototypes if record.history else None
     uniform = {f"ln({prototypes})": math.log(prototypes)} if prototypes else {}
@@ -212,7 +212,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     return drawn
 
 
-def curve(record: RunRecord, field: str) -> list[tuple[int, float]]:
+def curve(record: RecordedRun, field: str) -> list[tuple[int, float]]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
     values = [(metrics.step, getattr(metrics, field)) for metrics in record.history]
     values = [(0, getattr(record.baseline, field, None)), *values]

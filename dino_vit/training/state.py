@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dino_vit.config.complete import Run
+from dino_vit.config.complete import DecidedRun
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, collect, restore
 from dino_vit.core.distributed import full_tensor
@@ -30,7 +30,7 @@ from dino_vit.views.loader import Batch, Loader, UnreadableImages
 class TrainingState:
     """A run between two steps; `step` counts the optimiser steps taken."""
 
-    run: Run
+    run: DecidedRun
     plan: Plan
     clock: Clock
     accelerator: Accelerator

@@ -25,7 +25,7 @@ GROUPS = (
     ("eval",),
     ("training",),
     ("commands",),
-    ("cli", "run"),
+    ("cli", "run_folder"),
     ("functions",),
     ("__main__",),
 )
