@@ -190,7 +190,7 @@ def measure_steps(bench: Bench, case: Case, tests: subprocess.Popen[bytes] | Non
 
 def build_step(bench: Bench, variant: str, changes: Mapping[str, Any], images: int) -> Work:
     """Build a step with everything in it: uint8 views in pinned memory, augmented on the device."""
-    own = {"data.source": f"synthetic:{images}:256", "data.batch_size": images, "data.augment_on": "device"}
+    own = {"data.source": f"synthetic:{images}:256", "data.batch_size": images}
     own |= {"data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, "compute.precision": "bf16", **changes}
     with TemporaryDirectory() as folder:
         own |= {"output": folder, **({} if bench.on_gpu else SMALL)}

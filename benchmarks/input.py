@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import transforms
 from torchvision.io import ImageReadMode, decode_image
@@ -142,7 +142,7 @@ def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
 
 def _table(repeats: int, images: int) -> Table:
     photos, views = Photos(images), build_views(PretrainConfig())
-    sampler = Sampler(length=images, batch_size=images, seed=0)
+    sampler = Sampler(length=images, global_batch=images, seed=0)
     batches = Loader(source=wrap(photos), views=views, sampler=sampler).batches()
     augment = build_augment(PretrainConfig())
     published, in_tensors = published_views(PretrainConfig()), tensor_views(PretrainConfig())
@@ -151,8 +151,7 @@ def _table(repeats: int, images: int) -> Table:
         return next(batches)
 
     def everything() -> list[Tensor]:
-        batch = worker()
-        return [augment(cut, batch.augment[size]) for size, cut in batch.views.items()]
+        return _augmented(worker(), augment)
 
     def pil() -> list[list[Tensor]]:
         return [published(Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.files]
@@ -198,22 +197,25 @@ def _growth(repeats: int, images: int) -> Table:
     augment, rows = build_augment(config), []
     for count in (2, 4, 8, 16):
         views = build_views(config)[-1:] * count
-        sampler = Sampler(length=images, batch_size=images, seed=0)
-        together = Loader(source=wrap(photos), views=views, sampler=sampler, augment=augment).batches()
+        sampler = Sampler(length=images, global_batch=images, seed=0)
+        together = Loader(source=wrap(photos), views=views, sampler=sampler).batches()
         apart = [
-            Loader(source=wrap(photos), views=views[:1], sampler=sampler, augment=augment).batches()
-            for _ in range(count)
+            Loader(source=wrap(photos), views=views[:1], sampler=sampler).batches() for _ in range(count)
         ]
         work: dict[str, Callable[[], object]] = {
-            "decoded once": partial(next, together),
-            "decoded for each view": partial(_all_next, apart),
+            "decoded once": partial(_all_next, [together], augment),
+            "decoded for each view": partial(_all_next, apart, augment),
         }
         rows.append(compare(f"{count} views of 96 pixels", work, items=images * count, repeats=repeats))
     return Table("Views of an image, CPU, one thread", "views a second", rows)
 
 
-def _all_next(loaders: Sequence[Iterator[Batch]]) -> list[Batch]:
-    return [next(loader) for loader in loaders]
+def _all_next(loaders: Sequence[Iterator[Batch]], augment: nn.Module) -> list[list[Tensor]]:
+    return [_augmented(next(loader), augment) for loader in loaders]
+
+
+def _augmented(batch: Batch, augment: nn.Module) -> list[Tensor]:
+    return [augment(views, batch.augment[size]) for size, views in batch.views.items()]
 
 
 def main() -> None:

@@ -59,7 +59,6 @@ FIXED: dict[str, Any] = {
 TINY: dict[str, Any] = {  # arithmetic is negligible
     "data.source": "synthetic:64:40",
     "data.batch_size": 2,
-    "data.augment_on": "device",
     "data.mean": (0.5,) * 3,
     "data.std": (0.2,) * 3,
     "model.arch": None,

@@ -18,7 +18,7 @@ _MODULES = {
     **dict.fromkeys(
         ("VisionTransformer", "vit_base", "vit_huge", "vit_large", "vit_small", "vit_tiny"), "models.vit"
     ),
-    "RunFolder": "run",
+    "RunFolder": "run_folder",
 }
 __all__ = sorted([*_FUNCTIONS, *_MODULES])
 

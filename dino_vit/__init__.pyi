@@ -35,7 +35,7 @@ from dino_vit.models.vit import vit_large as vit_large
 from dino_vit.models.vit import vit_small as vit_small
 from dino_vit.models.vit import vit_tiny as vit_tiny
 from dino_vit.reports.metrics import MetricsRecord
-from dino_vit.run import RunFolder as RunFolder
+from dino_vit.run_folder import RunFolder as RunFolder
 from dino_vit.weights import WeightsError as WeightsError
 from dino_vit.weights import load_backbone as load_backbone
 from dino_vit.weights import save_backbone as save_backbone
@@ -62,7 +62,6 @@ class _Data(TypedDict, total=False):
     range: collections.abc.Sequence[float] | None
     mean: float | collections.abc.Sequence[float] | None
     std: float | collections.abc.Sequence[float] | None
-    augment_on: Literal["device", "worker"]
     scaled_decoding: bool
     keep_decoded: bool
     max_pixels: int
@@ -346,7 +345,6 @@ def pretrain(
       data.range=null                     values of black and white; null: those of the type
       data.mean=[0.485, 0.456, 0.406]     mean of values 0 to 1; null: measured
       data.std=[0.229, 0.224, 0.225]      like mean; null: measured
-      data.augment_on=device              on the device, by batch, or in the workers [device|worker]
       data.scaled_decoding=true           decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more
       data.keep_decoded=true              keep decoded images that fit into a quarter of the free memory
       data.max_pixels=200000000           larger images are not decoded
@@ -427,7 +425,7 @@ def pretrain(
       budget.minutes=null                 minutes of training and evaluations; the schedules follow
       compute.precision=auto              auto: bf16 where it is native [auto|no|bf16|fp16]
       compute.compile=auto                torch.compile the networks; auto: their blocks, in long runs on CUDA
-      compute.sharded=false               shard networks and optimiser among processes (FSDP2)
+      compute.sharded=false               each process has a part of the weights (FSDP2)
       compute.log_every=50                steps between log lines
       compute.eval_every=10               epochs between evaluations; null: never
       compute.eval_every_steps=null       steps between evaluations

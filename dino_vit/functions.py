@@ -110,7 +110,7 @@ def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) ->
 
 
 def _run_class() -> Any:
-    from dino_vit.run import RunFolder  # imports torch
+    from dino_vit.run_folder import RunFolder  # imports torch
 
     return RunFolder
 

@@ -69,7 +69,7 @@ class CopydaysConfig(Settings):
 
 
 @torch.no_grad()
-def describe(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> tuple[list[str], Tensor]:
+def embed_images(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> tuple[list[str], Tensor]:
     """Return the names of the readable images of a source, and their features (n, 2 D): CLS and GeM."""
     source, names = open_source(spec), list[str]()
     size = (config.size, config.size) if config.size else None
@@ -147,14 +147,14 @@ def run(config: CopydaysConfig) -> Written:
     path = output_of(config, model.provenance.source)
     whiten: Callable[[Tensor], Tensor] = F.normalize
     with eval_mode(model):
-        originals, bank = describe(config, model, config.originals, "features of the originals")
-        queries, asked = describe(config, model, config.queries, "features of the queries")
+        originals, bank = embed_images(config, model, config.originals, "features of the originals")
+        queries, asked = embed_images(config, model, config.queries, "features of the queries")
         if config.distractors:
-            others = describe(config, model, config.distractors, "features of the distractors")[1]
+            others = embed_images(config, model, config.distractors, "features of the distractors")[1]
             bank = torch.cat([bank, others])
         if config.whitening:
             whiten = learn_whitening(
-                describe(config, model, config.whitening, "features for the whitening")[1]
+                embed_images(config, model, config.whitening, "features for the whitening")[1]
             )
     truth = F.pad(true_pairs(queries, originals, config.pairs), (0, len(bank) - len(originals)))
     judged = truth.any(1)

@@ -267,7 +267,7 @@ def train_head(source: MaskedImages, bank: Bank, steps: int) -> nn.Module:
     index_of = torch.full((256,), IGNORED, device=device)
     index_of[bank.classes] = torch.arange(count, device=device)
     order, numbers = (
-        cache(Sampler(length=n, batch_size=1, seed=0).order),
+        cache(Sampler(length=n, global_batch=1, seed=0).order),
         in_batches(range(steps * BATCH), BATCH),
     )
     batches = ([(int(order(number // n)[number % n]), number) for number in step] for step in numbers)

@@ -119,7 +119,7 @@ def train_heads(
         heads.append(LinearHeads(weight, torch.zeros(weight.shape[:2], device=device), read))
     momenta = [(torch.zeros_like(each.weight), torch.zeros_like(each.bias)) for each in heads]
     rate = torch.tensor(local_rates, device=device)
-    batches = Sampler(length=len(features), batch_size=batch_size, seed=seed).batch_specs()
+    batches = Sampler(length=len(features), global_batch=batch_size, seed=seed).batch_specs()
     if not local_rates:  # more processes than rates
         steps = 0
     with progress("Training probes, steps", steps) as advance:

@@ -135,7 +135,7 @@ def at_scales(model: Backbone, image: Tensor, scales: tuple[float, ...]) -> Tens
 
 
 @torch.no_grad()
-def describe(
+def embed_images(
     config: OxfordParisConfig, model: Backbone, source: ImageSet, names: list[str], boxes: Any, title: str
 ) -> Tensor:
     """Return the L2-normalised features (n, D) of images, or of boxes of them."""
@@ -169,7 +169,7 @@ def precision_at(ranks: NDArray[np.int64], k: int) -> float:
     return float((ranks < last).sum() / last)
 
 
-def judge(orders: NDArray[np.int64], queries: list[Query]) -> dict[str, dict[str, float]]:
+def mean_precisions(orders: NDArray[np.int64], queries: list[Query]) -> dict[str, dict[str, float]]:
     """Return the figures by difficulty, the means over the queries that have relevant images there."""
     figures = {}
     for difficulty in DIFFICULTIES:
@@ -192,13 +192,13 @@ def run(config: OxfordParisConfig) -> Written:
     model = load_backbone(config.weights).to(start_processes().device)
     path = output_of(config, model.provenance.source)
     with eval_mode(model):
-        bank = describe(config, model, source, names, [None] * len(names), "features of the bank")
+        bank = embed_images(config, model, source, names, [None] * len(names), "features of the bank")
         boxes = [query.box if config.boxes else None for query in queries]
-        asked = describe(
+        asked = embed_images(
             config, model, source, [query.name for query in queries], boxes, "features of the queries"
         )
     orders = (asked @ bank.T).argsort(dim=1, descending=True, stable=True).cpu().numpy()
-    figures = judge(orders, queries)
+    figures = mean_precisions(orders, queries)
     write_results(
         path, {"settings": config.model_dump(mode="json"), "queries": len(queries), "results": figures}
     )

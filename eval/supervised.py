@@ -59,7 +59,7 @@ class SupervisedLoader:
             raise ValueError(f"{plural(len(subset), 'image')} for {processes} processes: launch fewer")
         sampler = Sampler(
             length=len(subset),
-            batch_size=self.global_batch,
+            global_batch=self.global_batch,
             seed=seed,
             rank=rank(),
             world_size=processes,

@@ -45,7 +45,7 @@ def run(config: InspectConfig) -> Facts:
     summary = inspect_images(source, indices, max_pixels=config.max_pixels)
     training = training_config(config.pretrain, source, summary)
     sizes = [(image.height, image.width) for image in summary.images]
-    facts = describe(name, source, summary, advice_on_size(training, sizes, sources))
+    facts = describe_images(name, source, summary, advice_on_size(training, sizes, sources))
     if config.sheet:
         sheet = draw_views(Path(config.sheet), source, summary, training)
         with after_figures():
@@ -62,7 +62,7 @@ def training_config(file: str | None, source: ImageSet, summary: ImageSummary) -
     return decide(config, RunFacts(images=image_facts(source, summary))).config
 
 
-def describe(name: str, source: ImageSet, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
+def describe_images(name: str, source: ImageSet, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
     """Return what is in a source as plain values."""
     codes, labels, images = source.codes(), source.labels, summary.images
     labelled = codes[codes >= 0]

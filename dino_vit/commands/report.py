@@ -36,7 +36,7 @@ from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
-from dino_vit.reports.record import RunRecord, read_run
+from dino_vit.reports.record import RecordedRun, read_run
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.pictures import (
     as_picture,
@@ -62,7 +62,7 @@ TINY = 1e-30
 
 def view_rows(config: PretrainConfig, source: ImageSet, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
+    sampler = Sampler(length=len(source), global_batch=1, seed=config.seed)
     indices = sampler.order(epoch)[:ROWS].tolist()
     kinds = [f"global {n + 1}" for n in range(config.views.global_count)]
     kinds += [f"local {n + 1}" for n in range(config.views.local_count)]
@@ -189,7 +189,7 @@ def run(config: ReportConfig) -> Written:
     return Written(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
-def draw(record: RunRecord, config: ReportConfig) -> Pictures:
+def draw(record: RecordedRun, config: ReportConfig) -> Pictures:
     """Draw what the images and the checkpoints allow; a note explains what is missing."""
     pictures, labels = Pictures(), config.labels or record.config.data.labels
     with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
@@ -206,7 +206,7 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     return pictures
 
 
-def _draw_network(pictures: Pictures, record: RunRecord, source: ImageSet, count: int) -> None:
+def _draw_network(pictures: Pictures, record: RecordedRun, source: ImageSet, count: int) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
         pictures.notes.append("The run has not written a checkpoint yet.")

@@ -11,8 +11,8 @@ from dino_vit.core import height_width
 from dino_vit.core.text import public_values
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
-from dino_vit.weights.card import describe, show
-from dino_vit.weights.classifier import Classifier, load_classifier
+from dino_vit.weights.card import describe_backbone, show
+from dino_vit.weights.classifier import ImageClassifier, load_classifier
 from dino_vit.weights.export import export_backbone
 from dino_vit.weights.usage import usage
 
@@ -32,7 +32,7 @@ def _load(config: WeightsConfig) -> LoadedBackbone:
 
 def inspect(config: InspectWeightsConfig) -> Facts:
     """Return the facts about a backbone; as text, two columns or JSON."""
-    facts: dict[str, Any] = public_values(describe(_load(config)))
+    facts: dict[str, Any] = public_values(describe_backbone(_load(config)))
     lines = [f"{name.replace('_', ' '):<17}  {show(name, facts[name])}" for name in facts if name != "config"]
     return Facts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 
@@ -51,7 +51,7 @@ def export(config: ExportConfig) -> Written:
     return Written(path=path, text=usage(model, path, config.format))
 
 
-def _classifier_usage(classifier: Classifier, path: Path) -> str:
+def _classifier_usage(classifier: ImageClassifier, path: Path) -> str:
     """Return lines of Python that label a photo by the graph of a classifier."""
     transform = classifier.transform
     height, width = transform.size

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dino_vit.config.auto import choose_all, network_ladder
 from dino_vit.config.draft import Choice, Draft
-from dino_vit.config.facts import Facts, check_batch, check_images, refused_by_facts
+from dino_vit.config.facts import Facts, check_global_batch, check_images, refused_by_facts
 from dino_vit.config.inherited import (
     check_settings,
     choices_since,
@@ -31,7 +31,7 @@ HOST_SETTINGS |= {"data.cache_gb", "augment.module"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class DecidedRun:
     """A run as a value: every setting, why each was chosen, and what follows from both."""
 
     config: PretrainConfig
@@ -46,7 +46,7 @@ class Run:
     shared: Mapping[str, str]  # what all ranks must have alike, by the name of each
 
 
-def complete(config: PretrainConfig, facts: Facts) -> Run:
+def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     """Decide every setting, and refuse a run that cannot be."""
     draft, images = decide(config, facts), facts.images
     if facts.checkpoint:
@@ -59,18 +59,18 @@ def complete(config: PretrainConfig, facts: Facts) -> Run:
     return _as_run(draft, completed, facts, length)
 
 
-def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) -> Run:
+def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) -> DecidedRun:
     """Return a run to time a step of, with some other settings: of the smallest network, unvalidated."""
     draft = decide(config, facts)
     check_images(draft.config, facts.images)
-    if problems := list(check_batch(draft.config, facts, global_batch(draft, facts))):
+    if problems := list(check_global_batch(draft.config, facts, global_batch(draft, facts))):
         raise ConfigError(problem.text for problem in problems)
     for key, value in changes.items():
         draft.override(key, value, "to time a step")
     return _as_run(draft, draft.config, facts, Length(SHORT))
 
 
-def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: Length) -> Run:
+def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: Length) -> DecidedRun:
     steps, launch, batch = length.steps, facts.launch, global_batch(draft, facts)
     per_epoch = facts.images.count // batch
     precision = launch.precision if config.compute.precision == "auto" else config.compute.precision
@@ -79,7 +79,7 @@ def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: Length) 
     shared |= {f"the version of {name}": version for name, version in launch.versions.items()}
     shared |= {f"the image {name}": digest for name, digest in facts.samples.items()}
     news = choices_since(draft, facts.checkpoint) if facts.checkpoint else draft.choices.values()
-    return Run(
+    return DecidedRun(
         config=config,
         choices=tuple(news),
         chosen=frozenset(draft.choices),

@@ -1,53 +1,45 @@
-"""Constructors that take the fields of a record as keywords, validated as settings are."""
+"""Keywords of constructors: fields of a dataclass, which pydantic validates as it does settings."""
 
-from collections.abc import Callable
-from functools import cache, update_wrapper
-from inspect import Parameter, Signature, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any, TypeVar
 
-from pydantic import create_model
+from pydantic import ValidationError
 
-from dino_vit.config.loading import load
-from dino_vit.config.settings import Settings
+from dino_vit.config.loading import requirement
+from dino_vit.config.settings import ConfigError, as_tuples
+from dino_vit.core.text import brief
 
-P = ParamSpec("P")
-S = TypeVar("S")
 C = TypeVar("C")
 
 
-@cache
-def arguments_of(record: Callable[..., object]) -> type[Settings]:
-    """Return the fields of a dataclass as settings, with the bounds that its annotations declare."""
-    hints, fields = get_type_hints(record, include_extras=True), dict[str, Any]()
-    for name, parameter in signature(record).parameters.items():
-        fields[name] = hints[name], ... if parameter.default is Parameter.empty else parameter.default
-    return create_model(record.__qualname__, __base__=Settings, **fields)
+def build(cls: Callable[..., C], keywords: Mapping[str, Any]) -> C:
+    """Return a dataclass of keywords: a TypeError for an unknown one, a ConfigError for a wrong value."""
+    signature(cls).bind(**keywords)
+    values = {name: as_tuples(value) for name, value in keywords.items()}
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        raise ConfigError(faults(values, error)) from None
 
 
-def takes(
-    record: Callable[P, C],
-) -> Callable[[Callable[[S, C], None]], Callable[Concatenate[S, P], None]]:
-    """Let a constructor be called with the fields of a dataclass as keywords.
+def faults(content: Mapping[str, Any], error: ValidationError) -> Iterator[str]:
+    """Yield for each wrong value in `content` its name, the value and what it must be."""
+    messages = dict[str, list[str]]()  # a union has a message for each type
+    for detail in error.errors(include_url=False):
+        text, value = _stated_at(content, detail["loc"])
+        named = f"{brief(text)} = {brief(repr(value))}: " if text else ""
+        messages.setdefault(named, []).append(requirement(detail).removeprefix("Value error, "))
+    for named, texts in messages.items():
+        yield f"{named}{' or '.join(dict.fromkeys(texts))}"
 
-    They are validated by the annotations of the fields; what is unknown raises a TypeError, what is out of
-    bounds a ConfigError.
-    """
-    declared, plain = signature(record), get_type_hints(record)  # without bounds, for help()
-    shown = [each.replace(annotation=plain[name]) for name, each in declared.parameters.items()]
 
-    def decorate(init: Callable[[S, C], None]) -> Callable[Concatenate[S, P], None]:
-        def checked(self: S, /, *args: P.args, **keywords: P.kwargs) -> None:
-            try:
-                declared.bind(*args, **keywords)
-            except TypeError as error:
-                raise TypeError(f"{init.__qualname__}() {error}") from None
-            arguments: Any = load(arguments_of(record), None, keywords)
-            build: Callable[..., C] = record
-            init(self, build(**dict(arguments)))
-
-        update_wrapper(checked, init)
-        self_parameter = Parameter("self", Parameter.POSITIONAL_ONLY)
-        checked.__signature__ = Signature([self_parameter, *shown])  # type: ignore[attr-defined]
-        return checked
-
-    return decorate
+def _stated_at(content: Any, place: Sequence[int | str]) -> tuple[str, Any]:
+    """Return the name and the value that a message is about, of whose place the end names types."""
+    names = list[str]()
+    for name in place:
+        if not isinstance(content, Mapping) or name not in content:
+            break
+        content = content[name]
+        names.append(str(name))
+    return ".".join(names), content

@@ -114,7 +114,7 @@ def check_images(config: PretrainConfig, images: ImageFacts) -> None:
 
 def refused_by_facts(config: PretrainConfig, facts: Facts, steps: int, batch: int) -> Iterator[Problem]:
     """Yield what does not fit the number of images and processes."""
-    if problems := list(check_batch(config, facts, batch)):
+    if problems := list(check_global_batch(config, facts, batch)):
         yield from problems
         return
     per_epoch = facts.images.count // batch
@@ -123,7 +123,7 @@ def refused_by_facts(config: PretrainConfig, facts: Facts, steps: int, batch: in
         yield from check_phases(config, steps / per_epoch, steps_per_epoch=per_epoch)
 
 
-def check_batch(config: PretrainConfig, facts: Facts, batch: int) -> Iterator[Problem]:
+def check_global_batch(config: PretrainConfig, facts: Facts, batch: int) -> Iterator[Problem]:
     count, size, accumulate = facts.images.count, config.data.batch_size, config.optim.accumulate
     if batch > count:
         processes = plural(facts.launch.processes, "process", "processes")

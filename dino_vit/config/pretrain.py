@@ -7,9 +7,9 @@ images and processes are in `config/facts.py`.
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from math import sqrt
-from typing import ClassVar, Literal, NamedTuple, Self, cast
+from typing import ClassVar, Literal, NamedTuple, cast
 
-from pydantic import model_validator
+from pydantic import ConfigDict, ValidationInfo, field_validator
 
 from dino_vit.config import sections
 from dino_vit.config.loading import write_yaml
@@ -64,6 +64,8 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
 class PretrainConfig(Settings):
     """Train a vision transformer on your images, without labels (DINO)."""
 
+    model_config = ConfigDict(validate_default=True)  # by `_defaults_of_the_method`
+
     method: Literal["dino", "dinov2"] = setting("dino", "defaults of 2021, or of 2023 with masked patches")
     recipe: Literal["dino", "auto"] = setting("dino", "as published; auto: fit to the images")
     seed: Seed = setting(0, "seed of every random number")
@@ -88,19 +90,19 @@ class PretrainConfig(Settings):
     )
     resumes: ClassVar = True
 
-    @model_validator(mode="after")
-    def _defaults_of_the_method(self) -> Self:
+    @field_validator("model", "views", "loss", "optim", "teacher")
+    @classmethod
+    def _defaults_of_the_method(cls, section: Settings, info: ValidationInfo) -> Settings:
         """Use the method's defaults where nothing was given, without their counting as given."""
-        for key, value in METHODS.get(self.method, {}).items():
-            if self.model.timm and key in VIT_SETTINGS:
-                continue
-            name, _, field = key.partition(".")
-            section = getattr(self, name)
-            if field not in section.model_fields_set:
-                section = section.model_copy()  # which keeps what counts as given
-                section.__dict__[field] = value
-                self.__dict__[name] = section
-        return self
+        model = section if isinstance(section, sections.Model) else info.data.get("model")
+        settled = {f"{info.field_name}.{name}" for name in section.model_fields_set}
+        settled |= set(VIT_SETTINGS if model and model.timm else ())
+        chosen = {
+            key.partition(".")[2]: value
+            for key, value in METHODS.get(info.data.get("method", ""), {}).items()
+            if key.startswith(f"{info.field_name}.") and key not in settled
+        }
+        return section.model_construct(section.model_fields_set, **dict(section) | chosen)
 
     @property
     def image_shape(self) -> Size:

@@ -83,7 +83,6 @@ class Data(Settings):
     range: tuple[Number, Number] | None = setting(None, "values of black and white; null: those of the type")
     mean: tuple[Number, ...] | None = setting((0.485, 0.456, 0.406), "mean of values 0 to 1; null: measured")
     std: tuple[Positive, ...] | None = setting((0.229, 0.224, 0.225), "like mean; null: measured")
-    augment_on: Literal["device", "worker"] = setting("device", "on the device, by batch, or in the workers")
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     keep_decoded: bool = setting(
         True, "keep decoded images that fit into a quarter of the free memory", resumable=True
@@ -317,7 +316,7 @@ class Compute(Settings):
     compile: bool | Literal["auto"] = setting(
         "auto", "torch.compile the networks; auto: their blocks, in long runs on CUDA", resumable=True
     )
-    sharded: bool = setting(False, "shard networks and optimiser among processes (FSDP2)", resumable=True)
+    sharded: bool = setting(False, "each process has a part of the weights (FSDP2)", resumable=True)
     log_every: Count = setting(50, "steps between log lines", resumable=True)
     eval_every: Positive | None = setting(10.0, "epochs between evaluations; null: never", resumable=True)
     eval_every_steps: Count | None = setting(None, "steps between evaluations", resumable=True)

@@ -66,10 +66,13 @@ class ConfigError(ValueError):
         return ConfigError, (self.problems,)
 
 
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
 class Settings(BaseModel):
     """The settings of a command, or one section of them; sections do not contain further sections."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = STRICT
 
     # Groups of settings that exclude each other: setting one group unsets the defaults of the others.
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
@@ -98,7 +101,7 @@ class Settings(BaseModel):
     @classmethod
     def _plain(cls, value: object, info: ValidationInfo) -> object:
         """Take paths, lists, and one value for a list of it; refuse empty text."""
-        value = _as_tuples(value)
+        value = as_tuples(value)
         setting_info = settings_of(cls).get(str(info.field_name))
         if setting_info and setting_info.is_list and not isinstance(value, tuple | None):
             value = (value,)
@@ -112,11 +115,11 @@ class Settings(BaseModel):
 C = TypeVar("C", bound=Settings)
 
 
-def _as_tuples(value: object) -> object:
+def as_tuples(value: object) -> object:
     """Return lists and arrays as tuples, and paths as text, without a ~."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple):
-        return tuple(map(_as_tuples, value))
+        return tuple(map(as_tuples, value))
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 

@@ -259,7 +259,7 @@ def apply_fsdp(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Shard a network's parameters over the processes by FSDP2.
+    """Give each process a part of a network's parameters (FSDP2).
 
     They are gathered for a call of the network's `forward` or of one of its `methods`: those of a part, cast
     to a dtype, while it is in use, the others from beginning to end. Gradients are summed in float32.

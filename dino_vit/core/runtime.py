@@ -54,7 +54,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     return accelerator
 
 
-def launched_for_shards() -> bool:
+def launched_for_fsdp() -> bool:
     """Tell whether Accelerate's launcher was told to use FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
 

@@ -23,7 +23,7 @@ from dino_vit.eval.features import FrozenBackbone, baseline_like
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.eval.statistics import Figure, trivial_baselines
 from dino_vit.models.backbone import CLS, FeatureSpec
-from dino_vit.weights.classifier import Classifier, ClassifierFacts
+from dino_vit.weights.classifier import ClassifierFacts, ImageClassifier
 
 BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
 FEW = 10  # labelled images that are too few to say how good a classifier is
@@ -115,7 +115,7 @@ def doubtful_labels(
 class TrainedClassifier:
     """A classifier, what it learned from, and what is said of it."""
 
-    classifier: Classifier
+    classifier: ImageClassifier
     learned: LabelledFeatures | None  # None: it was read from a file
     names: list[str]  # of the images that it learned from
     details: dict[str, Any]
@@ -156,7 +156,7 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
     if candidate.kind == "k-NN":
         facts |= {"kind": "neighbours", "k": min(int(candidate.value), len(learned))}
     model: Any = frozen.model
-    classifier = Classifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
+    classifier = ImageClassifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
     classifier = classifier.to(frozen.device).eval()
     doubts = doubtful_labels(learned, trials, temperature, names)
     return TrainedClassifier(classifier, learned, names, details, lines, doubts)

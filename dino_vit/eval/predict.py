@@ -41,7 +41,7 @@ from dino_vit.eval.sets import (
     open_subset,
 )
 from dino_vit.weights.classifier import (
-    Classifier,
+    ImageClassifier,
     labels_of,
     read_classifier,
     read_classifier_facts,
@@ -60,7 +60,7 @@ class LabelPredictions(Result):
     names: list[str]
     labels: list[str] | list[list[str]]  # of each image its class, or several
     confidence: NDArray[np.float64]  # probability that a label is right
-    classifier: Classifier
+    classifier: ImageClassifier
     features: Tensor  # (images, d)
     columns: Columns  # of the table, for pandas.DataFrame
     details: dict[str, Any]  # what the JSON file holds

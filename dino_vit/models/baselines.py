@@ -9,16 +9,18 @@ b images, c channels, n orientations, y x rows and columns of cells or blocks, v
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from dino_vit.config.constructors import takes
+from dino_vit.config.constructors import build
 from dino_vit.config.sections import BaselineName
-from dino_vit.config.settings import Dimension, Side
+from dino_vit.config.settings import STRICT, Dimension, Side
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
 
@@ -65,7 +67,7 @@ FEATURES: dict[BaselineName, Callable[[Tensor], Tensor]] = {
 SIDES: dict[BaselineName, int] = {"pixels": 32, "gradients": 48}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, config=STRICT)
 class BaselineConfig:
     """The keywords of a `Baseline`, which its files of classifiers record."""
 
@@ -80,10 +82,11 @@ class Baseline(Backbone):
     config: BaselineConfig
     has_patches, depth, heads, registers, grad_checkpointing = False, 1, 0, 0, False
     on_device: Tensor
+    __signature__ = signature(BaselineConfig)
 
-    @takes(BaselineConfig)
-    def __init__(self, config: BaselineConfig) -> None:
+    def __init__(self, **keywords: Any) -> None:
         super().__init__()
+        config = build(BaselineConfig, keywords)
         self.config, self.compute, self.channels = config, FEATURES[config.name], config.channels
         self.image_size = self.patch_size = height_width(config.image_size or SIDES[config.name])
         if config.name == "gradients" and min(self.image_size) < 2 * CELL:

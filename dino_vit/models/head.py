@@ -4,17 +4,18 @@ Parameters are named as in the 2021 DINO code, so that its checkpoints load by n
 in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncBatchNorm.
 """
 
-from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dino_vit.config.constructors import takes
-from dino_vit.config.settings import Dimension, PrototypeCount
+from dino_vit.config.constructors import build
+from dino_vit.config.settings import STRICT, Dimension, PrototypeCount
 from dino_vit.core.distributed import all_reduce_sum, world_size
 from dino_vit.models.layers import init_linear
 
@@ -36,7 +37,7 @@ class Prototypes(nn.Module):
         return F.linear(x, self.weight())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, config=STRICT)
 class HeadConfig:
     """The keywords of a `DINOHead`."""
 
@@ -51,9 +52,11 @@ class HeadConfig:
 class DINOHead(nn.Module):
     """Project backbone features to unit vectors and multiply them with the prototypes."""
 
-    @takes(HeadConfig)
-    def __init__(self, config: HeadConfig) -> None:
+    __signature__ = signature(HeadConfig)
+
+    def __init__(self, **keywords: Any) -> None:
         super().__init__()
+        config = build(HeadConfig, keywords)
         hidden, bottleneck = config.hidden_dim, config.bottleneck_dim
         mlp: list[nn.Module] = []
         for width in (config.in_dim, hidden):

@@ -3,23 +3,24 @@
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import torch
 from einops import rearrange
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from dino_vit.config.constructors import takes
-from dino_vit.config.settings import BelowOne, Classes, Dimension, Side
+from dino_vit.config.constructors import build
+from dino_vit.config.settings import STRICT, BelowOne, Classes, Dimension, Side
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
 
 PREFIX = "timm:"  # of a name in the settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, config=STRICT)
 class TimmConfig:
     """The keywords of a `TimmBackbone`, which its files of weights record."""
 
@@ -34,10 +35,11 @@ class TimmBackbone(Backbone):
     """A randomly initialised model of timm, without its classifier."""
 
     config: TimmConfig
+    __signature__ = signature(TimmConfig)
 
-    @takes(TimmConfig)
-    def __init__(self, config: TimmConfig) -> None:
+    def __init__(self, **keywords: Any) -> None:
         super().__init__()
+        config = build(TimmConfig, keywords)
         self.config, name, channels = config, config.name, config.channels
         self.name, self.image_size, self.channels = name, height_width(config.image_size), channels
         self.depth, self.heads, self.registers = 1, 0, 0

@@ -12,16 +12,17 @@ B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_vit.config import settings
-from dino_vit.config.constructors import takes
+from dino_vit.config.constructors import build
 from dino_vit.config.sections import Stem, stem_problem
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.models import positions
@@ -36,7 +37,7 @@ BLOCK_KEYWORDS = ["mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale", "no
 BLOCK_KEYWORDS += ["dropout", "attention_dropout"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, config=settings.STRICT)
 class ViTConfig:
     """The keywords of a `VisionTransformer`, which its files of weights record."""
 
@@ -87,10 +88,11 @@ class VisionTransformer(Backbone):
     """A pre-norm vision transformer: images (B, C, H, W) in, CLS features (B, D) or class logits out."""
 
     config: ViTConfig
+    __signature__ = signature(ViTConfig)
 
-    @takes(ViTConfig)
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, **keywords: Any) -> None:
         super().__init__()
+        config = build(ViTConfig, keywords)
         self.config, self.grad_checkpointing = config, False
         self.image_size, self.patch_size = height_width(config.image_size), height_width(config.patch_size)
         self.channels, self.width, self.depth = config.channels, config.width, config.depth

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
 from dino_vit.reports.accuracies import compared, describe_knn, evaluations_of, knn_text
-from dino_vit.reports.record import RunRecord, changed_settings, facts, verdict
+from dino_vit.reports.record import RecordedRun, changed_settings, facts, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 from dino_vit.views.pictures import Tile
@@ -68,7 +68,7 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-def render(record: RunRecord, pictures: Pictures) -> str:
+def render(record: RecordedRun, pictures: Pictures) -> str:
     """Return the page of a run, in which all text but our own is escaped."""
     environment = Environment(
         autoescape=True,
@@ -97,7 +97,7 @@ def render(record: RunRecord, pictures: Pictures) -> str:
     )
 
 
-def figures(record: RunRecord) -> dict[str, str]:
+def figures(record: RecordedRun) -> dict[str, str]:
     """Return the few numbers to look at first: the accuracy or the rank, and what it compares with."""
     before, newest = record.baseline, evaluations_of(record.history)[-1:]
     if newest and (knn := knn_text(newest[0], before)):
@@ -108,7 +108,7 @@ def figures(record: RunRecord) -> dict[str, str]:
     return {name: f"{value:.0f}" for name, value in ranks.items() if value} | newest_evaluation(record)
 
 
-def newest_evaluation(record: RunRecord) -> dict[str, str]:
+def newest_evaluation(record: RecordedRun) -> dict[str, str]:
     """Return the figure of the newest file of results, which may be of images that were held out."""
     for evaluation in record.evaluations:
         if evaluation.percent:
@@ -119,7 +119,7 @@ def newest_evaluation(record: RunRecord) -> dict[str, str]:
     return {}
 
 
-def charts(record: RunRecord) -> list[dict[str, Any]]:
+def charts(record: RecordedRun) -> list[dict[str, Any]]:
     """Return the charts that the records of a run allow, as `page.js` draws them; the first matter most."""
     prototypes = record.history[-1].prototypes if record.history else None
     alike = {"all alike": math.log(prototypes)} if prototypes else {}
@@ -152,7 +152,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     return drawn
 
 
-def curve(record: RunRecord, field: str) -> list[tuple[int, float]]:
+def curve(record: RecordedRun, field: str) -> list[tuple[int, float]]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
     values = [(metrics.step, getattr(metrics, field)) for metrics in record.history]
     values = [(0, getattr(record.baseline, field, None)), *values]

@@ -25,7 +25,7 @@ from dino_vit.reports.metrics import (
     Start,
     read_records,
 )
-from dino_vit.reports.verdict import Verdict, judge
+from dino_vit.reports.verdict import Verdict, judge_run
 
 CONFIGS = {"knn": KnnConfig, "linear": LinearConfig}
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
@@ -86,7 +86,7 @@ def _with_interval(figure: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class RecordedRun:
     """Everything in a run folder but the images and the weights."""
 
     folder: Path
@@ -118,14 +118,14 @@ class RunRecord:
         return {names.get(figure, network): measured[figure] for figure in figures if figure in measured}
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RecordedRun:
     """Read a run folder without changing anything in it."""
     settings = folder / "config.yaml"
     if not settings.is_file():
         reason = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
         advice = did_you_mean(str(folder), "; give the `output` of a pretraining")
         raise ValueError(f"{folder} is not the folder of a run: {reason}{advice}")
-    return RunRecord(
+    return RecordedRun(
         folder=folder,
         config=load(PretrainConfig, settings),
         history=read_records(folder / "metrics.jsonl", METRICS),
@@ -135,7 +135,7 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
+def changed_settings(record: RecordedRun) -> list[tuple[str, str, str, str]]:
     """Return key, value, default and, where it was chosen automatically, the reason of changed settings."""
     now, default = public_values(values(record.config)), public_values(values(PretrainConfig()))
     reasons = {key: reason for start in record.starts for key, reason in start.reasons.items()}
@@ -146,7 +146,7 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def facts(record: RunRecord) -> dict[str, str]:
+def facts(record: RecordedRun) -> dict[str, str]:
     """Return what ran, where, on what and how fast."""
     config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
     named = {
@@ -167,6 +167,6 @@ def facts(record: RunRecord) -> dict[str, str]:
     return named
 
 
-def verdict(record: RunRecord) -> Verdict:
+def verdict(record: RecordedRun) -> Verdict:
     """Return what is said of a run so far, in the words of its last lines."""
-    return judge(record.history, record.config, record.baseline)
+    return judge_run(record.history, record.config, record.baseline)

@@ -144,7 +144,7 @@ def or_lowest(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else -math.inf
 
 
-def judge(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Baseline | None) -> Verdict:
+def judge_run(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Baseline | None) -> Verdict:
     """Return what is said of a run: in its log, on its page and by `run.outcome`."""
     baseline = baseline or Baseline()
     if not history:

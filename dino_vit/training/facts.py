@@ -134,7 +134,7 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Fac
 
 def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
     """Return what decides on the settings, of images some of which were inspected."""
-    sharded = [part.shards for part in source.parts if part.shards]
+    stores = [part.shards for part in source.parts if part.shards]
     return ImageFacts(
         count=len(source),
         size=summary.image_size,
@@ -146,8 +146,8 @@ def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
         ),
         bits=summary.bits,
         likeness=summary.likeness,
-        shards=sum(len(shards.sizes) for shards in sharded),
-        is_remote=any(shards.is_remote for shards in sharded),
+        shards=sum(len(shards.sizes) for shards in stores),
+        is_remote=any(shards.is_remote for shards in stores),
     )
 
 

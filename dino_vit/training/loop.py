@@ -126,7 +126,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, *, last: bool) -> Tensor:
     """Add the gradients of a micro-batch to the student's; return its part of the loss of CLS tokens."""
     accumulate = state.config.optim.accumulate
-    # Outside of autocast: augmentation of the user's own is in float32 here as it is in workers.
+    # Outside of autocast: augmentation is in float32, the user's own too.
     views, masks = state.views_of(batch), state.masks_of(batch)
     # Processes exchange gradients once per step, in its last backward pass; sharded ones in each.
     with contextlib.nullcontext() if last or state.sharded else state.accelerator.no_sync(state.wrapped):

@@ -1,4 +1,4 @@
-"""Build the networks of a run and its objective, shard and compile them; weights are read in `facts.py`."""
+"""Build the networks of a run and its objective, FSDP, compilation; weights are read in `facts.py`."""
 
 import os
 import shutil
@@ -126,7 +126,7 @@ def build_objective(
     return objective
 
 
-def shard(
+def make_sharded(
     student: Network, teacher: Network, config: PretrainConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Share the parameters of both networks among the processes."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 from math import floor
 from typing import NamedTuple
 
-from dino_vit.config.complete import Run
+from dino_vit.config.complete import DecidedRun
 from dino_vit.config.pretrain import in_steps, scaled_lr
 from dino_vit.config.sections import START_TEACHER_TEMPERATURE
 from dino_vit.method.optim import warmup_constant, warmup_cosine
@@ -82,7 +82,7 @@ class Clock:
 class Plan:
     """Lengths in optimiser steps; with `budget.minutes` they are shares of the expected length of the run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: DecidedRun) -> None:
         config, optim = run.config, run.config.optim
         self.config, self.steps_per_epoch, self.length = config, run.steps_per_epoch, run.length
         head_epochs = config.init.head_epochs if config.init else 0.0

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from dino_vit.config.complete import Run, complete
+from dino_vit.config.complete import DecidedRun, complete
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.cache import SHARDS, below_home, bound_caches, cache_folder
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
-from dino_vit.core.runtime import DTYPES, launched_for_shards, start_processes
+from dino_vit.core.runtime import DTYPES, launched_for_fsdp, start_processes
 from dino_vit.data.remote import retrying
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.eval.sets import choose_splits, describe_use
@@ -24,7 +24,7 @@ from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.facts import Inputs, check_alike, inspect, open_inputs
 from dino_vit.training.loop import train
-from dino_vit.training.networks import build_objective, compile_run, shard, student_and_teacher
+from dino_vit.training.networks import build_objective, compile_run, make_sharded, student_and_teacher
 from dino_vit.training.plan import Clock, Plan
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
@@ -88,13 +88,13 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> TrainingState:
     return state
 
 
-def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingState:
+def build_state(run: DecidedRun, inputs: Inputs, accelerator: Accelerator) -> TrainingState:
     """Build the state of a run before its first step."""
     config, device, processes = run.config, accelerator.device, int(accelerator.num_processes)
     student, teacher = student_and_teacher(config, inputs)
-    sharded = processes > 1 and (config.compute.sharded or launched_for_shards())
+    sharded = processes > 1 and (config.compute.sharded or launched_for_fsdp())
     if sharded:
-        shard(student, teacher, config, device, DTYPES[run.precision])
+        make_sharded(student, teacher, config, device, DTYPES[run.precision])
     for network in (student, teacher):
         convolves = config.model.timm and device.type == "cuda"  # fastest with the channels last
         layout: Any = {"memory_format": torch.channels_last} if convolves else {}
@@ -114,7 +114,6 @@ def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingS
         world_size=processes,
         pin=device.type == "cuda",
     )
-    augment = build_augment(config)  # the workers' is the same module, if it is an object of the user's
     online = OnlineEvaluation(
         source=inputs.source,
         transform=build_eval_transform(config),
@@ -130,7 +129,7 @@ def build_state(run: Run, inputs: Inputs, accelerator: Accelerator) -> TrainingS
         accelerator=accelerator,
         source=inputs.source,
         loader=loader,
-        augment=augment.to(device) if config.data.augment_on == "device" else augment,
+        augment=build_augment(config).to(device),
         student=student,
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 and not sharded else student,

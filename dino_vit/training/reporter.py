@@ -39,7 +39,7 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.reports.verdict import FAR, WAITING_HELP, judge, published_advice, waits_for_images
+from dino_vit.reports.verdict import FAR, WAITING_HELP, judge_run, published_advice, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.state import TrainingState
@@ -137,7 +137,7 @@ class Reporter:
         if not self.main:
             return
         self.history.append(metrics)
-        verdict = judge(self.history, self.state.config, self.baseline)
+        verdict = judge_run(self.history, self.state.config, self.baseline)
         self.history[-1] = replace(metrics, diagnosis=verdict.diagnosis)
         self.progress.show(metrics, verdict)
         if waits_for_images(self.history) and not self.has_advised_on_waiting:
@@ -189,7 +189,7 @@ class Reporter:
         """Say what has come of the run, and where it is."""
         best, weights = self.state.evaluations.best, self.state.folder
         if self.main:
-            verdict = judge(self.history, self.state.config, self.baseline)
+            verdict = judge_run(self.history, self.state.config, self.baseline)
             self.progress.notice(str(verdict))
             if best and verdict.is_past_best:
                 weights = self.state.checkpoints.path(best["step"])

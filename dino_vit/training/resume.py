@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
-from dino_vit.config.complete import Run
+from dino_vit.config.complete import DecidedRun
 from dino_vit.config.facts import CheckpointFacts
 from dino_vit.config.inherited import check_same
 from dino_vit.config.pretrain import PretrainConfig
@@ -28,7 +28,7 @@ def find_checkpoint(config: PretrainConfig) -> Checkpoint | None:
     return resumed
 
 
-def check_same_run(run: Run, before: CheckpointFacts, inputs: Inputs) -> None:
+def check_same_run(run: DecidedRun, before: CheckpointFacts, inputs: Inputs) -> None:
     """Check that a run resumes with the images, batches and precision that it started with."""
     assert inputs.checkpoint is not None
     check_same(run.config, before.step, [*_changes(run, before, inputs, inputs.checkpoint)])
@@ -73,7 +73,9 @@ def _set_aside(folder: Path, names: Iterable[str]) -> Path:
     return aside
 
 
-def _changes(run: Run, checkpoint: CheckpointFacts, inputs: Inputs, resumed: Checkpoint) -> Iterator[str]:
+def _changes(
+    run: DecidedRun, checkpoint: CheckpointFacts, inputs: Inputs, resumed: Checkpoint
+) -> Iterator[str]:
     """Yield what has changed beside settings: what they stand for, and the batches of a forward pass."""
     config, metadata, before = run.config, resumed.metadata, checkpoint.settings
     wanted = config.compute.precision

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dino_vit.config.complete import Run
+from dino_vit.config.complete import DecidedRun
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, collect, restore
 from dino_vit.core.distributed import full_tensor
@@ -30,7 +30,7 @@ from dino_vit.views.loader import Batch, Loader, UnreadableImages
 class TrainingState:
     """A run between two steps; `step` counts the optimiser steps taken."""
 
-    run: Run
+    run: DecidedRun
     plan: Plan
     clock: Clock
     accelerator: Accelerator
@@ -104,8 +104,6 @@ class TrainingState:
     def views_of(self, batch: Batch) -> list[Tensor]:
         """Return a batch's views by size, ready for the networks."""
         on_device = {size: views.to(self.device, non_blocking=True) for size, views in batch.views.items()}
-        if not batch.augment:  # the loader's workers did it
-            return list(on_device.values())
         return [self.augment(views, batch.augment[size]) for size, views in on_device.items()]
 
     def masks_of(self, batch: Batch) -> Masks | None:

@@ -12,7 +12,7 @@ import torch
 # Not first with an optimiser: this import leaves a cycle of frames, those of its callers with their networks.
 import torch._dynamo
 
-from dino_vit.config.complete import Run, sketch
+from dino_vit.config.complete import DecidedRun, sketch
 from dino_vit.config.facts import Facts, StepTime
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
@@ -25,7 +25,7 @@ from dino_vit.views.workers import choose_workers
 TIMED_IMAGES = 100  # of an evaluation
 
 
-def time_step(config: PretrainConfig, facts: Facts, build: Callable[[Run], TrainingState]) -> StepTime:
+def time_step(config: PretrainConfig, facts: Facts, build: Callable[[DecidedRun], TrainingState]) -> StepTime:
     """Take two steps of which the second is timed, as rank 0 measures it; leave nothing behind."""
     start = time.monotonic()
     log.info("measuring how long a step and an evaluation take ...")

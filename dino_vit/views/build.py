@@ -164,7 +164,7 @@ def build_loader(
         )
     sampler = Sampler(
         length=len(source),
-        batch_size=global_batch,
+        global_batch=global_batch,
         seed=config.seed,
         rank=rank,
         world_size=world_size,
@@ -184,7 +184,6 @@ def build_loader(
         sampler=sampler,
         pixels=build_pixels(config),
         prefetch=[prefetch for prefetch in prefetches if prefetch],
-        augment=build_augment(config) if config.data.augment_on == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config.data.workers, world_size),
@@ -246,7 +245,7 @@ def build_prefetch(
     if span is not None:
         # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
         batches = choose_workers(data.workers, sampler.world_size) * PREFETCH + 1
-        ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
+        ahead = span // 2 + ceil(batches / sampler.accumulate) * sampler.global_batch
     uses = ShardUses(sampler, len(shards.sizes), first)
     return Prefetch(shards, uses.next, ahead, limit)
 
@@ -258,7 +257,7 @@ def make_views(
 
     Returns the views of each sample, global ones first.
     """
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
+    sampler = Sampler(length=len(source), global_batch=1, seed=config.seed)
     loader = Loader(
         source=source,
         views=build_views(config),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dino_vit.core import Size
@@ -62,8 +62,8 @@ class Batch:
     step: int  # within the epoch
     samples: Tensor  # (images,), the indices that the sampler chose
     read: Tensor  # (images,), the indices that were read: a replacement for each unreadable image
-    views: dict[Size, Tensor]  # (views · images, C, h, w): uint8, or float32 if deeper or augmented
-    augment: dict[Size, Tensor]  # float32 (views · images, columns); empty if already applied
+    views: dict[Size, Tensor]  # (views · images, C, h, w): uint8, or float32 if deeper
+    augment: dict[Size, Tensor]  # float32 (views · images, columns)
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
     masks: Masks | None = None  # of the global views, view by view
     times: dict[str, float] = field(default_factory=dict)  # seconds, by what was done with the images
@@ -89,15 +89,13 @@ class Batch:
 class Loader(Dataset[Any]):
     """Read, decode and crop the images of each step, in `workers` DataLoader workers that last for the run.
 
-    With `augment` they apply the augmentation too, and return float32 views: four times the memory. With
-    `scaled_decoding` a JPEG is decoded no larger than its views need it. What is decoded may be kept.
+    With `scaled_decoding` a JPEG is decoded no larger than its views need it. What is decoded may be kept.
     """
 
     source: ImageSet
     views: Sequence[View]
     sampler: Sampler
     pixels: Pixels = RGB
-    augment: nn.Module | None = None
     masking: "Masking | None" = None
     scaled_decoding: bool = False
     decoded: DecodedImages | None = None
@@ -181,22 +179,17 @@ class Loader(Dataset[Any]):
                     out = views[size][:, row]
                     crop_views(image, boxes[indices], size, interpolation=interpolation, out=out)
         rows = draw_augment([view.augment for view in self.views], **keys)
-        flat = {size: stacked.flatten(0, 1) for size, stacked in views.items()}
-        augment = {
-            size: torch.from_numpy(rearrange(rows[:, indices], "b v f -> (v b) f"))
-            for size, indices in self.by_size.items()
-        }
-        if self.augment is not None:
-            with timed(times, "augment"):
-                flat, augment = {s: self.augment(flat[s], augment[s]) for s in flat}, {}
         place = spec.epoch, spec.step, spec.first, len(spec.samples)
         return Batch(
             epoch=spec.epoch,
             step=spec.step,
             samples=torch.from_numpy(spec.samples),
             read=read,
-            views=flat,
-            augment=augment,
+            views={size: stacked.flatten(0, 1) for size, stacked in views.items()},
+            augment={
+                size: torch.from_numpy(rearrange(rows[:, indices], "b v f -> (v b) f"))
+                for size, indices in self.by_size.items()
+            },
             unreadable=tuple(unreadable),
             masks=self.masking.draw(*place) if self.masking else None,
             times=times,

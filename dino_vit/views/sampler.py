@@ -152,7 +152,7 @@ class Sampler:
     """
 
     length: int
-    batch_size: int  # images of a step, over all processes and micro-batches
+    global_batch: int  # images of a step, over all processes and micro-batches
     seed: int
     rank: int = 0
     world_size: int = 1
@@ -163,7 +163,7 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        return (self.length + self.keep_last * (self.batch_size - 1)) // self.batch_size
+        return (self.length + self.keep_last * (self.global_batch - 1)) // self.global_batch
 
     def build_order(self) -> Order:
         """Return the order of the images."""
@@ -185,8 +185,8 @@ class Sampler:
         order, parts = self.build_order(), self.world_size * self.accumulate
         for number in count(start_step):
             epoch, step = divmod(number, self.steps_per_epoch)
-            start = step * self.batch_size
-            stop = min(start + self.batch_size, self.length)
+            start = step * self.global_batch
+            stop = min(start + self.global_batch, self.length)
             # Processes share a last batch evenly by images of the epoch's start, repeated if they are few.
             missing = (start - stop) % parts
             padding = np.resize(order.take(epoch, 0, min(missing, self.length)), missing)
@@ -212,8 +212,8 @@ class ShardUses:
         Shards that neither this epoch nor the next one needs get the largest number.
         """
         epoch, step = divmod(position, self.sampler.steps_per_epoch)
-        used = self.sampler.steps_per_epoch * self.sampler.batch_size  # without a last incomplete batch
-        done = step * self.sampler.batch_size
+        used = self.sampler.steps_per_epoch * self.sampler.global_batch  # without a last incomplete batch
+        done = step * self.sampler.global_batch
         result = np.full(self.shards, np.iinfo(np.int64).max)
         for ahead, start in ((1, 0), (0, done)):
             uses = self.order.next_uses(epoch + ahead, start)

@@ -18,7 +18,7 @@ STRUCTURE = (
 )
 
 
-def describe(model: Backbone) -> dict[str, Any]:
+def describe_backbone(model: Backbone) -> dict[str, Any]:
     """Return the facts about a backbone, most important first."""
     origin = asdict(model.provenance)
     if origin["bits"] and not origin["range"]:
@@ -56,7 +56,7 @@ def show(name: str, value: Any) -> str:
 
 def model_card(model: Backbone, format: str) -> str:
     """Return the README.md of a folder for transformers or timm, which its owner completes."""
-    facts = describe(model)
+    facts = describe_backbone(model)
     known = {name: value for name, value in facts.items() if value is not None and name != "config"}
     known.pop("file", None)  # a path of this machine
     rows = [f"| {name.replace('_', ' ')} | `{show(name, value)}` |" for name, value in known.items()]

@@ -37,7 +37,7 @@ class ClassifierFacts(Stated):
     tested: tuple[str, ...] = ()  # how well it did in cross-validation, in sentences
 
 
-class Classifier(nn.Module):
+class ImageClassifier(nn.Module):
     """What `load_classifier` returns: from normalised images to the probability of each class (n, c).
 
     Of images with several labels the probability of each label. `classes` names the columns, `transform`
@@ -88,7 +88,7 @@ def labels_of(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str] 
     return [[name for name, p in zip(classes, row, strict=True) if p > 0.5] for row in outputs.tolist()]
 
 
-def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform) -> None:
+def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTransform) -> None:
     """Write a backbone and its classifier as one safetensors file; images are prepared as they were here."""
     preparation: dict[str, object] = {
         "resize_mode": transform.resize_mode,
@@ -110,12 +110,12 @@ def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform
     write_tensors(path, tensors, json.dumps(metadata))
 
 
-def load_classifier(path: str | Path, *, verbose: bool = True) -> Classifier:
+def load_classifier(path: str | Path, *, verbose: bool = True) -> ImageClassifier:
     """Return the backbone and the classifier in a file that `dino-vit predict ... classifier=FILE` wrote."""
     return read_classifier(path, load_backbone(path, verbose=verbose))
 
 
-def read_classifier(path: str | Path, backbone: LoadedBackbone) -> Classifier:
+def read_classifier(path: str | Path, backbone: LoadedBackbone) -> ImageClassifier:
     """Return the classifier in a file, with its backbone, which was loaded from there."""
     facts = read_classifier_facts(path)
     if facts is None:
@@ -141,7 +141,7 @@ def read_classifier(path: str | Path, backbone: LoadedBackbone) -> Classifier:
         scores: Scores = NeighbourScores(tensors["bank"], tensors["targets"], k=facts.k, classes=outputs)
     else:
         scores = LinearScores(tensors["weight"], tensors["bias"])
-    return Classifier(backbone, scores, facts).eval()
+    return ImageClassifier(backbone, scores, facts).eval()
 
 
 def read_classifier_facts(path: str | Path) -> ClassifierFacts | None:

@@ -21,8 +21,8 @@ from dino_vit.core.storage import pickled, reason, save_plain, sync
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights.card import describe, model_card
-from dino_vit.weights.classifier import Classifier
+from dino_vit.weights.card import describe_backbone, model_card
+from dino_vit.weights.classifier import ImageClassifier
 from dino_vit.weights.formats.builders import (
     huggingface_config,
     is_folder,
@@ -50,7 +50,7 @@ FOLDER_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.s
 
 
 def export_backbone(
-    model: Backbone | Classifier,
+    model: Backbone | ImageClassifier,
     path: str | Path,
     format: str,
     *,
@@ -70,7 +70,7 @@ def export_backbone(
     _check_target(path, format, overwrite)
     if format == "onnx":
         _check_graph(model)
-    elif isinstance(model, Classifier):
+    elif isinstance(model, ImageClassifier):
         raise WeightsError(f"format={format} holds no classifier; choose onnx, or export its .backbone")
     else:
         check_architecture(model, format)
@@ -109,20 +109,20 @@ def _check_target(path: Path, format: str, overwrite: bool) -> None:
             raise WeightsError(f"{path} is an existing folder{held}; choose another name")
 
 
-def _backbone_of(exported: Backbone | Classifier) -> Backbone:
-    return exported.backbone if isinstance(exported, Classifier) else exported
+def _backbone_of(exported: Backbone | ImageClassifier) -> Backbone:
+    return exported.backbone if isinstance(exported, ImageClassifier) else exported
 
 
-def _size_of(exported: Backbone | Classifier) -> Size:
+def _size_of(exported: Backbone | ImageClassifier) -> Size:
     """Return the size of images, which for a classifier is that of those it learned from."""
-    size: Size = exported.transform.size if isinstance(exported, Classifier) else exported.image_size
+    size: Size = exported.transform.size if isinstance(exported, ImageClassifier) else exported.image_size
     return size
 
 
-def _describe(exported: Backbone | Classifier, format: str) -> str:
+def _describe(exported: Backbone | ImageClassifier, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
     model = _backbone_of(exported)
-    facts = describe(model) if format == "onnx" else {}
+    facts = describe_backbone(model) if format == "onnx" else {}
     facts = {name: value for name, value in facts.items() if name not in ("file", "config")}
     facts |= {name: getattr(model.provenance, name) for name in PROVENANCE_FACTS}
     facts |= {name: getattr(model, name) for name in ("heads", "image_size", "channels")}
@@ -130,7 +130,7 @@ def _describe(exported: Backbone | Classifier, format: str) -> str:
     facts |= {name: value for name, value in model.architecture.items() if name in names}
     if facts.get("positions") == "rotary":
         facts["rotary_rescale"] = model.architecture["rotary_rescale"] or 0  # null would be no fact
-    if isinstance(exported, Classifier):
+    if isinstance(exported, ImageClassifier):
         facts[CLASSIFIER] = exported.facts.model_dump(mode="json")
     return json.dumps({**facts, "format": format})
 
@@ -169,7 +169,7 @@ def _write_folder(
 
 
 @torch.no_grad()
-def _compare_features(exported: Backbone | Classifier, written: Path, format: str) -> str:
+def _compare_features(exported: Backbone | ImageClassifier, written: Path, format: str) -> str:
     """Compare with the features, or the probabilities, that the library of the format computes."""
     model = _backbone_of(exported)
     shape = 2, model.channels, *_size_of(exported)
@@ -178,7 +178,7 @@ def _compare_features(exported: Backbone | Classifier, written: Path, format: st
     library = LIBRARIES.get(format)
     if library and find_spec(library):
         how, theirs = f"with {library}", _features_elsewhere(model, str(written), format, images)
-        if isinstance(exported, Classifier):
+        if isinstance(exported, ImageClassifier):
             what, ours = "outputs of the classifier", exported(images)
         elif format == "timm" and isinstance(model, VisionTransformer):  # which may have a classifier
             ours = model(images)
@@ -251,11 +251,11 @@ class _Graph(nn.Module):
 
 
 @torch.no_grad()
-def _write_graph(exported: Backbone | Classifier, path: Path, about: str) -> None:
+def _write_graph(exported: Backbone | ImageClassifier, path: Path, about: str) -> None:
     """Write a graph for any number of images of the trained size, and what is known of the model, as JSON."""
     model = _backbone_of(exported)
-    graph = exported if isinstance(exported, Classifier) else _Graph(model).eval()
-    outputs = CLASSIFIER_OUTPUTS if isinstance(exported, Classifier) else OUTPUTS
+    graph = exported if isinstance(exported, ImageClassifier) else _Graph(model).eval()
+    outputs = CLASSIFIER_OUTPUTS if isinstance(exported, ImageClassifier) else OUTPUTS
     images = torch.zeros(2, model.channels, *_size_of(exported))
     sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
     level = logging.root.manager.disable

@@ -5,12 +5,12 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from dino_vit.config.loading import requirement
+from dino_vit.config.constructors import faults
 from dino_vit.config.sections import Interpolation, ResizeMode, WeightsFormat
 from dino_vit.config.settings import (
     Dimension,
@@ -175,24 +175,7 @@ def check(cls: type[F], content: Mapping[str, Any], where: str) -> F:
     try:
         return cls.model_validate(content)
     except ValidationError as error:
-        faults = dict[str, list[str]]()  # a union has a message for each type
-        for detail in error.errors(include_url=False):
-            text, value = _stated_at(content, detail["loc"])
-            named = f"{brief(text)} = {brief(repr(value))}: " if text else ""
-            message = requirement(detail).removeprefix("Value error, ")
-            faults.setdefault(named, []).append(message)
-        texts = [f"{named}{' or '.join(dict.fromkeys(messages))}" for named, messages in faults.items()]
+        texts = list(faults(content, error))
         more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
         text = f"{where} describes no backbone that is supported: {'; '.join(texts[:3])}{more}"
         raise WeightsError(text) from None
-
-
-def _stated_at(content: Any, place: Sequence[int | str]) -> tuple[str, Any]:
-    """Return the name and the value that a message is about, of whose place the end names types."""
-    names = list[str]()
-    for name in place:
-        if not isinstance(content, Mapping) or name not in content:
-            break
-        content = content[name]
-        names.append(str(name))
-    return ".".join(names), content

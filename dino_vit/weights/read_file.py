@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dino_vit.config.constructors import arguments_of
+from dino_vit.config.constructors import build
 from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size, height_width, log
 from dino_vit.core.checkpoint import Checkpoints
@@ -136,8 +136,11 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     facts = check(Facts, metadata, where).stated()
     name = facts["architecture"].get("name")
     record = BaselineConfig if name in BASELINES else TimmConfig if name else ViTConfig
-    arguments = check(arguments_of(record), facts["architecture"], where).model_dump(exclude_unset=True)
-    return {**facts, "architecture": arguments}
+    try:
+        config = build(record, facts["architecture"])
+    except (TypeError, ValueError) as error:
+        raise WeightsError(f"{where} describes no backbone that is supported: {error}") from None
+    return {**facts, "architecture": {name: getattr(config, name) for name in facts["architecture"]}}
 
 
 def _read_hub_facts(weights: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dino_vit.config.complete import Run
+from dino_vit.config.complete import DecidedRun
 from dino_vit.config.pretrain import PretrainConfig, scaled_lr
 from dino_vit.config.settings import ConfigError, values
 from tests.support.facts import run_of
@@ -19,7 +19,7 @@ def auto(*overrides: str, **facts: Any) -> tuple[PretrainConfig, dict[str, str]]
     return run.config, {choice.key: choice.reason for choice in run.choices}
 
 
-def peak(run: Run) -> float:
+def peak(run: DecidedRun) -> float:
     optim = run.config.optim
     return scaled_lr(optim.lr, run.global_batch, optim.lr_scaling)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dino_vit.config.auto import network_ladder
-from dino_vit.config.complete import Run, complete, decide
+from dino_vit.config.complete import DecidedRun, complete, decide
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import CheckpointFacts, Facts, StepTime, TeacherFacts, WeightsFacts
 from dino_vit.config.loading import load
@@ -124,7 +124,7 @@ def test_what_only_shows_with_the_facts_is_refused(
         run_of(*overrides, *colours, **facts)
 
 
-def minutes(step: float, *overrides: str, images: int = 400, size: int = 224) -> Run:
+def minutes(step: float, *overrides: str, images: int = 400, size: int = 224) -> DecidedRun:
     """Complete a run of ten minutes, of which a step of the smallest network takes some seconds."""
     given = ["recipe=auto", "budget.minutes=10", "data.batch_size=8", *overrides]
     return run_of(*given, images=images, size=size, step_time=StepTime(step, 15.0, 5.0))
@@ -163,7 +163,7 @@ def test_evaluations_take_a_tenth_of_the_minutes(minutes: int, images: int, eval
 def test_a_long_run_of_minutes_has_the_steps_that_it_takes_and_not_those_of_a_short_one() -> None:
     """The step that is timed is a short run's: 4 local views, a quarter of the patches of global ones."""
 
-    def run(step: float, *given: str) -> Run:
+    def run(step: float, *given: str) -> DecidedRun:
         return minutes(step, "model.arch=vit_tiny", *given)
 
     full = ["views.local_count=8", "model.patch_drop=0"]
@@ -213,7 +213,7 @@ def test_without_minutes_a_cpu_hears_of_the_network_that_they_would_choose() -> 
     assert run_of("recipe=auto", device="cuda").notes == ()
 
 
-def resumed(run: Run, *overrides: str, **changes: Any) -> Run:
+def resumed(run: DecidedRun, *overrides: str, **changes: Any) -> DecidedRun:
     """Complete the run that resumes from a checkpoint of another at its step 40, after 100 seconds."""
     facts: dict[str, Any] = {"step": 40, "seconds": 100.0, "settings": values(run.config)}
     facts |= {"chosen": run.chosen, "length": run.length, "global_batch": run.global_batch}

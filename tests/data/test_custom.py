@@ -202,11 +202,11 @@ class Dimmed(torch.nn.Module):
 
 
 def test_augmentation_of_ones_own_is_as_reproducible(tmp_path):
-    """On the device or in workers, in one go or in two, whatever the generator was before."""
+    """In one go or in two, with workers or without, whatever the generator was before."""
     settings = {**SETTINGS, "augment.module": Dimmed(), "verbose": False}
     dino_vit.pretrain(output=tmp_path / "whole", **settings)
     torch.manual_seed(5)
-    pretrain_in_two(tmp_path / "run", **settings | {"data.augment_on": "worker", "data.workers": 2})
+    pretrain_in_two(tmp_path / "run", **settings | {"data.workers": 2})
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
     pretrain_until(1, output=tmp_path / "ours", **settings | {"augment.module": None})
     assert history(tmp_path / "ours")[0]["loss"] != history(tmp_path / "whole")[0]["loss"]
@@ -221,11 +221,9 @@ class Mixing(torch.nn.Module):
         return mixed.clamp(0, 1)
 
 
-def test_augmentation_of_ones_own_is_in_float32_on_the_device_too(tmp_path):
+def test_augmentation_of_ones_own_is_in_float32(tmp_path):
     settings = {**SETTINGS, "augment.module": Mixing(), "compute.precision": "bf16", "verbose": False}
-    for place in ("device", "worker"):
-        dino_vit.pretrain(output=tmp_path / place, **settings | {"budget.steps": 9, "data.augment_on": place})
-    assert_same_end(tmp_path / "device", tmp_path / "worker", 9)
+    dino_vit.pretrain(output=tmp_path, **settings | {"budget.steps": 9})
 
 
 def test_augmentation_that_changes_the_shape_is_refused(tmp_path):

@@ -41,7 +41,7 @@ def test_a_window_walks_through_the_shards_of_all_sources(tmp_path, sources):
     parts = open_source([*sources, str(tmp_path / "shards")]).parts
     starts = shard_starts(parts)
     assert starts.tolist() == [0, 20, *range(21, 25), 25, 75, 125], "a file is a shard of its own"
-    sampler = Sampler(length=125, batch_size=5, seed=0, shard_starts=starts, window=1)
+    sampler = Sampler(length=125, global_batch=5, seed=0, shard_starts=starts, window=1)
     assert sorted(sampler.order(1)) == list(range(125))
     for position in (0, 9, 20, 24):
         images = np.concatenate([spec.samples for spec in islice(sampler.batch_specs(position), 50)])
@@ -49,7 +49,7 @@ def test_a_window_walks_through_the_shards_of_all_sources(tmp_path, sources):
         for shard, use in enumerate(uses.tolist()):
             first, end = starts[6 + shard : 8 + shard]
             assert use - 50 <= np.flatnonzero((images >= first) & (images < end))[0]
-    by_image = Sampler(length=125, batch_size=5, seed=0)
+    by_image = Sampler(length=125, global_batch=5, seed=0)
     assert ShardUses(by_image, 2, first=6).next(3).tolist() == [0, 0]
 
 

@@ -169,7 +169,7 @@ def test_names_of_classes_beside_shards_are_no_shard(server, folder, tmp_path):
 
 def test_copies_leave_a_tenth_of_their_disk_free(server, tmp_path, monkeypatch):
     source, copies = opened(server.url, tmp_path / "copies")
-    sampler = Sampler(length=len(source), batch_size=8, seed=0)
+    sampler = Sampler(length=len(source), global_batch=8, seed=0)
     config = load(PretrainConfig, None, {"data.cache": str(tmp_path / "copies"), "data.order": "global"})
     monkeypatch.setattr(build, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert build.build_prefetch(config, source, sampler) is None  # they do not all fit

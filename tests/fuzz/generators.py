@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dino_vit.commands.inspect_data import as_text, describe
+from dino_vit.commands.inspect_data import as_text, describe_images
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.open import open_source
 from dino_vit.data.statistics import inspect_images
@@ -43,7 +43,7 @@ def use(source: Path, labels: Path | None = None) -> None:
     opened = open_source(str(source), labels)
     some = range(min(len(opened), 8))
     summary = inspect_images(opened, some)
-    facts = describe(str(source), opened, summary, None)
+    facts = describe_images(str(source), opened, summary, None)
     json.dumps(facts, allow_nan=False).encode()
     "\n".join(as_text(facts)).encode()
     failures = []

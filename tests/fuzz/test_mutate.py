@@ -28,4 +28,4 @@ def test_a_module_is_tried_by_its_own_tests_and_then_by_those_of_its_package():
     assert tried_by(Path("dino_vit/views/sampler.py")) == ["tests/views/test_sampler.py", "tests/views"]
     assert tried_by(Path("dino_vit/data/stores/files.py")) == ["tests/data"]
     assert tried_by(Path("dino_vit/cli.py")) == ["tests/test_cli.py"]
-    assert tried_by(Path("dino_vit/run.py")) == ["tests"]
+    assert tried_by(Path("dino_vit/run_folder.py")) == ["tests"]

@@ -45,7 +45,7 @@ def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
         probe.bias.zero_()
     optimizer = torch.optim.SGD(probe.parameters(), lr=rate * batch_size / 256, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    plans = Sampler(length=len(features), batch_size=batch_size, seed=3).batch_specs()
+    plans = Sampler(length=len(features), global_batch=batch_size, seed=3).batch_specs()
     for _, plan in zip(range(steps), plans, strict=False):
         loss = nn.functional.cross_entropy(
             probe(features[plan.samples][:, columns]), targets[plan.samples], reduction="mean"

@@ -25,7 +25,7 @@ GROUPS = (
     ("reports",),
     ("training",),
     ("commands",),
-    ("cli", "run"),
+    ("cli", "run_folder"),
     ("functions",),
     ("__main__",),
 )

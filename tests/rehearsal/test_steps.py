@@ -17,7 +17,6 @@ from tests.support.runs import RESNET, ROOT
 from tests.support.training import configured, trained
 
 SMALL = {
-    "data.augment_on": "device",
     "data.batch_size": 2,
     "views.local_count": 1,
     "compute.precision": "bf16",
@@ -88,7 +87,7 @@ def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
 @pytest.mark.parametrize("method", MOST)
 def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method):
     settings = {**FIXED, "data.source": "synthetic:16:96", "data.batch_size": 16, "method": method}
-    settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, **FOUR_BLOCKS}
+    settings |= {"data.mean": (0.5,) * 3, "data.std": (0.2,) * 3, **FOUR_BLOCKS}
     config = load(PretrainConfig, None, {**settings, "compute.precision": "bf16", "output": str(tmp_path)})
     with rehearsed_run(config) as (rehearsal, state):
         batches = state.loader.batches()
@@ -168,7 +167,6 @@ def test_the_small_recipes_of_dinov3_are_rehearsed(tmp_path, name):
     }
     small |= {
         "compute.precision": "bf16",
-        "data.augment_on": "device",
         "data.workers": 0,
         "budget.steps": 1000,
     }

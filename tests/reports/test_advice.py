@@ -7,7 +7,7 @@ from dataclasses import replace
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.reports.metrics import Baseline
-from dino_vit.reports.verdict import judge
+from dino_vit.reports.verdict import judge_run
 from tests.reports.test_verdict import EARLY, recorded
 from tests.support.history import HEALTHY, evaluated
 
@@ -18,9 +18,9 @@ def test_collapses_and_steps_that_are_not_finite_get_a_setting_to_change():
     assert flat.diagnosis == "collapsed"
     assert flat.advice == "In a new run, try optim.lr=0.00025."  # recipe=auto is in force
     history, config, baseline = recorded("flowers-hot")
-    assert judge(history, config, baseline).advice == "In a new run, try recipe=auto."
+    assert judge_run(history, config, baseline).advice == "In a new run, try recipe=auto."
     last = replace(HEALTHY, step=40, total_steps=40, epoch=0.5, loss=math.nan)  # a short run hears it too
-    said = judge([last], load(PretrainConfig, None, ["compute.precision=fp16"]), None)
+    said = judge_run([last], load(PretrainConfig, None, ["compute.precision=fp16"]), None)
     assert (said.diagnosis, said.advice) == ("diverged", "In a new run, try compute.precision=bf16.")
 
 
@@ -28,28 +28,28 @@ def test_a_run_that_saw_few_images_hears_how_long_to_train():
     history, config, baseline = recorded("flowers-brief")
     config = load(PretrainConfig, config, {"budget.minutes": 2})
     assert history[-1].epoch < 1
-    said = judge(history, config, baseline)
+    said = judge_run(history, config, baseline)
     assert said.diagnosis == EARLY
     least = "300 steps are the least to judge by"
     assert said.advice == f"In a new run, try budget.minutes=15: {least}."
-    assert judge(history[:-1], config, baseline).advice == ""  # it is under way
+    assert judge_run(history[:-1], config, baseline).advice == ""  # it is under way
 
 
 def test_a_run_of_few_steps_is_not_stuck_by_a_single_evaluation():
     """As of a minute of photos, each seen once: the rank falls at first where k-NN rises, too."""
     last = replace(HEALTHY, step=68, total_steps=68, epoch=1.2, rankme=20.8, prototypes=256)
     minutes = load(PretrainConfig, None, ["budget.minutes=1", "recipe=auto"])
-    said = judge([last], minutes, Baseline(rankme=29.3))
+    said = judge_run([last], minutes, Baseline(rankme=29.3))
     assert str(said) == (
         "too early to tell. Too little has been measured to judge by.\n"
         "In a new run, try budget.minutes=4.4: 300 steps are the least to judge by."
     )
     labelled = replace(last, knn=40.0, best_knn=40.0)
-    assert judge([labelled], minutes, Baseline(knn=41.0, best_knn=41.0, queries=500)).diagnosis == EARLY
+    assert judge_run([labelled], minutes, Baseline(knn=41.0, best_knn=41.0, queries=500)).diagnosis == EARLY
     thrice = [replace(last, step=step) for step in (20, 40, 68)]
-    assert judge(thrice, minutes, Baseline(rankme=29.3)).diagnosis == EARLY
+    assert judge_run(thrice, minutes, Baseline(rankme=29.3)).diagnosis == EARLY
     longer = [replace(record, step=5 * record.step, total_steps=340) for record in thrice]
-    assert judge(longer, minutes, Baseline(rankme=29.3)).diagnosis == "stuck"
+    assert judge_run(longer, minutes, Baseline(rankme=29.3)).diagnosis == "stuck"
 
 
 def test_a_run_of_few_steps_is_not_stuck_where_the_loss_of_healthy_runs_passes_too():
@@ -58,7 +58,7 @@ def test_a_run_of_few_steps_is_not_stuck_where_the_loss_of_healthy_runs_passes_t
     first = replace(HEALTHY, epoch=1.2, loss=math.log(65536) - 0.01)
     for every, diagnosis in ((10, EARLY), (60, "stuck")):
         history = [replace(first, step=every * n, total_steps=5 * every) for n in range(1, 6)]
-        assert judge(history, settled, None).diagnosis == diagnosis
+        assert judge_run(history, settled, None).diagnosis == diagnosis
 
 
 def test_a_difference_that_may_be_chance_asks_for_more_labels():

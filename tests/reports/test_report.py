@@ -89,7 +89,7 @@ def test_the_views_are_those_that_the_network_saw(made):
     config, epoch = read_run(made).config, 2
     source = open_source(config.data.source)
     rows = report.view_rows(config, source, epoch)
-    sampler = Sampler(length=len(source), batch_size=8, seed=config.seed)
+    sampler = Sampler(length=len(source), global_batch=8, seed=config.seed)
     loader = Loader(source=source, views=build_views(config), sampler=sampler)
     batch = next(loader.batches(epoch * sampler.steps_per_epoch))
     augment = Augment(mean=(0.0,) * 3, std=(1.0,) * 3)

@@ -20,7 +20,7 @@ from dino_vit.eval.statistics import accuracy
 from dino_vit.reports import collapse as collapses
 from dino_vit.reports.collapse import PATIENCE, collapse
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline
-from dino_vit.reports.verdict import WAITING, judge, waits_for_images
+from dino_vit.reports.verdict import WAITING, judge_run, waits_for_images
 from dino_vit.training.loop import take_step
 from dino_vit.training.reporter import Reporter
 from tests.support.history import HEALTHY, evaluated
@@ -74,14 +74,14 @@ def test_every_recorded_run_is_in_the_table():
 @pytest.mark.parametrize("name", TABLE)
 def test_a_recorded_run_is_called_what_it_was(name, labels):
     history, *run = recorded(name, labels=labels)
-    names = [judge(history[:count], *run).diagnosis for count in range(len(history) + 1)]
+    names = [judge_run(history[:count], *run).diagnosis for count in range(len(history) + 1)]
     changes = [name for index, name in enumerate(names) if index == 0 or names[index - 1] != name]
     expected = TABLE[name][not labels]
     assert changes == expected
 
 
 def test_a_plain_sentence_comes_before_the_figures_and_one_thing_to_do_after_them():
-    sentence, figures, advice = str(judge(*recorded("flowers-small"))).splitlines()
+    sentence, figures, advice = str(judge_run(*recorded("flowers-small"))).splitlines()
     assert sentence == (
         "collapsed. Images have become alike: the network tells images apart in about 8 ways (effective "
         "rank), at its best in 93."
@@ -91,16 +91,16 @@ def test_a_plain_sentence_comes_before_the_figures_and_one_thing_to_do_after_the
         "before training 44.4 %, pixels without a network 42.9 %, chance 20.0 %."
     )
     assert advice == "In a new run, try recipe=auto."
-    assert judge(*recorded("flowers-good")).paragraphs == [
+    assert judge_run(*recorded("flowers-good")).paragraphs == [
         "It has learned.",
         "k-NN accuracy on 3,586 images, each labelled by those most similar to it: 53.0 ± 1.6 %; "
         "before training 41.3 %, pixels without a network 42.9 %, chance 20.0 %.",
     ]
     *run, baseline = recorded("flowers-small")
     for of_each_other, images in ((True, "training images"), (False, "held-out images")):
-        said = judge(*run, replace(baseline, leave_one_out=of_each_other, queries=500))
+        said = judge_run(*run, replace(baseline, leave_one_out=of_each_other, queries=500))
         assert said.accuracy.startswith(f"k-NN accuracy on 500 {images}, each labelled by")
-    said = judge(*recorded("unlabelled-good", labels=False))
+    said = judge_run(*recorded("unlabelled-good", labels=False))
     assert said.sentence == (
         "The network tells images apart in about 38 ways (effective rank), before training in 14; only "
         "labels can say whether these are the ways that matter."
@@ -114,7 +114,7 @@ def test_the_interval_of_a_run_is_that_of_evaluations():
     history, config = run
     history = [*history[:-1], replace(history[-1], knn=100.0)]
     figure = accuracy(500, 500)
-    said = judge(history, config, replace(baseline, queries=500)).accuracy
+    said = judge_run(history, config, replace(baseline, queries=500)).accuracy
     assert f": 100.0 ± {(figure.high - figure.low) / 2:.1f} %" in said
     assert "100.0 ± 0.4 %" in said
 
@@ -124,7 +124,7 @@ def test_without_figures_from_before_nothing_is_worse_than_them():
         replace(HEALTHY, step=step, total_steps=900, knn=step / 10, rankme=step) for step in (300, 600, 900)
     ]
     config = load(PretrainConfig, None, [])
-    assert [judge(history[:count], config, None).diagnosis for count in (1, 3)] == [EARLY, DONE]
+    assert [judge_run(history[:count], config, None).diagnosis for count in (1, 3)] == [EARLY, DONE]
 
 
 def test_what_may_be_chance_on_its_images_is_neither_a_rise_nor_a_fall():
@@ -185,31 +185,31 @@ def test_a_dead_run_stays_dead():
         record = replace(HEALTHY, step=step, total_steps=8000, loss=loss, knn=None, rankme=20.0 + number)
         history.append(replace(record, mean_output_entropy=level, output_entropy=level - 0.1))
         history[-1] = replace(history[-1], entropy_gap=0.1, epoch=float(number))
-        verdict = judge(history, config, Baseline(rankme=18.0))
+        verdict = judge_run(history, config, Baseline(rankme=18.0))
         history[-1] = replace(history[-1], diagnosis=verdict.diagnosis)
     assert [record.diagnosis for record in history[4:]] == [STUCK] * 4
     spread = [replace(record, rankme=record.rankme * (1 + record.step / 4000)) for record in history]
-    assert judge(spread, config, Baseline(rankme=18.0)).diagnosis == STUCK
+    assert judge_run(spread, config, Baseline(rankme=18.0)).diagnosis == STUCK
     # With labels: a rise before it died does not make it one that learns, if nothing has risen since.
     labelled = [replace(record, knn=45.0, best_knn=45.0) for record in history]
     answers = Baseline(knn=20.0, best_knn=20.0, rankme=18.0, queries=2000)
-    assert judge(labelled, config, answers).diagnosis == STUCK
+    assert judge_run(labelled, config, answers).diagnosis == STUCK
     labelled[-1] = replace(labelled[-1], knn=47.0, best_knn=47.0)
-    assert judge(labelled, config, answers).diagnosis == STUCK, "on 2,000 images that may be chance"
+    assert judge_run(labelled, config, answers).diagnosis == STUCK, "on 2,000 images that may be chance"
     labelled[-1] = replace(labelled[-1], knn=52.0, best_knn=52.0)
-    assert judge(labelled, config, answers).diagnosis == DONE
+    assert judge_run(labelled, config, answers).diagnosis == DONE
     awake = [*history[:-1], replace(history[-1], loss=0.98 * level, entropy_gap=3.0, rows=1024)]
-    assert judge(awake, config, Baseline(rankme=18.0)).diagnosis == DONE
+    assert judge_run(awake, config, Baseline(rankme=18.0)).diagnosis == DONE
 
 
 def test_without_records_nothing_is_claimed():
     _, *run = recorded("flowers-good")
-    assert str(judge([], *run)) == f"{EARLY}. There is no evaluation yet."
+    assert str(judge_run([], *run)) == f"{EARLY}. There is no evaluation yet."
     unevaluated = load(PretrainConfig, None, ["compute.eval_every=null"])
     said = "Nothing is evaluated (compute.eval_every=null)."
-    assert str(judge([HEALTHY], unevaluated, None)) == f"{EARLY}. {said}"
+    assert str(judge_run([HEALTHY], unevaluated, None)) == f"{EARLY}. {said}"
     last = replace(HEALTHY, step=HEALTHY.total_steps)
-    assert str(judge([last], unevaluated, None)) == f"done. {said}"
+    assert str(judge_run([last], unevaluated, None)) == f"done. {said}"
 
 
 FLAT = math.log(65536)

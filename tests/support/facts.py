@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dino_vit.config.complete import Run, complete
+from dino_vit.config.complete import DecidedRun, complete
 from dino_vit.config.facts import Facts, ImageFacts, LaunchFacts
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
@@ -31,6 +31,6 @@ def facts_of(
     return Facts(images=described, launch=LaunchFacts(processes=processes, device=device), **more)
 
 
-def run_of(*overrides: str, **facts: Any) -> Run:
+def run_of(*overrides: str, **facts: Any) -> DecidedRun:
     """Complete a config with facts, as `facts_of` takes them."""
     return complete(load(PretrainConfig, None, ["data.source=photos", *overrides]), facts_of(**facts))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.reports.metrics import Baseline, MetricsRecord
-from dino_vit.reports.verdict import Verdict, judge
+from dino_vit.reports.verdict import Verdict, judge_run
 
 NEWS, ADVICE = "Every image gets the same flat output.", "In a new run, try recipe=auto."
 
@@ -71,4 +71,4 @@ def evaluated(*, settings=(), colours=25.0, before=None, **figures):
     at_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8}
     levels = {"largest_class": 24.0, "colours": colours, "queries": 341}
     config = load(PretrainConfig, None, ["recipe=auto", *settings])
-    return judge(history, config, Baseline(**{**at_start, **levels, **(before or {})}))
+    return judge_run(history, config, Baseline(**{**at_start, **levels, **(before or {})}))

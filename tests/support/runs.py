@@ -24,7 +24,7 @@ server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["tests.support.forked"])
 
 ROOT = Path(__file__).parents[2]
-CPU = ROOT / "launch" / "accelerate_configs" / "cpu.yaml"  # two processes
+CPU = Path(__file__).with_name("two_cpus.yaml")
 
 TINY = {
     "data.source": "synthetic:64:32",

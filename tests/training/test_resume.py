@@ -101,7 +101,7 @@ def members(group):
 )
 def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, send, number, code, seconds):
     """Loader processes end with it and not before it."""
-    settings = {"data.workers": 2, "budget.steps": 100_000, "data.augment_on": "worker"}
+    settings = {"data.workers": 2, "budget.steps": 100_000}
     started = Run(tmp_path / "run", settings, before=os.setsid)
     started.wait_until(lambda: steps(tmp_path / "run"))
     group = started.process.pid

@@ -15,7 +15,6 @@ STEPS, KILLS = 800, 4
 SETTINGS = {
     "budget.steps": STEPS,
     "data.workers": 1,
-    "data.augment_on": "device",
     "compute.checkpoint_every": 25,
 }
 

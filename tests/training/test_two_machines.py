@@ -22,7 +22,7 @@ LIMIT = 12  # seconds of compute.peer_timeout
 STEPS, HURT = 240, 100  # of a run, and when something happens
 PATIENCE = 600  # seconds until a run that neither goes on nor ends is a failure
 IMAGES, DAY = 64, 86_400
-SETTINGS = {"data.workers": 1, "data.keep_decoded": "false", "data.augment_on": "device"}
+SETTINGS = {"data.workers": 1, "data.keep_decoded": "false"}
 SETTINGS |= {"budget.steps": STEPS, "compute.checkpoint_every": 40, "compute.peer_timeout": LIMIT / 60}
 
 

@@ -19,7 +19,6 @@ from dino_vit.data.remote import SourceLost
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
 from dino_vit.views import loader
-from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import crop_views
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
@@ -28,7 +27,6 @@ from tests.support.images import write_synthetic
 from tests.support.remote import serving
 from tests.support.views import draw_boxes, draw_rows, views_of
 
-AUGMENT = Augment(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 VIEWS = views_of(
     "model.patch_size=8",
     "views.global_size=[32, 24]",
@@ -40,7 +38,7 @@ VIEWS = views_of(
 def take(count, *, source=None, position=0, views=VIEWS, batch_size=8, sampler=None, **settings):
     """Return some batches of a loader that has the settings."""
     source = source or make_textures(length=50)
-    plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **(sampler or {}))
+    plan = Sampler(length=len(source), global_batch=batch_size, seed=7, **(sampler or {}))
     batches = Loader(source=source, views=views, sampler=plan, **settings).batches(position)
     taken = list(islice(batches, count))
     batches.close()
@@ -51,7 +49,7 @@ def take(count, *, source=None, position=0, views=VIEWS, batch_size=8, sampler=N
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_an_error():
     source = make_textures(length=500)
-    plan = Sampler(length=500, batch_size=8, seed=7)
+    plan = Sampler(length=500, global_batch=8, seed=7)
     batches = Loader(source=source, views=VIEWS, sampler=plan, workers=1).batches()
     next(batches)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -69,7 +67,7 @@ def test_workers_live_through_signals_until_the_loader_is_closed(monkeypatch):
     """A signal to all processes of a run must not take the workers, which the step still needs."""
     start = partial(start_late, loader.init_worker)  # the second is still starting when they come
     monkeypatch.setattr(loader, "init_worker", start)
-    plan = Sampler(length=500, batch_size=8, seed=7)
+    plan = Sampler(length=500, global_batch=8, seed=7)
     batches = Loader(source=make_textures(length=500), views=VIEWS, sampler=plan, workers=2).batches()
     next(batches)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -107,20 +105,6 @@ def test_a_batch_is_what_its_parts_say():
             expected = crop_views(source.read(sample), boxes[index : index + 1], view.size)[0]
             assert torch.equal(batch.views[view.size][row], expected)
             assert torch.equal(batch.augment[view.size][row], rows[position, index])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_colour_as_this_process_does(workers):
-    expected = take(3)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for batch, done in zip(expected, take(3, augment=AUGMENT, workers=workers), strict=True):
-            assert done.augment == {}
-            for size, cut in batch.views.items():
-                assert torch.equal(done.views[size], AUGMENT(cut, batch.augment[size]))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

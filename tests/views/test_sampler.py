@@ -16,16 +16,16 @@ def take(sampler, position, count):
 
 
 def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
-    sampler = Sampler(length=1000, batch_size=10, seed=5)
+    sampler = Sampler(length=1000, global_batch=10, seed=5)
     assert sorted(sampler.order(3)) == list(range(1000))
-    assert (sampler.order(3) == Sampler(length=1000, batch_size=50, seed=5).order(3)).all()
+    assert (sampler.order(3) == Sampler(length=1000, global_batch=50, seed=5).order(3)).all()
     assert (sampler.order(3) != sampler.order(4)).mean() > 0.99
-    assert (sampler.order(3) != Sampler(length=1000, batch_size=10, seed=6).order(3)).mean() > 0.99
+    assert (sampler.order(3) != Sampler(length=1000, global_batch=10, seed=6).order(3)).mean() > 0.99
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (1, 3), (3, 2)])
 def test_processes_and_micro_batches_share_the_images_of_a_step(world_size, accumulate):
-    settings = {"length": 100, "batch_size": 12, "seed": 0}
+    settings = {"length": 100, "global_batch": 12, "seed": 0}
     whole = take(Sampler(**settings), 5, 20)
     settings |= {"world_size": world_size, "accumulate": accumulate}
     ranks = [take(Sampler(**settings, rank=rank), 5, 20 * accumulate) for rank in range(world_size)]
@@ -36,7 +36,7 @@ def test_processes_and_micro_batches_share_the_images_of_a_step(world_size, accu
 
 
 def test_a_position_is_all_that_resume_needs():
-    sampler = Sampler(length=50, batch_size=8, seed=0)
+    sampler = Sampler(length=50, global_batch=8, seed=0)
     assert sampler.steps_per_epoch == 6
     all_steps = take(sampler, 0, 20)
     assert [step[:2] for step in all_steps] == [divmod(position, 6) for position in range(20)]
@@ -45,7 +45,7 @@ def test_a_position_is_all_that_resume_needs():
 
 
 def test_any_other_image_stands_in_for_one_that_cannot_be_read():
-    sampler = Sampler(length=4, batch_size=1, seed=0)
+    sampler = Sampler(length=4, global_batch=1, seed=0)
     assert {other for sample in range(20) for other in sampler.replacements(sample, 10)} == {0, 1, 2, 3}
     again, first, second = (list(sampler.replacements(sample, 10)) for sample in (7, 7, 8))
     assert again == first != second
@@ -57,7 +57,7 @@ SHARDS = np.repeat(np.arange(20, dtype=np.int32), 50)
 def windowed(**settings):
     shards = settings.pop("shards", SHARDS)
     starts = None if shards is None else np.concatenate([[0], np.cumsum(np.bincount(shards))])
-    fixed = {"length": 1000, "batch_size": 10, "seed": 5, "shard_starts": starts, "window": 4}
+    fixed = {"length": 1000, "global_batch": 10, "seed": 5, "shard_starts": starts, "window": 4}
     return Sampler(**fixed | settings)
 
 
@@ -87,7 +87,7 @@ def test_the_window_order_is_a_permutation_that_seed_and_epoch_decide(shards, bl
     steps = [spec.samples for spec in islice(sampler.batch_specs(300 + 47), 53)]
     assert np.concatenate(steps).tolist() == sampler.order(3)[470:].tolist()
     assert sorted(sampler.order(3)) == list(range(1000))
-    assert (sampler.order(3) == windowed(shards=shards, batch_size=50).order(3)).all()
+    assert (sampler.order(3) == windowed(shards=shards, global_batch=50).order(3)).all()
     assert (sampler.order(3) != sampler.order(4)).mean() > 0.9
 
 
@@ -107,7 +107,7 @@ def test_each_shard_is_asked_for_before_it_is_needed_and_not_long_before(positio
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_last_batch_that_is_kept_is_shared_evenly(world_size):
     """A process takes an image again where there are too few, as PyTorch's DistributedSampler."""
-    keywords = {"length": 20, "batch_size": 12, "seed": 0, "world_size": world_size, "keep_last": True}
+    keywords = {"length": 20, "global_batch": 12, "seed": 0, "world_size": world_size, "keep_last": True}
     ranks = [Sampler(**keywords, rank=rank).batch_specs() for rank in range(world_size)]
     for _ in range(2):
         steps = [[next(specs).samples for specs in ranks] for _ in range(2)]
@@ -117,7 +117,7 @@ def test_a_last_batch_that_is_kept_is_shared_evenly(world_size):
 
 
 def test_fewer_images_than_processes_are_shared_by_all():
-    keywords = {"length": 3, "batch_size": 8, "seed": 0, "world_size": 8, "keep_last": True}
+    keywords = {"length": 3, "global_batch": 8, "seed": 0, "world_size": 8, "keep_last": True}
     batches = [next(Sampler(**keywords, rank=rank).batch_specs()).samples.tolist() for rank in range(8)]
     assert [len(batch) for batch in batches] == [1] * 8
     assert {image for (image,) in batches} == {0, 1, 2}

@@ -43,7 +43,7 @@ def sampler_of(source):
     """Return the sampler of one of many processes."""
     return Sampler(
         length=IMAGES,
-        batch_size=BATCH,
+        global_batch=BATCH,
         seed=0,
         rank=0,
         world_size=PROCESSES,

@@ -93,7 +93,7 @@ def test_batches_are_functions_of_the_sample_in_any_worker(tmp_path):
     source = open_folder(tmp_path)
 
     def batch(**settings):
-        sampler = Sampler(length=7, batch_size=7, seed=7)
+        sampler = Sampler(length=7, global_batch=7, seed=7)
         batches = Loader(source=source, views=VIEWS, sampler=sampler, **settings).batches()
         found = next(batches)
         batches.close()

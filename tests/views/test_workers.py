@@ -31,7 +31,7 @@ def odd(act):
 
 
 def loader_of(source, *, workers=2):
-    plan = Sampler(length=len(source), batch_size=16, seed=7)
+    plan = Sampler(length=len(source), global_batch=16, seed=7)
     return Loader(source=source, views=VIEWS, sampler=plan, workers=workers)
 
 

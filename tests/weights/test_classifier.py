@@ -11,8 +11,8 @@ from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
 from dino_vit.models.classifiers import LinearScores, NeighbourScores
 from dino_vit.weights import WeightsError, load_backbone
 from dino_vit.weights.classifier import (
-    Classifier,
     ClassifierFacts,
+    ImageClassifier,
     load_classifier,
     save_classifier,
 )
@@ -24,7 +24,7 @@ FACTS = {"task": "multiclass", "classes": ("a", "b", "c"), "tokens": "cls", "blo
 def classifier(weights):
     backbone = load_backbone(weights, verbose=False)
     scores = LinearScores(torch.randn(3, 32), torch.randn(3))
-    return Classifier(backbone, scores, ClassifierFacts(kind="linear", temperature=2.0, **FACTS))
+    return ImageClassifier(backbone, scores, ClassifierFacts(kind="linear", temperature=2.0, **FACTS))
 
 
 def changed(path, *, tensors=None, **facts):

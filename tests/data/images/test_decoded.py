@@ -41,7 +41,7 @@ def loader_of(folder, *, keep, **settings):
     loader = Loader(
         source=source,
         views=VIEWS,
-        sampler=Sampler(length=len(source), batch_size=4, seed=0),
+        sampler=Sampler(length=len(source), global_batch=4, seed=0),
         scaled_decoding=True,
         **settings,
     )

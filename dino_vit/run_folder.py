@@ -7,7 +7,7 @@ from typing import Any
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.text import plural
-from dino_vit.reports.record import RunRecord, read_run, verdict
+from dino_vit.reports.record import RecordedRun, read_run, verdict
 
 
 class RunFolder:
@@ -68,5 +68,5 @@ class RunFolder:
         """The checkpoints, the oldest step first."""
         return Checkpoints(self.folder).paths()
 
-    def _record(self) -> RunRecord:
+    def _record(self) -> RecordedRun:
         return read_run(self.folder)
