@@ -189,10 +189,8 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     if collapsed is not STUCK_AT_LN:
         return collapsed or features
     # Features may improve before the loss does; then they go on improving.
-    spread = 0 < (run.before.rankme or 0.0) < HALF * (run.evaluations[-1].rankme or 0.0)
     improves = not is_measured or len(run.evaluations) < ENOUGH or run.rising_since is not None
-    follows = improves if features.name == "learning" else spread and not run.finished
-    return features if follows else collapsed
+    return features if improves and features.name == "learning" else collapsed
 
 
 def _judge_accuracy(run: JudgedRun, gain: Reading) -> Diagnosis:
