@@ -113,8 +113,8 @@ def newest_evaluation(record: RecordedRun) -> dict[str, str]:
     for evaluation in record.evaluations:
         if evaluation.percent:
             percent, _, interval = evaluation.percent.partition(" ")
-            title = f"{evaluation.figure} by dino-vit {evaluation.command} {interval}"
-            title = f"{title}, on {evaluation.data}" if evaluation.data else title
+            images = f" on {evaluation.data}" if evaluation.data else ""
+            title = f"{evaluation.figure}{images} {interval}, by dino-vit {evaluation.command}"
             return {title: f"{float(percent):.1f} %"}
     return {}
 
