@@ -71,7 +71,7 @@ class CopydaysConfig(Settings):
 @torch.no_grad()
 def embed_images(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> tuple[list[str], Tensor]:
     """Return the names of the readable images of a source, and their features (n, 2 D): CLS and GeM."""
-    source, names = open_source(spec), list[str]()
+    source, names = open_source(spec, labels="none"), list[str]()
     size = (config.size, config.size) if config.size else None
     transform = eval_transform_of(model, size=size, resize_mode="whole")
     normalise, features = transform.normaliser(model.device), []

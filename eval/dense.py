@@ -114,7 +114,8 @@ class MaskedImages:
     """Images with masks, of the same names, and the backbone that makes features of their patches."""
 
     def __init__(self, config: DenseConfig, source: str, masks: str, frozen: FrozenBackbone) -> None:
-        images, files, (ours, theirs) = open_source(source), open_source(masks), config.suffixes
+        images, files = (open_source(each, labels="none") for each in (source, masks))
+        ours, theirs = config.suffixes
         names = [os.path.splitext(images.name(i))[0].removesuffix(ours) + theirs for i in range(len(images))]
         index_of = {os.path.splitext(files.name(i))[0]: i for i in range(len(files))}
         chosen = [i for i, name in enumerate(names) if name in index_of]

@@ -43,7 +43,7 @@ def sources(server, tmp_path):
     root = server.url.replace("://", f"://{USER}")
     names = sorted(path.relative_to(server.folder) for path in server.folder.rglob("photos/*/*.png"))
     rows = [(f"{root}/{name}{QUERY}", name.parts[1]) for name in names]
-    rows += [(f"{root.replace('http', 'HTTP')}/{names[0]}{QUERY}&id={n}", "dogs") for n in range(3)]
+    rows += [(f"{root.replace('http', 'HTTP')}/{names[n]}{QUERY}&id={n}", "dogs") for n in range(3)]
     lost = [(f"{root}/none.png{QUERY}", ""), (f"hTTps://{USER}host/a b.png{QUERY}", "")]
     with (tmp_path / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "label"), *rows, *lost])
