@@ -38,8 +38,8 @@ from dino_vit.core.process import in_batches
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.data.open import open_source
-from dino_vit.eval.batches import read_batches
 from dino_vit.eval.results import output_of, write_results
+from dino_vit.features.batches import read_batches
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone

@@ -19,9 +19,9 @@ from dino_vit.eval.cross_validation import (
     tested_images,
     train_candidate,
 )
-from dino_vit.eval.features import FrozenBackbone, baseline_like
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.eval.statistics import Figure, trivial_baselines
+from dino_vit.features.frozen import FrozenBackbone, baseline_like
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights.classifier import ClassifierFacts, ImageClassifier
 

@@ -14,7 +14,6 @@ from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
@@ -33,6 +32,7 @@ from dino_vit.eval.statistics import (
     TITLES,
     Predictions,
 )
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec
 
 

@@ -22,7 +22,6 @@ from dino_vit.config.commands import STANDARD_CS, LinearConfig
 from dino_vit.config.settings import Task
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.results import (
     METRIC,
@@ -37,6 +36,7 @@ from dino_vit.eval.results import (
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_out, open_sets
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads, on_standardised
 

@@ -30,7 +30,6 @@ from dino_vit.data.label_files import SEPARATOR
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
@@ -40,6 +39,7 @@ from dino_vit.eval.sets import (
     labelled_features,
     open_subset,
 )
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.weights.classifier import (
     ImageClassifier,
     labels_of,

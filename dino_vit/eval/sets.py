@@ -21,9 +21,10 @@ from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.open import has_cells, open_source
-from dino_vit.eval.features import FrozenBackbone, cached_features
 from dino_vit.eval.holdout import choose_folds, numbers_of, series_of
 from dino_vit.eval.statistics import Predictions
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]

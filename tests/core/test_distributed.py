@@ -18,7 +18,7 @@ from dino_vit.core.distributed import (
     wait_for_all,
     world_size,
 )
-from dino_vit.eval.features import FrozenBackbone
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.feature_losses import koleo_loss
 from dino_vit.method.loss import loss_statistics, target_sums

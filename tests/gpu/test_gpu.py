@@ -12,8 +12,8 @@ import torch
 from dino_vit import VisionTransformer
 from dino_vit.core.distributed import apply_fsdp, full_tensor
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.neighbours import FAISS, _gpu_resources, nearest
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.method.cross_entropy import LazyLogits
 from dino_vit.method.optim import clip_gradients
 from dino_vit.models.positions import interpolate_pos_embs

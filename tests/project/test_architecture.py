@@ -21,6 +21,7 @@ GROUPS = (
     ("data",),
     ("views", "method"),
     ("weights",),
+    ("features",),
     ("eval",),
     ("reports",),
     ("training",),

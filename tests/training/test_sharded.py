@@ -11,8 +11,9 @@ from torch.testing import assert_close
 
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import StorageError
+from dino_vit.data.image_set import random_indices
 from dino_vit.data.stores.files import open_folder
-from dino_vit.eval.online import OnlineEvaluation, random_indices
+from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.training import networks
 from tests.support.images import write_synthetic
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
