@@ -47,7 +47,7 @@ def run(config: KnnConfig) -> EvaluationResult:
 def evaluate(config: KnnConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
     """Evaluate a backbone that is loaded already."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-    path = asked_output(config, frozen.model.provenance.source)
+    path = asked_output(config, frozen.model.provenance.source, sets)
     learned, val = sets
     bank, queries = features_of_sets(frozen, sets, spec)
     if config.shots:

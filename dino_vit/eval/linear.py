@@ -60,7 +60,7 @@ def run(config: LinearConfig) -> EvaluationResult:
 
 def evaluate(config: LinearConfig, frozen: FrozenBackbone, sets: Sets) -> EvaluationResult:
     """Evaluate a backbone that is loaded already."""
-    path = asked_output(config, frozen.model.provenance.source)
+    path = asked_output(config, frozen.model.provenance.source, sets)
     protocol = choose_protocol(config, sets[0])
     settings = config.model_dump(mode="json") | protocol._asdict()
     details: dict[str, Any] = {"method": protocol.method, "settings": settings}
