@@ -99,6 +99,7 @@ def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform
     pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}
     prepared: dict[str, Any] = {"mean": transform.mean, "std": transform.std, **pixels}
     prepared |= {"size": transform.size, "preparation": preparation}
+    prepared["config"] = {}  # that of a run has local paths, which exports leave out too
     metadata = about_backbone(classifier.backbone, prepared)
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
     parts = {"backbone": classifier.backbone, CLASSIFIER: classifier.scores}
