@@ -35,11 +35,13 @@ from dino_vit.eval.results import (
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
 from dino_vit.models.backbone import FeatureSpec
+from dino_vit.weights.read_file import check_weights
 
 
 def run(config: KnnConfig) -> EvaluationResult:
     """Classify; with an output, write the JSON. The figures are those of the first k."""
     start_processes()
+    check_weights(config.weights)
     sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
     return evaluate(config, frozen_backbone(config), sets)
 

@@ -46,6 +46,7 @@ from dino_vit.eval.sets import (
 )
 from dino_vit.models.backbone import CLS, FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads, on_standardised
+from dino_vit.weights.read_file import check_weights
 
 _MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
@@ -54,6 +55,7 @@ AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: opti
 def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     start_processes()
+    check_weights(config.weights)
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
     return evaluate(config, frozen_backbone(config), sets)
 
