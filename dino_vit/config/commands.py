@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import BASELINES, ResizeMode, Sources, Tokens, WeightsFormat
+from dino_vit.config.sections import BASELINES, PositiveShare, ResizeMode, Sources, Tokens, WeightsFormat
 from dino_vit.config.settings import (
     Count,
     Dimension,
@@ -25,6 +25,7 @@ from dino_vit.config.settings import (
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Evaluator = Literal["knn", "linear"]
+Pooled = Literal["cls", "mean", "cls+mean"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of logistic regressions as published
@@ -93,7 +94,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is reported in detail")
-    tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
+    tokens: Pooled = setting("cls", "CLS token, mean of the patches, or both")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     shots: Count | None = setting(None, "images of each class to classify by, drawn by the seed; null: all")
     output: JsonFile | None = RESULTS
@@ -148,6 +149,11 @@ class PredictConfig(CachedConfig):
     output: TableFile | None = setting(
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
+    confident: PositiveShare | None = setting(
+        None, "also write the labels with at least this confidence, beside the table; null: no"
+    )
+    tokens: Pooled | None = setting(None, "tokens as of knn; null: cls+mean, or cls without patches")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
     head: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
 
     def contradictions(self) -> Iterator[str]:

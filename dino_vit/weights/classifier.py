@@ -88,6 +88,11 @@ def labels_of(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str] 
     return [[name for name, p in zip(classes, row, strict=True) if p > 0.5] for row in outputs.tolist()]
 
 
+def confidences_of(outputs: Tensor, task: Task) -> Tensor:
+    """Return the probability that the label of each image is right; of several, the least sure one's."""
+    return outputs.amax(dim=1) if task == "multiclass" else 0.5 + (outputs - 0.5).abs().amin(dim=1)
+
+
 def save_classifier(classifier: Classifier, path: Path, transform: EvalTransform) -> None:
     """Write a backbone and its classifier as one safetensors file; images are prepared as they were here."""
     preparation: dict[str, object] = {
