@@ -1,7 +1,7 @@
 """Train the classifier of `predict`, and say how good its labels will be."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from dino_vit.eval.cross_validation import (
     calibrate,
     candidates,
     cross_validate,
+    of_kind,
     tested_images,
     train_candidate,
 )
@@ -40,7 +41,7 @@ def describe(
     if figure is None:
         return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
     tested = trials.targets[trials.tested]
-    by_neighbours = {"k-NN": neighbours_of(trials).figure}
+    by_neighbours = {"k-NN": of_kind(trials, neighbours=True).figure}
     by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
     others = [f"{name} {each.value:.1f} %" for name, each in by_neighbours.items() if each]
     if learned.task == "multiclass":
@@ -180,11 +181,14 @@ def _try_baselines(
             sets[name] = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
             if figure := _try(labelled, sets[name], name, neighbours_only=True):
                 figures[name] = figure
-    name, alone = max(figures, key=lambda each: figures[each].value, default=None), neighbours_of(trials)
-    if name is None or not (alone.figure and trials.figure) or figures[name].value < alone.figure.value:
+    alone = of_kind(trials, neighbours=True).figure
+    if not figures or trials.figure is None or alone is None:
         return figures, None
-    rival = _try(labelled, sets[name], name)
-    return figures, name if rival and rival.value >= trials.figure.value else None
+    better = max(figures, key=lambda each: figures[each].value)
+    if figures[better].value < alone.value:
+        return figures, None
+    rival = _try(labelled, sets[better], better)
+    return figures, better if rival and rival.value >= trials.figure.value else None
 
 
 def _try(
@@ -192,13 +196,6 @@ def _try(
 ) -> Figure | None:
     tried = candidates(features.task, len(features), neighbours_only=neighbours_only)
     return cross_validate(features, folds_of(labelled, features), tried, f"{name.capitalize()}, folds").figure
-
-
-def neighbours_of(trials: Trials) -> Trials:
-    """Return the trials of k-NN alone."""
-    chosen = [number for number, each in enumerate(trials.tried) if each.kind == "k-NN"]
-    tried, scores = ([each[number] for number in chosen] for each in (trials.tried, trials.scores))
-    return replace(trials, tried=tried, scores=scores)
 
 
 def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:

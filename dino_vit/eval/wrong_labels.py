@@ -7,14 +7,14 @@ this explains all given labels better than e = 0 does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dino_vit.core.text import plural
-from dino_vit.eval.cross_validation import Trials
+from dino_vit.eval.cross_validation import Trials, of_kind
 
 SWAPPED = 0.05  # e
 EVIDENCE = 3.0  # the least difference of the logarithms of the likelihoods
@@ -33,14 +33,12 @@ class Doubts:
 def find_wrong_labels(trials: Trials, classes: Sequence[str], names: Sequence[str]) -> Doubts:
     """Return the labels that look wrong, the least probable first, and a line about all of them."""
     # Votes of a few neighbours are no probabilities: most classes have none.
-    tried = [number for number, each in enumerate(trials.tried) if each.kind != "k-NN"]
-    rows = trials.tested.nonzero()[:, 0]
+    regressions, rows = of_kind(trials, neighbours=False), trials.tested.nonzero()[:, 0]
     given = trials.targets[rows]
-    if trials.task != "multiclass" or not tried or len(torch.unique(given)) < 2:
+    if trials.task != "multiclass" or not regressions.tried or len(torch.unique(given)) < 2:
         return Doubts()
-    regressions, scores = ([each[number] for number in tried] for each in (trials.tried, trials.scores))
-    best = replace(trials, tried=regressions, scores=scores).best(trials.tested)
-    outputs, evidence = explain(scores[best][rows].double(), given)
+    scores = regressions.scores[regressions.best(trials.tested)][rows]
+    outputs, evidence = explain(scores.double(), given)
     suspected, share = suspects(outputs, given)
     count, found = int(suspected.sum()), SWAPPED * share * len(given)
     listed = count > 0 and evidence >= EVIDENCE
