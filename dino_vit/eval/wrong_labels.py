@@ -17,7 +17,8 @@ from dino_vit.core.text import plural
 from dino_vit.eval.cross_validation import Trials, of_kind
 
 SWAPPED = 0.05  # e
-EVIDENCE = 3.0  # the least difference of the logarithms of the likelihoods
+EVIDENCE = 5.0  # the least difference of the logarithms of the likelihoods
+SHARE = 0.4  # of swapped labels that must be found; poorer features are wrong too often themselves
 LEAST = 3  # swapped labels that are found, as fewer would be chance
 TEMPERATURES = torch.logspace(-1.5, 1.5, 31, dtype=torch.double).tolist()
 
@@ -43,7 +44,7 @@ def find_wrong_labels(trials: Trials, classes: Sequence[str], names: Sequence[st
     count, found = int(suspected.sum()), SWAPPED * share * len(given)
     listed = count > 0 and evidence >= EVIDENCE
     is_poor = (outputs.argmax(dim=1) == given).double().mean() < 0.5
-    if is_poor or found < LEAST or (listed and count > 2 * found):
+    if is_poor or share < SHARE or found < LEAST or (listed and count > 2 * found):
         return Doubts(
             "Mistakes in the given labels cannot be found: the features are too poor, or the labels too few"
         )
