@@ -87,11 +87,9 @@ def run(config: PredictConfig) -> LabelPredictions:
     check_outputs(config, *files.values())
     check_weights(config.weights)
     learned, images = agree("images", lambda: open_images(config), _describe)
-    joined = next((name for name in images.classes if SEPARATOR in name), None)
     output = files.get("table")
-    if joined and images.task == "multilabel" and output and output.suffix == ".csv":
-        text = f"the label {brief(joined)!r} contains {SEPARATOR!r}, which separates labels in a CSV"
-        raise ValueError(f"{text}; give output={output.with_suffix('.parquet')}")
+    if output and output.suffix == ".csv" and images.task == "multilabel":
+        _refuse_separators(images.classes, output)
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
     if learned is None:
         fitted = _read(config, frozen)
@@ -125,6 +123,13 @@ def run(config: PredictConfig) -> LabelPredictions:
         path=output,
         text="\n".join(lines),
     )
+
+
+def _refuse_separators(labels: Sequence[str], table: Path) -> None:
+    """Raise for a label that would be read from a CSV as two."""
+    if joined := next((name for name in labels if SEPARATOR in name), None):
+        text = f"the label {brief(joined)!r} contains {SEPARATOR!r}, which separates labels in a CSV"
+        raise ValueError(f"{text}; give output={table.with_suffix('.parquet')}")
 
 
 def _files(config: PredictConfig) -> dict[str, Path]:
