@@ -593,6 +593,9 @@ def predict(
     labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     output: str | os.PathLike[str] | None = None,
+    confident: float | None = None,
+    tokens: Literal["cls", "mean", "cls+mean"] | None = None,
+    blocks: int = 1,
     classifier: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | PredictConfig | None = None,
     verbose: bool = True,
@@ -620,6 +623,9 @@ def predict(
       labels=null                         CSV, JSON or Parquet with the labels, or none; null: the images' own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
+      confident=null                      also write the labels with at least this confidence, beside the table; null: no
+      tokens=null                         tokens as of knn; null: cls+mean, or cls without patches [cls|mean|cls+mean]
+      blocks=1                            last blocks whose tokens are joined
       classifier=null                     file to keep the classifier and its backbone in [FILE.safetensors]
     """
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -111,6 +111,13 @@ class Trials:
         ranks = [_ranks(scores) for scores in self.scores]
         scores = torch.stack([ranks[number][row] for row, number in enumerate(self.chosen.tolist())])
         return measure(self.task, np.arange(len(scores)), scores, self.targets)[0].figure
+
+
+def of_kind(trials: Trials, *, neighbours: bool) -> Trials:
+    """Return the trials of k-NN alone, or those of the regressions."""
+    chosen = [number for number, each in enumerate(trials.tried) if (each.kind == "k-NN") == neighbours]
+    tried, scores = [trials.tried[number] for number in chosen], [trials.scores[number] for number in chosen]
+    return replace(trials, tried=tried, scores=scores)
 
 
 def _ranks(scores: Tensor) -> Tensor:

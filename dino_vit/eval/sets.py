@@ -66,7 +66,8 @@ class LabelledSubset:
     @property
     def fingerprint(self) -> str:
         """Tell the images and their classes from others."""
-        return f"{self.images.fingerprint}-{hashlib.sha256(self.targets.tobytes()).hexdigest()[:16]}"
+        labels = hashlib.sha256("\0".join(self.classes).encode() + self.targets.tobytes())
+        return f"{self.images.fingerprint}-{labels.hexdigest()[:16]}"
 
     def folds(self, count: int, seed: int) -> Rows:
         """Return the fold of each image, by blocks of neighbours in the order of their names."""

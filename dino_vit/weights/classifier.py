@@ -88,6 +88,11 @@ def labels_of(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str] 
     return [[name for name, p in zip(classes, row, strict=True) if p > 0.5] for row in outputs.tolist()]
 
 
+def confidences_of(outputs: Tensor, task: Task) -> Tensor:
+    """Return the probability that the label of each image is right; of several, the least sure one's."""
+    return outputs.amax(dim=1) if task == "multiclass" else 0.5 + (outputs - 0.5).abs().amin(dim=1)
+
+
 def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTransform) -> None:
     """Write a backbone and its classifier as one safetensors file; images are prepared as they were here."""
     preparation: dict[str, object] = {
@@ -99,6 +104,7 @@ def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTran
     pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}
     prepared: dict[str, Any] = {"mean": transform.mean, "std": transform.std, **pixels}
     prepared |= {"size": transform.size, "preparation": preparation}
+    prepared["config"] = {}  # that of a run has local paths, which exports leave out too
     metadata = about_backbone(classifier.backbone, prepared)
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
     parts = {"backbone": classifier.backbone, CLASSIFIER: classifier.scores}

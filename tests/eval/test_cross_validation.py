@@ -1,7 +1,5 @@
 """A classifier is chosen by cross-validation, judged on what did not choose it, and calibrated."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dino_vit.eval.classifier_training import DOUBTFUL, describe, doubtful_labels, untested_classes
+from dino_vit.eval.classifier_training import describe, untested_classes
 from dino_vit.eval.cross_validation import (
     Candidate,
     Trials,
@@ -130,7 +128,34 @@ def test_classes_of_one_image_are_in_no_figure():
     assert untested_classes(train, torch.arange(100) // 5 % 5) == [f"{each:02}" for each in range(5, 55)]
     said = describe(train, trials, {})
     assert said[0].startswith("About 100 of 100 labels will be right")
-    assert "on 50 labelled images of 5 classes; always guessing 00 20.0 %" in said[1]
+    assert "of 50 classes with fewer than 5 labels (05: 1, 06: 1, " in said[-2]
+    assert "on 50 labelled images of 5 classes; k-NN 100.0 %, always guessing 00 20.0 %" in said[-1]
+
+
+def test_sure_labels_and_weak_classes_are_counted():
+    """Of ten classes the last is told wrong by all, and another has four labels."""
+    classes = [*"abcdefgh", "few", "wrong"]
+    targets = torch.cat([torch.arange(80) // 10, torch.full((4,), 8), torch.full((10,), 9)])
+    told = targets.clone()
+    told[84:], told[:2] = 0, 1
+    scores = 4.0 * F.one_hot(told, 10)
+    scores[::2] /= 100  # half of them are not sure
+    folds, tested = torch.arange(94) % 5, torch.ones(94, dtype=torch.bool)
+    trials = Trials([Candidate("k-NN", 1)], [scores], targets, "multiclass", folds, tested, range(94))
+    train = LabelledFeatures(torch.zeros(94, 1), targets, np.arange(94), tuple(classes))
+    said = describe(train, trials, {})
+    assert said[0].startswith("About 87 of 100 labels will be right, ")
+    assert said[1] == "Of labels with a confidence of 80 % or more, 41 of 47 were right in cross-validation"
+    few, wrong = (
+        "of 1 class with fewer than 5 labels (few: 4)",
+        "of 1 class mostly labelled wrongly (wrong: 0 of 10",
+    )
+    assert said[2] == f"Label more images: {few}; {wrong} right)"
+    confidences = [
+        (row.softmax(0).max(), row.argmax() == target) for row, target in zip(scores, targets, strict=True)
+    ]
+    sure = [bool(is_right) for confidence, is_right in confidences if confidence >= 0.8]
+    assert (sum(sure), len(sure)) == (41, 47)
 
 
 def test_nothing_is_announced_where_no_image_can_be_tested():
@@ -175,23 +200,6 @@ def test_a_temperature_makes_confidences_true():
     confidences, told = (4 * logits / temperature).softmax(1).max(1)
     assert confidences.mean() == pytest.approx(float((told == targets).float().mean()), abs=0.02)
     assert (4 * logits).softmax(1).amax(1).mean() > confidences.mean() + 0.1
-
-
-def test_labels_that_were_exchanged_look_wrong():
-    """Of 200 images that features tell well, ten have the label of the next class."""
-    train, wrong = features(images=200), torch.arange(0, 200, 20)
-    train.features[torch.arange(200), train.targets] += 8
-    targets = train.targets.clone()
-    targets[wrong] = (targets[wrong] + 1) % 3
-    noisy = replace(train, targets=targets)
-    trials = cross_validate(noisy, in_turn(200), [Candidate("k-NN", 10)], "")
-    names = [*map(str, range(200))]
-    doubts = doubtful_labels(noisy, trials, 1.0, names)
-    assert {*doubts["name"]} == {*map(str, wrong.tolist())}
-    assert doubts["other"] == [noisy.classes[train.targets[int(name)]] for name in doubts["name"]]
-    assert (doubts["other_probability"] - doubts["probability"] > DOUBTFUL).all()
-    right = cross_validate(train, in_turn(200), [Candidate("k-NN", 10)], "")
-    assert doubtful_labels(train, right, 1.0, names) == {}
 
 
 class Allocations(TorchDispatchMode):

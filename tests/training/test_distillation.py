@@ -144,7 +144,7 @@ def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
         ({"views.global_size": 36, "model.patch_size": 4}, "does not take global views: an image of 36 × 36"),
         (
             {"teacher.weights": "nowhere"},
-            "nowhere does not exist; give a weights file or a run folder",
+            "nowhere does not exist; train a network first (`dino-vit pretrain IMAGES nowhere`), or give",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

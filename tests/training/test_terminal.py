@@ -218,7 +218,7 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
 def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monkeypatch, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
     monkeypatch.setattr(
-        reporter, "judge", lambda *_: Verdict("done", "It is past its best.", is_past_best=True)
+        reporter, "judge_run", lambda *_: Verdict("done", "It is past its best.", is_past_best=True)
     )
     state = trained(tmp_path / "run", {"budget.steps": 10, "compute.eval_every_steps": 5})
     said = capsys.readouterr().err
