@@ -37,7 +37,8 @@ def describe(
     """Say how good the labels will be: in a plain sentence, then by figures."""
     figure = trials.figure
     if figure is None:
-        return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
+        text = "How good these labels are cannot be said: label two or more images of a class"
+        return [f"{text}, not taken one after the other"]
     tested = trials.targets[trials.tested]
     others = [f"k-NN of {name} {each.value:.1f} %" for name, each in baselines.items()]
     if learned.task == "multiclass":
@@ -47,43 +48,43 @@ def describe(
         what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
         plain = f"About {figure.value:.0f} of 100 labels will be right"
         if not trials.tested.all():  # of the other classes fewer will be
-            plain += f" among the {what} with two labelled images or more"
+            plain += f" among the {what} that could be tested"
         plain += f", {_ALIKE}"
-        if len(tested) < FEW:
-            labelled = plural(len(learned), "labelled image")
-            plain = f"{labelled} are too few to say how many labels will be right: label more images"
-        elif figure.low <= percent:
+        if figure.low <= percent:
             plain = f"These labels may be no better than always guessing {name}: label more images"
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
         right = 100 * float(trials.right.double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
+    if len(tested) < FEW:
+        labelled = plural(len(learned), "labelled image")
+        plain = f"{labelled} are too few to say how many labels will be right: label more images"
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     images = f"{plural(len(tested), 'labelled image')} of {what}"
     figures = f"cross-validated {metric} {interval} on {images}"
     lines = [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
     if untested:
         classes = plural(len(untested), "class", "classes")
-        text = f"Nothing can be said of {classes} with a single labelled image"
+        text = f"Nothing can be said of {classes} with a single labelled image, or consecutive ones"
         lines.append(f"{text}: {brief(', '.join(untested), 200)}")
     return lines
 
 
 def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
-    """Return the classes with one labelled image, which the other folds never have."""
+    """Return the classes with one labelled image or run, which the other folds never have."""
     untested = learned.targets[~tested_images(learned, folds)]
     return [learned.classes[target] for target in torch.unique(untested).tolist()]
 
 
 def doubtful_labels(
-    learned: LabelledFeatures, trials: Trials, temperature: float, names: Sequence[str]
+    learned: LabelledFeatures, trials: Trials, temperature: float | None, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return the labels that look wrong as a table, the surest first: confident learning (Northcutt, 2021).
 
     Out of fold, another label is at least as probable as it is on average for the images that have it, and
     far more probable than the given one.
     """
-    if learned.task != "multiclass":
+    if learned.task != "multiclass" or temperature is None:
         return {}
     rows = trials.tested.nonzero()[:, 0]
     scores, targets = trials.scores[trials.best(trials.tested)][rows], trials.targets[rows]
@@ -131,11 +132,12 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
     folds = folds_of(labelled, learned)
-    trials = cross_validate(learned, folds, candidates(task, len(learned)), "Cross-validation, folds")
+    trials = cross_validate(learned, folds, candidates(folds), "Cross-validation, folds")
     baselines = _try_baselines(frozen, labelled) if len(learned) <= BASELINE_IMAGES else {}
     best = trials.best(trials.tested)
     candidate = trials.tried[best]
-    temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
+    scores, targets = trials.scores[best][trials.tested], trials.targets[trials.tested]
+    temperature = float(calibrate(scores, targets, task)) if len(targets) >= FEW else None
     untested = untested_classes(learned, folds)
     lines = describe(learned, trials, baselines, untested)
     percents = [round(100 * share, 4) for share in trials.figures(trials.tested)] if trials.figure else []
@@ -146,7 +148,7 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
         "cross_validated": trials.figure,
         "baselines": baselines,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
-        "temperature": round(temperature, 4),
+        "temperature": None if temperature is None else float(f"{temperature:.4g}"),
         "untested": untested,
     }
     names = [labelled.source.name(index) for index in learned.indices.tolist()]
@@ -168,8 +170,8 @@ def _try_baselines(frozen: FrozenBackbone, labelled: LabelledSubset) -> dict[str
     for name in BASELINES:
         if name != frozen.model.architecture.get("name"):
             features = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
-            tried = candidates(features.task, len(features), neighbours_only=True)
             folds = folds_of(labelled, features)
+            tried = candidates(folds, neighbours_only=True)
             figures[name] = cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
     return {name: figure for name, figure in figures.items() if figure}
 
@@ -177,4 +179,4 @@ def _try_baselines(frozen: FrozenBackbone, labelled: LabelledSubset) -> dict[str
 def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:
     """Return the folds of those images of a subset that could be read."""
     readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
-    return torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)
+    return torch.from_numpy(readable.folds(FOLDS, seed=0, whole_runs=True)).to(images.features.device)

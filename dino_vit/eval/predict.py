@@ -58,7 +58,7 @@ class LabelPredictions(Result):
 
     names: list[str]
     labels: list[str] | list[list[str]]  # of each image its class, or several
-    confidence: NDArray[np.float64]  # probability that a label is right
+    confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
     classifier: Classifier
     features: Tensor  # (images, d)
     columns: Columns  # of the table, for pandas.DataFrame
@@ -115,7 +115,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     return LabelPredictions(
         names=names,
         labels=columns["label"],
-        confidence=np.array(columns["confidence"]),
+        confidence=columns.get("confidence"),
         classifier=fitted.classifier,
         features=queries,
         columns=columns,
@@ -225,6 +225,8 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
         columns["confidence"] = rounded(0.5 + apart.min(dim=1).values)  # of the decision that is least sure
         columns["second"] = [facts.classes[number] for number in apart.argmin(dim=1).tolist()]
         columns["second_confidence"] = rounded(outputs.gather(1, apart.argmin(dim=1, keepdim=True))[:, 0])
+    if facts.temperature is None:  # too few labels to say how sure they are
+        del columns["confidence"], columns["second_confidence"]
     if fitted.learned is not None:
         cosines, rows = nearest(fitted.learned.features, queries, k=1)
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
@@ -250,10 +252,11 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
 
 def _summary(columns: Columns, task: Task) -> str:
     """Say how many images have which label, and how sure that is."""
-    count = plural(len(columns["name"]), "image")
-    sure = np.array(columns["confidence"])
-    text = f"{count} labelled: mean confidence {100 * sure.mean():.0f} %"
-    if task == "multiclass":
+    text = f"{plural(len(columns['name']), 'image')} labelled"
+    sure = columns.get("confidence")
+    if sure is not None:
+        text += f": mean confidence {100 * sure.mean():.0f} %"
+    if sure is not None and task == "multiclass":
         shares = (f"{int((sure >= least).sum()):,} with {100 * least:.0f} % or more" for least in SHOWN)
         text = ", ".join([text, *shares])
     counts = [f"{name}: {number:,}" for name, number in Counter(_cells(columns["label"])).most_common()]

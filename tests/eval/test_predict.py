@@ -279,12 +279,28 @@ def test_a_class_of_one_image_is_named(photos, weights):
     few = photos / "few.csv"
     few.write_text("\n".join([*(photos / "labels.csv").read_text().splitlines(), "001.png,odd"]))
     said = predict(photos, weights, labels="few.csv")
-    assert (
-        " of 100 labels will be right among the 4 classes with two labelled images or more, if these" in said
-    )
-    assert "Nothing can be said of 1 class with a single labelled image: odd\n" in said
+    assert " of 100 labels will be right among the 4 classes that could be tested, if these" in said
+    assert "Nothing can be said of 1 class with a single labelled image, or consecutive ones: odd\n" in said
     assert f"on {IMAGES // 2} labelled images of 4 classes" in said
     assert json.loads((photos / "predictions.json").read_text())["untested"] == ["odd"]
+
+
+def test_too_few_labels_have_no_confidence(photos, weights):
+    """Nine labels; and four bursts of one class each, of which none is learned from when it is judged."""
+    rows, head = (photos / "labels.csv").read_text().splitlines(), photos / "head.safetensors"
+    (photos / "nine.csv").write_text("\n".join(rows[:10]))
+    names = [f"{start + row:03}.png,{kind}" for kind, start in enumerate((2, 20, 40, 60)) for row in range(5)]
+    (photos / "bursts.csv").write_text("\n".join(["name,label", *names]))
+    for labels, words in {"nine.csv": "are too few to say", "bursts.csv": "cannot be said"}.items():
+        said = predict(photos, weights, f"output={photos / 'few.csv'}", f"head={head}", labels=labels)
+        assert words in said
+        assert "confidence" not in said
+        assert {*rows_of(photos / "few.csv")[0]} == {"name", "label", "second", "nearest", "similarity"}
+    found = json.loads((photos / "few.json").read_text())
+    assert (found["classifier"], found["temperature"]) == ("k-NN (k = 1)", None)
+    again = dino_vit.predict(photos / "photos", head, verbose=False)
+    assert again.confidence is None
+    assert "confidence" not in again.columns
 
 
 def test_labels_at_random_are_said_to_be_chance(photos, weights):
@@ -304,7 +320,7 @@ def test_two_labels_are_enough(photos, weights):
     found = dino_vit.predict(photos / "photos", weights, **given)
     assert {*found.labels} <= {"blue", "green"}
     assert found.details["cross_validated"] is None, "each is left out once, with its class"
-    assert "cannot be said, as no class has two labelled images: label more" in str(found)
+    assert "cannot be said: label two or more images of a class, not taken one after the other" in str(found)
 
 
 def test_labels_that_are_sorted_by_name_are_learned_in_every_fold(photos, weights):
