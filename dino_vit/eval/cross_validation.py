@@ -144,12 +144,9 @@ def _ranks(scores: Tensor) -> Tensor:
 
 def candidates(folds: Tensor, *, neighbours_only: bool = False) -> list[Candidate]:
     """Return what is tried, the simplest of each kind first."""
-    images = len(folds)
-    least = images - int(torch.bincount(folds).max())  # that are learned from
+    least = len(folds) - int(torch.bincount(folds).max())  # that are learned from
     found = [Candidate("k-NN", k) for k in sorted(NEIGHBOURS, reverse=True) if k <= max(1, least)]
-    if neighbours_only:
-        return found
-    if images > LOGISTIC_IMAGES:  # regressions would take longer than all else
+    if neighbours_only or len(folds) > LOGISTIC_IMAGES:  # regressions would take longer than all else
         return found
     return [Candidate("logistic regression", c) for c in STANDARD_CS if c < LARGEST_C] + found
 
@@ -230,12 +227,10 @@ def cross_validate(
 
 def tested_images(learned: LabelledFeatures, folds: Tensor) -> Tensor:
     """Return whether other folds have the class of an image, (n,): otherwise nobody could tell it."""
-    if learned.task == "multilabel":
-        return (folds != folds[0]).any().expand(len(folds))
-    unseen = folds.new_full((len(learned.classes),), FOLDS)
-    lowest = unseen.scatter_reduce(0, learned.targets, folds, "amin")
-    highest = (unseen - FOLDS).scatter_reduce(0, learned.targets, folds, "amax")
-    return (lowest < highest)[learned.targets]
+    kinds = learned.targets if learned.task == "multiclass" else torch.zeros_like(folds)
+    seen = torch.zeros(int(kinds.max()) + 1, FOLDS, dtype=torch.bool, device=folds.device)
+    seen[kinds, folds] = True
+    return (seen.sum(dim=1) > 1)[kinds]
 
 
 def losses_of(scores: Tensor, targets: Tensor, task: Task) -> Tensor:

@@ -35,8 +35,8 @@ def train_logistic(
     """
     if len(features) < features.shape[1]:  # no optimal weight leaves the span of the centred features
         axes = torch.linalg.svd(features - features.mean(dim=0), full_matrices=False).Vh
-        options = {"classes": classes, "max_iterations": max_iterations, "tolerance": tolerance}
-        heads = train_logistic(features @ axes.T, targets, cs=cs, **options)
+        train = partial(train_logistic, cs=cs, classes=classes, max_iterations=max_iterations)
+        heads = train(features @ axes.T, targets, tolerance=tolerance)
         return LinearHeads(heads.weight @ axes, heads.bias)
     # L-BFGS takes far fewer steps on centred features, with each weight measured in a unit as large as its
     # curvature allows. Neither moves the optimum: the free bias absorbs the centering, and the penalty is
