@@ -28,18 +28,23 @@ from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights.classifier import ClassifierFacts, ImageClassifier, activate, confidences_of
 
 BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
+FEW_OF_CLASS = 5  # labelled images of a class that are too few to learn it well
 FEW = 10  # labelled images that are too few to say how good a classifier is
 SURE = 0.8  # confidence
 _ALIKE = "if these images are like the labelled ones"
 
 
 def describe(
-    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], temperature: float = 1.0
+    learned: LabelledFeatures,
+    trials: Trials,
+    baselines: Mapping[str, Figure],
+    temperature: float | None = 1.0,
 ) -> list[str]:
     """Say how good the labels will be: in plain sentences, then by figures."""
     figure = trials.figure
     if figure is None:
-        return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
+        text = "How good these labels are cannot be said: label two or more images of a class"
+        return [f"{text}, not taken one after the other"]
     tested = trials.targets[trials.tested]
     by_neighbours = {"k-NN": of_kind(trials, neighbours=True).figure}
     by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
@@ -53,6 +58,9 @@ def describe(
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
         right = 100 * float(trials.right.double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
+    if len(tested) < FEW:
+        labelled = plural(len(learned), "labelled image")
+        plain = f"{labelled} are too few to say how many labels will be right: label more images"
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     images = f"{plural(len(tested), 'labelled image')} of {what}"
     figures = f"Cross-validated {metric} {interval} on {images}; {', '.join(others)}"
@@ -62,53 +70,57 @@ def describe(
 def _how_many_are_right(
     learned: LabelledFeatures, trials: Trials, figure: Figure, classes: str, guess: Mapping[str, Any]
 ) -> str:
-    """Say how many labels will be right, if that can be said."""
-    if trials.tested.sum() < FEW:
-        labelled = plural(len(learned), "labelled image")
-        return f"{labelled} are too few to say how many labels will be right: label more images"
+    """Say how many labels will be right, if they are better than a guess."""
     if figure.low <= guess["percent"]:
         name = brief(guess["name"])
         return f"These labels may be no better than always guessing {name}: label more images"
-    among = "" if trials.tested.all() else f" among the {classes} with two labelled images or more"
+    among = "" if trials.tested.all() else f" among the {classes} that could be tested"
     return f"About {figure.value:.0f} of 100 labels will be right{among}, {_ALIKE}"
 
 
-def _sure_ones(trials: Trials, temperature: float) -> Iterator[str]:
+def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
     """Say how many of the labels that are sure are right."""
+    if temperature is None:
+        return
     best, rows = trials.best(trials.tested), trials.tested
     outputs = activate(trials.scores[best][rows], trials.task, temperature)
     sure = confidences_of(outputs, trials.task) >= SURE
-    if len(sure) >= FEW and sure.any():
+    if sure.any():
         count, total = int(trials.hits[best][rows][sure].sum()), int(sure.sum())
         share = f"{count:,} of {total:,} were right in cross-validation"
         yield f"Of labels with a confidence of {100 * SURE:.0f} % or more, {share}"
 
 
 def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
-    """Name the classes with few labels, and the others of which less than half are right."""
+    """Name the classes with few labels, those that cannot be tested, and those that are mostly wrong."""
     targets, size, rows = learned.targets, len(learned.classes), trials.tested
     counts = targets.bincount(minlength=size) if targets.ndim == 1 else targets.sum(dim=0).long()
     named = dict(zip(learned.classes, counts.tolist(), strict=True))
-    few = sorted((count, name) for name, count in named.items() if count < FOLDS)
-    parts = []
-    if few:
-        shown = brief(", ".join(f"{name}: {count:,}" for count, name in few), 100)
-        parts.append(f"of {plural(len(few), 'class', 'classes')} with fewer than {FOLDS} labels ({shown})")
+    few = sorted((count, name) for name, count in named.items() if count < FEW_OF_CLASS)
+    groups = {f"with fewer than {FEW_OF_CLASS} labels": [f"{name}: {count:,}" for count, name in few]}
     if learned.task == "multiclass":
         tests = trials.targets[rows].bincount(minlength=size).tolist()
         right = trials.targets[rows & trials.right].bincount(minlength=size).tolist()
-        scored = zip(right, tests, learned.classes, strict=True)
-        if weak := sorted(each for each in scored if 2 * each[0] < each[1] and named[each[2]] >= FOLDS):
-            shown = brief(", ".join(f"{name}: {n:,} of {total:,}" for n, total, name in weak), 100)
-            parts.append(
-                f"of {plural(len(weak), 'class', 'classes')} mostly labelled wrongly ({shown} right)"
-            )
+        scored = [
+            each for each in zip(right, tests, learned.classes, strict=True) if named[each[2]] >= FEW_OF_CLASS
+        ]
+        # Photos taken one after the other are held out together.
+        groups["whose labels are of photos that follow each other"] = [
+            name for _, total, name in scored if not total
+        ]
+        weak = [f"{name}: {n:,} of {total:,} right" for n, total, name in sorted(scored) if 2 * n < total]
+        groups["mostly labelled wrongly"] = weak
+    parts = [
+        f"of {plural(len(names), 'class', 'classes')} {what} ({brief(', '.join(names), 100)})"
+        for what, names in groups.items()
+        if names
+    ]
     if parts:
         yield f"Label more images: {'; '.join(parts)}"
 
 
 def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
-    """Return the classes with one labelled image, which the other folds never have."""
+    """Return the classes with one labelled image or run, which the other folds never have."""
     untested = learned.targets[~tested_images(learned, folds)]
     return [learned.classes[target] for target in torch.unique(untested).tolist()]
 
@@ -134,13 +146,14 @@ def train_classifier(
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
     folds = folds_of(labelled, learned)
-    trials = cross_validate(learned, folds, candidates(task, len(learned)), "Cross-validation, folds")
+    trials = cross_validate(learned, folds, candidates(folds), "Cross-validation, folds")
     baselines, better = dict[str, Figure](), None
     if len(learned) <= BASELINE_IMAGES:
         baselines, better = _try_baselines(frozen, labelled, trials)
     best = trials.best(trials.tested)
     candidate = trials.tried[best]
-    temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
+    scores, targets = trials.scores[best][trials.tested], trials.targets[trials.tested]
+    temperature = float(calibrate(scores, targets, task)) if len(targets) >= FEW else None
     untested = untested_classes(learned, folds)
     lines = describe(learned, trials, baselines, temperature)
     percents = [round(100 * share, 4) for share in trials.figures(trials.tested)] if trials.figure else []
@@ -152,7 +165,7 @@ def train_classifier(
         "baselines": baselines,
         "better_baseline": better,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
-        "temperature": round(temperature, 4),
+        "temperature": None if temperature is None else float(f"{temperature:.4g}"),
         "untested": untested,
     }
     names = labelled.source.distinct_names(learned.indices.tolist())
@@ -194,11 +207,12 @@ def _try_baselines(
 def _try(
     labelled: LabelledSubset, features: LabelledFeatures, name: str, *, neighbours_only: bool = False
 ) -> Figure | None:
-    tried = candidates(features.task, len(features), neighbours_only=neighbours_only)
-    return cross_validate(features, folds_of(labelled, features), tried, f"{name.capitalize()}, folds").figure
+    folds = folds_of(labelled, features)
+    tried = candidates(folds, neighbours_only=neighbours_only)
+    return cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
 
 
 def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:
     """Return the folds of those images of a subset that could be read."""
     readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
-    return torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)
+    return torch.from_numpy(readable.folds(FOLDS, seed=0, whole_runs=True)).to(images.features.device)

@@ -62,7 +62,7 @@ class LabelPredictions(Result):
 
     names: list[str]
     labels: list[str] | list[list[str]]  # of each image its class, or several
-    confidence: NDArray[np.float64]  # probability that a label is right
+    confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
     classifier: ImageClassifier
     features: Tensor  # (images, d)
     columns: Columns  # of the table, for pandas.DataFrame
@@ -117,7 +117,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     return LabelPredictions(
         names=names,
         labels=columns["label"],
-        confidence=np.array(columns["confidence"]),
+        confidence=columns.get("confidence"),
         classifier=fitted.classifier,
         features=queries,
         columns=columns,
@@ -163,7 +163,9 @@ def _write(
 
 def _sure_rows(columns: Columns, least: float) -> Columns:
     """Return the rows of a table with a confidence of at least so much."""
-    rows = np.flatnonzero(columns["confidence"] >= least)
+    rows = np.flatnonzero(
+        columns.get("confidence", np.zeros(len(columns["name"]))) >= least
+    )  # too few labels: none
     return {
         title: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
         for title, values in columns.items()
@@ -255,6 +257,8 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
         apart = (outputs - 0.5).abs()
         columns["second"] = [facts.classes[number] for number in apart.argmin(dim=1).tolist()]
         columns["second_confidence"] = rounded(outputs.gather(1, apart.argmin(dim=1, keepdim=True))[:, 0])
+    if facts.temperature is None:  # too few labels to say how sure they are
+        del columns["confidence"], columns["second_confidence"]
     if fitted.learned is not None:
         cosines, rows = nearest(fitted.learned.features, queries, k=1)
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
@@ -279,15 +283,16 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
 
 def _summary(columns: Columns, task: Task, files: Mapping[str, Path], least: float | None) -> Iterator[str]:
     """Say how many images have which label, how sure that is, and where."""
-    sure = np.array(columns["confidence"])
-    text = f"{plural(len(sure), 'image')} labelled: mean confidence {100 * sure.mean():.0f} %"
-    if task == "multiclass":
-        text += f", {int((sure >= SURE).sum()):,} with {100 * SURE:.0f} % or more"
+    text = f"{plural(len(columns['name']), 'image')} labelled"
+    if (sure := columns.get("confidence")) is not None:
+        text += f": mean confidence {100 * sure.mean():.0f} %"
+        if task == "multiclass":
+            text += f", {int((sure >= SURE).sum()):,} with {100 * SURE:.0f} % or more"
     counts = [f"{name}: {number:,}" for name, number in Counter(_cells(columns["label"])).most_common()]
     where = f"{files['table']}: " if "table" in files else ""
     yield f"{where}{text}; {brief(', '.join(counts), 200)}"
     if least is not None:
-        count = plural(int((sure >= least).sum()), "image")
+        count = plural(len(_sure_rows(columns, least)["name"]), "image")
         yield f"{files['sure']}: the {count} with a confidence of {100 * least:.0f} % or more"
 
 

@@ -32,7 +32,7 @@ class ClassifierFacts(Stated):
     classes: tuple[str, ...] = Field(min_length=1)  # or the names of labels
     tokens: Tokens
     blocks: Few
-    temperature: Positive = 1.0
+    temperature: Positive | None = None  # None: too few labels were there to say how sure it is
     k: Count | None = None
     tested: tuple[str, ...] = ()  # how well it did in cross-validation, in sentences
 
@@ -75,10 +75,10 @@ class ImageClassifier(nn.Module):
         return labels_of(outputs, self.classes, self.facts.task), outputs
 
 
-def activate(scores: Tensor, task: Task, temperature: float) -> Tensor:
+def activate(scores: Tensor, task: Task, temperature: float | Tensor | None) -> Tensor:
     """Return probabilities from scores."""
-    calibrated = scores / temperature
-    return calibrated.sigmoid() if task == "multilabel" else calibrated.softmax(dim=1)
+    calibrated = scores if temperature is None else scores / temperature
+    return calibrated.sigmoid() if task == "multilabel" else calibrated.softmax(dim=-1)
 
 
 def labels_of(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str] | list[list[str]]:

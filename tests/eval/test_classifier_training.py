@@ -52,9 +52,7 @@ def test_a_class_of_one_image_is_named(photos, weights):
     few.write_text("\n".join([*(photos / "labels.csv").read_text().splitlines(), "001.png,odd"]))
     found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
     said = str(found)
-    assert (
-        " of 100 labels will be right among the 4 classes with two labelled images or more, if these" in said
-    )
+    assert " of 100 labels will be right among the 4 classes that could be tested, if these" in said
     assert "\nLabel more images: of 1 class with fewer than 5 labels (odd: 1)\n" in said
     assert f"on {IMAGES // 2} labelled images of 4 classes" in said
     assert found.details["untested"] == ["odd"]
@@ -75,4 +73,42 @@ def test_two_labels_are_enough(photos, weights):
     found = dino_vit.predict(photos / "photos", weights, **given)
     assert {*found.labels} <= {"blue", "green"}
     assert found.details["cross_validated"] is None, "each is left out once, with its class"
-    assert "cannot be said, as no class has two labelled images: label more" in str(found)
+    assert "cannot be said: label two or more images of a class, not taken one after the other" in str(found)
+
+
+def write_labels(path, numbers, kind_of):
+    rows = [f"{number:03}.png,{kind_of(row)}" for row, number in enumerate(numbers)]
+    path.write_text("\n".join(["name,label", *rows]))
+    return path
+
+
+def test_too_few_labels_have_no_confidence(photos, weights):
+    """Nine labels; and four bursts of one class each, of which none is learned from when it is judged."""
+    bursts = [start + row for start in (2, 20, 40, 60) for row in range(5)]
+    kept = photos / "kept.safetensors"
+    for labels, words in (
+        (write_labels(photos / "nine.csv", range(9), lambda row: row // 2 % 3), "are too few to say"),
+        (write_labels(photos / "bursts.csv", bursts, lambda row: row // 5), "cannot be said"),
+    ):
+        found = dino_vit.predict(
+            photos / "photos", weights, labels=labels, classifier=kept, overwrite=True, **SETTINGS
+        )
+        assert words in str(found)
+        assert "mean confidence" not in str(found)
+        assert {*found.columns} == {"name", "label", "second", "nearest", "similarity"}
+    assert (found.details["classifier"], found.details["temperature"]) == ("k-NN (k = 1)", None)
+    again = dino_vit.predict(photos / "photos", kept, verbose=False)
+    assert again.confidence is None
+    assert "confidence" not in again.columns
+
+
+def test_a_class_of_one_burst_is_named(photos, weights):
+    """Its photos are held out together, so nothing can be said of it."""
+    rows = (photos / "labels.csv").read_text().splitlines()[::2]
+    burst = [f"{number:03}.png,burst" for number in range(41, 47)]
+    names = {row.partition(",")[0] for row in burst}
+    others = (row for row in rows if row.partition(",")[0] not in names)
+    (photos / "more.csv").write_text("\n".join([*others, *burst]))
+    found = dino_vit.predict(photos / "photos", weights, labels=photos / "more.csv", **SETTINGS)
+    assert "of 1 class whose labels are of photos that follow each other (burst)" in str(found)
+    assert found.details["untested"] == ["burst"]
