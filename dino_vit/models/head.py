@@ -87,13 +87,9 @@ class FeatureHead(nn.Module):
         self.linear = nn.Linear(in_dim, out_dim)
         init_linear(self.linear)
 
-    def project(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return L2-normalised features (..., out_dim), at least in float32."""
         return _unit(self.linear(x))
-
-    @property
-    def prototypes(self) -> Tensor:
-        return self.linear.weight[:0]
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
+from dino_vit.method.terms import all_terms
 from dino_vit.reports.accuracies import better_baseline
 from dino_vit.reports.record import RunRecord, changed_settings, diagnosis, facts, verdict
 from dino_vit.reports.verdict import BAD, RISES, WAITING, WAITING_HELP
@@ -40,9 +41,7 @@ SINGLE = [  # field of a record, title, caption
     ("colour", "Explained by colour", "Share of the features' variance that the images' colours explain."),
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
-    ("koleo", "KoLeo", "Minus the mean log distance to the nearest other image of a batch."),
-    ("gram", "Gram", "Distance of the patch Gram matrices from those of the Gram teacher."),
-    ("gradient_loss", "Gradients around patches", "1 minus the cosine of predicted and true ones."),
+    *((name, term.title, term.caption) for name, term in all_terms().items() if term.title),
     ("gradient_norm", "Gradient norm", "Of the student, before clipping."),
     ("lr", "Learning rate", ""),
     ("momentum", "Teacher momentum", "At 1 the teacher does not change."),
@@ -198,7 +197,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         (f"k-NN {metric}", KNN, {"k-NN": "knn", "best tokens": "best_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
-        ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
+        ("Loss of masked patches", loss, {"loss": "patch"}, uniform_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, patch_entropies, uniform, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
@@ -214,7 +213,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
 
 def curve(record: RunRecord, field: str) -> list[tuple[int, float]]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
-    values = [(metrics.step, getattr(metrics, field)) for metrics in record.history]
+    values = [(metrics.step, getattr(metrics, field, metrics.terms.get(field))) for metrics in record.history]
     values = [(0, getattr(record.baseline, field, None)), *values]
     return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
 

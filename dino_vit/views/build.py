@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, prod, sqrt
 from shutil import disk_usage
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from einops import rearrange
@@ -30,6 +30,7 @@ from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader
+from dino_vit.views.masks import Masking
 from dino_vit.views.sampler import (
     BatchSpec,
     GlobalOrder,
@@ -39,9 +40,6 @@ from dino_vit.views.sampler import (
     WindowOrder,
 )
 from dino_vit.views.workers import choose_workers
-
-if TYPE_CHECKING:
-    from dino_vit.views.masks import Masking
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -131,10 +129,8 @@ def build_eval_transform(config: PretrainConfig) -> EvalTransform:
     return EvalTransform(size=config.image_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
-def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":
+def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
     """Return how the patches of global views are masked."""
-    from dino_vit.views.masks import Masking
-
     height, width = config.views.global_shape
     return Masking(
         seed=config.seed,

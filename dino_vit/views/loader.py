@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +29,11 @@ from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
-from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
+from dino_vit.views.masks import Masking, Masks
 from dino_vit.views.sampler import BatchSpec, Sampler
 from dino_vit.views.workers import init_worker, signals_blocked
-
-if TYPE_CHECKING:
-    from dino_vit.views.masks import Masking
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
@@ -98,7 +95,7 @@ class Loader(Dataset[Any]):
     sampler: Sampler
     pixels: Pixels = RGB
     augment: nn.Module | None = None
-    masking: "Masking | None" = None
+    masking: Masking | None = None
     scaled_decoding: bool = False
     decoded: DecodedImages | None = None
     prefetch: Sequence[Prefetch] = ()  # one for each remote source

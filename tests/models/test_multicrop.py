@@ -4,7 +4,7 @@ import torch
 from dino_vit.models.layers import call_with_cast_weights
 from dino_vit.models.multicrop import Drops, forward_multicrop, sample_drops
 from dino_vit.models.sequences import sample_drop_path
-from dino_vit.models.student_teacher import build_networks
+from dino_vit.models.student_teacher import Need, build_networks
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from tests.support.backbones import KEYWORDS as TINY
@@ -38,18 +38,20 @@ def test_what_is_dropped_is_a_function_of_the_seed_and_of_training_alone():
 
 
 def test_the_student_alone_drops_patches_and_only_in_training():
-    student, teacher = build_networks(
-        backbone=TINY, drop_path=0.0, patch_drop=0.5, head={"prototypes": 8, "hidden_dim": 8}
-    )
-    images = torch.randn(2, 3, 32, 32)
-    assert not torch.equal(student([images]).cls, student([images]).cls)
-    assert torch.equal(teacher([images]).cls, teacher([images]).cls)
-    assert torch.equal(student.eval()([images]).cls, teacher([images]).cls)
+    student, teacher = build_networks(backbone=TINY, drop_path=0.0, patch_drop=0.5, heads={})
+    images, cls = torch.randn(2, 3, 32, 32), Need("cls")
+
+    def found(network):
+        return network([images], [cls])[cls]
+
+    assert not torch.equal(found(student), found(student))
+    assert torch.equal(found(teacher), found(teacher))
+    assert torch.equal(found(student.eval()), found(teacher))
 
 
 def test_the_teacher_of_a_run_has_none_of_its_dropping():
     rates = {"dropout": 0.1, "attention_dropout": 0.2}
-    student, teacher = build_networks(backbone={**TINY, **rates}, drop_path=0.3, head={"prototypes": 8})
+    student, teacher = build_networks(backbone={**TINY, **rates}, drop_path=0.3, heads={})
     expected = {**rates, "drop_path": 0.3}
     assert {name: student.backbone.architecture[name] for name in expected} == expected
     assert {name: teacher.backbone.architecture[name] for name in expected} == dict.fromkeys(expected, 0.0)
