@@ -6,7 +6,6 @@ other backbones take one size after another.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from dino_vit.core.device import to_device
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.layers import call_with_cast_weights
 from dino_vit.models.sequences import sample_drop_path, sequences_by_block, spread_drops
 from dino_vit.models.vit import VisionTransformer
 
@@ -93,9 +91,7 @@ def forward_multicrop(
     for index, (block, sequences, drop) in enumerate(layers):
         if middle and index == backbone.depth // 2:
             halfway = sequences.split(x, -1)[:1]
-        # A compiled block casts its weights itself: 35 ms of the host in place of 40 (`benchmarks/TRIED.md`).
-        call = block if block.compiled else partial(call_with_cast_weights, block)
-        x = backbone.checkpointed(call, x, sequences, drop)
+        x = backbone.checkpointed(block, x, sequences, drop)
     parts = by_block[-1].output().split(backbone.norm(x), -1)
     outputs = [part[:, 0] if only else part for part, only in zip(parts, only_cls, strict=True)]
     return outputs + halfway

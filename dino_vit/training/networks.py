@@ -220,4 +220,4 @@ def compile_networks(networks: Sequence[Network], *, whole: bool) -> None:
             network.run_backbone = torch.compile(network.run_backbone, dynamic=False)
             continue
         for block in network.backbone.blocks:
-            block.forward, block.compiled = torch.compile(block.forward, dynamic=False), True
+            block.forward = torch.compile(block.forward, dynamic=False)

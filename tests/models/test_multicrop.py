@@ -1,14 +1,12 @@
 import pytest
 import torch
 
-from dino_vit.models.layers import call_with_cast_weights
 from dino_vit.models.multicrop import Drops, forward_multicrop, sample_drops
 from dino_vit.models.sequences import sample_drop_path
 from dino_vit.models.student_teacher import Need, build_networks
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from tests.support.backbones import KEYWORDS as TINY
-from tests.support.backbones import backbone
 from tests.support.close import assert_close_to_scale
 
 
@@ -119,33 +117,3 @@ def test_models_of_timm_take_one_size_after_another():
     out = forward_multicrop(model.eval(), views, tokens=True)
     assert torch.equal(out[0], model.forward_features(views[0]))
     assert torch.equal(out[1], model.forward_cls(views[1]))
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_weights_that_are_cast_together_give_what_autocast_gives(recomputed):
-    model = VisionTransformer(**TINY, layer_scale=0.5).train()
-    model.grad_checkpointing = recomputed
-    model.blocks[1].requires_grad_(False)
-    images, direction = torch.randn(2, 3, 32, 32), torch.randn(32)
-
-    def found(cls):
-        model.zero_grad()
-        (cls @ direction).sum().backward()
-        return [cls, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    with torch.autocast("cpu", torch.bfloat16):
-        together, apart = found(forward_multicrop(model, [images])[0]), found(model(images))
-    for one, other in zip(together, apart, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    assert all(type(p) is torch.nn.Parameter for p in model.parameters()), "they are the module's again"
-
-
-def test_weights_that_are_not_used_get_no_gradient():
-    block, x = backbone().blocks[0], torch.randn(2, 5, 32)
-    block.unused = torch.nn.Linear(4, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        call_with_cast_weights(block, x).sum().backward()
-    assert block.unused.weight.grad is None
-    assert block.unused.bias.grad is None
-    assert block.mlp.fc1.weight.grad is not None
