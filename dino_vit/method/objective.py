@@ -58,6 +58,7 @@ class Objective:
         *,
         images: int,
         teacher_temperature: float,
+        kept: Tensor | None = None,  # (g·b, kept): indices of the patches that the student sees
     ) -> Losses:
         """Compute the loss of a micro-batch; `student` is a Network that may be wrapped."""
         rows = self.global_views * images
@@ -73,7 +74,7 @@ class Objective:
         targets = self._targets(self.fixed_teacher or teacher, masked, seen)
         # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
         hidden = None if self.fixed_teacher else mask
-        outputs = student(views, self.needs, masked=masked, hidden=hidden)
+        outputs = student(views, self.needs, masked=masked, hidden=hidden, kept=kept)
         losses = dict[str, Tensor]()
         for term in self.terms:
             losses[term.name] = term.loss(outputs, targets[term.name], seen)

@@ -39,18 +39,14 @@ Outputs = Mapping[Need, Tensor]
 class Network(nn.Module):
     """A backbone and projection heads: one backbone pass for all view sizes, one pass of each head.
 
-    In training `patch_drop` is the share of the patches of global views that are left out. They and
-    stochastic depth are drawn from `generator`, if the training loop sets one, or PyTorch's own.
+    Stochastic depth is drawn from `generator`, if the training loop sets one, or PyTorch's own.
     """
 
-    def __init__(
-        self, backbone: Backbone, heads: Mapping[str, nn.Module], *, patch_drop: float = 0.0
-    ) -> None:
+    def __init__(self, backbone: Backbone, heads: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.backbone = backbone
         for name, head in heads.items():
             self.add_module(name, head)
-        self.patch_drop = patch_drop
         self.generator: torch.Generator | None = None
 
     def forward(
@@ -60,15 +56,17 @@ class Network(nn.Module):
         *,
         masked: Tensor | None = None,
         hidden: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> dict[Need, Tensor]:
         """Return what is needed of views by size, each (views of that size · b, C, h, w).
 
         `masked` (m,) are the indices of the masked patches among all of the first size; the mask token
-        replaces those that are `hidden` (global views · b, N).
+        replaces those that are `hidden` (global views · b, N). In training no other patches of the first size
+        are seen than those `kept`, given as indices (B, kept).
         """
         if hidden is not None:
             hidden = F.pad(hidden, (0, 0, 0, len(views[0]) - len(hidden)))
-        drops = sample_drops(self.backbone, views, self.patch_drop, self.generator)
+        drops = sample_drops(self.backbone, views, kept, self.generator)
         whats = {need.what for need in needs}
         cls, patches, middle = self.run_backbone(
             views, hidden, not whats.isdisjoint({"patches", "masked"}), "middle" in whats, drops
@@ -78,8 +76,7 @@ class Network(nn.Module):
             found["middle"] = middle.flatten(0, 1)
         if masked is not None and patches is not None:
             found["masked"] = patches.flatten(0, 1)[masked]
-        if (kept := drops.kept_tokens) is not None:
-            found["kept"] = kept[:, self.backbone.first_patch :] - self.backbone.first_patch
+        found["kept"] = drops.kept
         outputs = {need: self._output(need, found) for need in needs}
         return {need: output for need, output in outputs.items() if output is not None}
 
@@ -125,7 +122,6 @@ def build_networks(
     *,
     backbone: Mapping[str, Any],
     drop_path: float,
-    patch_drop: float = 0.0,
     heads: Mapping[str, HeadBuilder],
     student_heads: Mapping[str, HeadBuilder] | None = None,
 ) -> tuple[Network, Network]:
@@ -134,7 +130,7 @@ def build_networks(
     With `name` their backbone is a model of timm. The student may have heads that the teacher has not.
     """
 
-    def build(dropping: Mapping[str, float], patches: float = 0.0) -> Network:
+    def build(dropping: Mapping[str, float]) -> Network:
         built: Backbone
         if "name" in backbone:
             from dino_vit.models.timm_backbone import TimmBackbone
@@ -142,12 +138,11 @@ def build_networks(
             built = TimmBackbone(**backbone, drop_path=dropping["drop_path"])
         else:
             built = VisionTransformer(**{**backbone, **dropping})
-        parts = {name: head(in_dim=built.width) for name, head in heads.items()}
-        network = Network(built, parts, patch_drop=patches)
+        network = Network(built, {name: head(in_dim=built.width) for name, head in heads.items()})
         convert_sync_batchnorm(network)
         return network
 
-    student = build({"drop_path": drop_path}, patch_drop)
+    student = build({"drop_path": drop_path})
     teacher = build({"drop_path": 0.0, "dropout": 0.0, "attention_dropout": 0.0})
     teacher.load_state_dict(student.state_dict())
     for name, head in (student_heads or {}).items():

@@ -95,7 +95,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         batch = state.interval.next_batch(batches)
         state.unreadable.count(batch)
         # What networks draw is a function of (seed, step, part of the batch), so that a resumed run draws the
-        # same: patches and stochastic depth from a generator of their own, the rest from PyTorch's.
+        # same: stochastic depth from a generator of its own, the rest from PyTorch's.
         # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
         seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
@@ -137,6 +137,7 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
                 masks,
                 images=len(batch.samples),
                 teacher_temperature=rates.teacher_temp,
+                kept=state.kept_of(batch),
             )
         torch.autograd.backward(state.scaler.scale(losses.total / accumulate))
     if state.position.is_logged:

@@ -61,7 +61,6 @@ def build_untrained(
     return build_networks(
         backbone=keywords,
         drop_path=config.model.drop_path,
-        patch_drop=config.model.patch_drop,
         heads={"head": head} | ({"patch_head": head} if has_patch_head else {}),
         student_heads={kind.head_name: kind.build_head for kind in _weighted(config) if kind.build_head},
     )

@@ -113,6 +113,10 @@ class TrainingState:
         """Return a batch's masks on the device."""
         return None if batch.masks is None else batch.masks.to(self.device)
 
+    def kept_of(self, batch: Batch) -> Tensor | None:
+        """Return the patches that the student sees of a batch, on the device."""
+        return None if batch.kept is None else batch.kept.to(self.device, non_blocking=True)
+
     @property
     def is_done(self) -> bool:
         """Whether all steps were taken: as many as were planned, or the last one of the minutes."""

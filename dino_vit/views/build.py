@@ -30,7 +30,7 @@ from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader
-from dino_vit.views.masks import Masking
+from dino_vit.views.masks import Masking, PatchDrop
 from dino_vit.views.sampler import (
     BatchSpec,
     GlobalOrder,
@@ -142,6 +142,18 @@ def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
     )
 
 
+def build_patch_drop(config: PretrainConfig, global_batch: int) -> PatchDrop:
+    """Return how the patches of global views that the student sees are drawn."""
+    patches = prod(side // config.model.patch_size for side in config.views.global_shape)
+    return PatchDrop(
+        seed=config.seed,
+        patches=patches,
+        kept=max(1, round(patches * (1 - config.model.patch_drop))),
+        views=config.views.global_count,
+        batch=global_batch,
+    )
+
+
 def build_loader(
     config: PretrainConfig,
     source: ImageSet,
@@ -182,6 +194,7 @@ def build_loader(
         prefetch=[prefetch for prefetch in prefetches if prefetch],
         augment=build_augment(config) if config.data.augment_on == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
+        patch_drop=build_patch_drop(config, global_batch) if config.model.patch_drop else None,
         scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config.data.workers, world_size),
         pin=pin,

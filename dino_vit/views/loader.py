@@ -31,7 +31,7 @@ from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
-from dino_vit.views.masks import Masking, Masks
+from dino_vit.views.masks import Masking, Masks, PatchDrop
 from dino_vit.views.sampler import BatchSpec, Sampler
 from dino_vit.views.workers import init_worker, signals_blocked
 
@@ -63,12 +63,13 @@ class Batch:
     augment: dict[Size, Tensor]  # float32 (views · images, columns); empty if already applied
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
     masks: Masks | None = None  # of the global views, view by view
+    kept: Tensor | None = None  # int64 (global views · images, kept): the patches that the student sees
     times: dict[str, float] = field(default_factory=dict)  # seconds, by what was done with the images
 
     def share_memory(self) -> "Batch":
         """Move the tensors to shared memory, and return the batch."""
         tensors = self.samples, self.read, *self.views.values(), *self.augment.values(), *(self.masks or ())
-        for tensor in tensors:
+        for tensor in tensors if self.kept is None else (*tensors, self.kept):
             tensor.share_memory_()
         return self
 
@@ -79,6 +80,7 @@ class Batch:
             views={size: tensor.pin_memory() for size, tensor in self.views.items()},
             augment={size: tensor.pin_memory() for size, tensor in self.augment.items()},
             masks=self.masks and self.masks.pin_memory(),
+            kept=None if self.kept is None else self.kept.pin_memory(),
         )
 
 
@@ -96,6 +98,7 @@ class Loader(Dataset[Any]):
     pixels: Pixels = RGB
     augment: nn.Module | None = None
     masking: Masking | None = None
+    patch_drop: PatchDrop | None = None
     scaled_decoding: bool = False
     decoded: DecodedImages | None = None
     prefetch: Sequence[Prefetch] = ()  # one for each remote source
@@ -196,6 +199,7 @@ class Loader(Dataset[Any]):
             augment=augment,
             unreadable=tuple(unreadable),
             masks=self.masking.draw(*place) if self.masking else None,
+            kept=self.patch_drop.draw(*place) if self.patch_drop else None,
             times=times,
         )
 

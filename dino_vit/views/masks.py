@@ -1,6 +1,6 @@
-"""Which patches of the global views the student does not see: rectangles of patches, as in BEiT.
+"""Which patches of the global views the student does not see: masked rectangles, as in BEiT, or any patches.
 
-The masks of a step are a function of the seed, the step, and the position of each image in the global batch.
+Those of a step are a function of the seed, the step, and the position of each image in the global batch.
 So they do not depend on the number of processes or micro-batches.
 """
 
@@ -40,6 +40,24 @@ class Masks(NamedTuple):
     def pin_memory(self) -> "Masks":
         """Return the masks in pinned memory."""
         return Masks(*(part.pin_memory() for part in self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchDrop:
+    """How the patches that a student sees are drawn: as many of each view, all equally likely."""
+
+    seed: int
+    patches: int  # of a view
+    kept: int
+    views: int  # global views of an image
+    batch: int  # images of a step, over all processes and micro-batches
+
+    def draw(self, epoch: int, step: int, first: int, images: int) -> Tensor:
+        """Draw the indices (views · images, kept) for so many images, from a position in the batch on."""
+        indices = np.arange(self.views)[:, None] * self.batch + np.arange(first, first + images)
+        keys = self.seed, RngPurpose.KEPT_PATCHES, epoch, step, indices.reshape(-1, 1)
+        order = random_bits(*keys, np.arange(self.patches)).argpartition(self.kept - 1, axis=1)
+        return torch.from_numpy(np.sort(order[:, : self.kept], axis=1))
 
 
 @dataclass(frozen=True, kw_only=True)

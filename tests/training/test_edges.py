@@ -14,8 +14,9 @@ EDGES = {"loss.edge_weight": 2, "model.patch_drop": 0.5}
 def predicted_by(state):
     """Return the global views of a batch, what patches predict of them, and the indices of these."""
     state.student.train()
-    views = state.views_of(next(iter(state.loader.batches())))
-    outputs = state.student(views, [PREDICTED, KEPT])
+    batch = next(iter(state.loader.batches()))
+    views = state.views_of(batch)
+    outputs = state.student(views, [PREDICTED, KEPT], kept=batch.kept)
     return views[0], outputs[PREDICTED].unflatten(0, (len(views[0]), -1)), outputs.get(KEPT)
 
 
@@ -35,12 +36,11 @@ def test_the_loss_has_the_term_and_only_the_student_has_its_head(tmp_path):
 
 def test_the_loss_counts_the_term_of_the_patches_that_were_seen_by_its_weight(tmp_path):
     state = opened(tmp_path, {**EDGES, "loss.edge_weight": 3})
-    state.student.generator = torch.Generator().manual_seed(1)
     expected = loss_of(state, *predicted_by(state))
-    state.student.generator = torch.Generator().manual_seed(1)  # the same patches
     batch = next(iter(state.loader.batches()))
     given = state.student, state.teacher, state.views_of(batch), None
-    losses = state.objective(*given, images=len(batch.samples), teacher_temperature=0.04)
+    settings = {"images": len(batch.samples), "teacher_temperature": 0.04, "kept": batch.kept}
+    losses = state.objective(*given, **settings)
     torch.testing.assert_close(losses.terms["edges"], expected)
     torch.testing.assert_close(losses.total, losses.main + 3 * expected)
 
