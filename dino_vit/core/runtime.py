@@ -40,8 +40,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
         log_with=list(trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
         kwargs_handlers=[
-            # Buffers are equal: BatchNorm's are of all processes.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=SETUP_TIMEOUT),
         ],
     )
