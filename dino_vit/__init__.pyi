@@ -141,7 +141,7 @@ class _Loss(TypedDict, total=False):
     centering: Literal["ema", "sinkhorn"]
     koleo_weight: float
     patch_weight: float
-    gradient_weight: float
+    edge_weight: float
 
 class _Optim(TypedDict, total=False):
     """The student's optimiser and its schedules."""
@@ -402,7 +402,7 @@ def pretrain(
       loss.centering=ema                  a mean over steps, or Sinkhorn-Knopp over the micro-batch [ema|sinkhorn]
       loss.koleo_weight=0                 weight of KoLeo, which keeps images apart; 0.1 in DINOv2
       loss.patch_weight=0                 weight of the loss of masked patches (iBOT); 1 in DINOv2
-      loss.gradient_weight=0              weight of predicting the gradients around each patch
+      loss.edge_weight=0                  weight of predicting the edges around each patch
       optim.name=adamw                    optimiser [adamw|sgd]
       optim.lr=0.0005                     peak learning rate at a global batch of 256
       optim.lr_scaling=linear             how lr grows with global batch / 256 [linear|sqrt|none]

@@ -198,8 +198,8 @@ def _choose_for_short(draft: Draft, likeness: float) -> None:
     draft.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
     draft.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     if not (draft["init.weights"] or draft.config.model.timm):
-        reason = "patches learn shapes from the gradients around them, before CLS tokens do"
-        draft.choose("loss.gradient_weight", 2.0, reason)
+        reason = "patches learn shapes from the edges around them, before CLS tokens do"
+        draft.choose("loss.edge_weight", 2.0, reason)
     reason = "a short run learns faster from views with more of the image"
     draft.choose("views.global_scale", (0.25, 1.0), reason)
     draft.choose("views.local_scale", (0.1, 0.4), reason)

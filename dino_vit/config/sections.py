@@ -249,7 +249,7 @@ class Loss(Settings):
     )
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
-    gradient_weight: NonNegative = setting(0.0, "weight of predicting the gradients around each patch")
+    edge_weight: NonNegative = setting(0.0, "weight of predicting the edges around each patch")
 
 
 class Gram(Settings):

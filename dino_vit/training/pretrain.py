@@ -102,7 +102,6 @@ def build_state(run: DecidedRun, inputs: Inputs, accelerator: Accelerator) -> Tr
     groups = parameter_groups(
         student.backbone,
         *student.heads,
-        *([student.gradient_head] if student.gradient_head else []),
         layer_decay=config.optim.layer_decay,
         patch_embed_lr=config.optim.patch_embed_lr,
     )

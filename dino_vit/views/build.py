@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, prod, sqrt
 from shutil import disk_usage
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from einops import rearrange
@@ -30,6 +30,7 @@ from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader
+from dino_vit.views.masks import Masking, PatchDrop
 from dino_vit.views.sampler import (
     BatchSpec,
     Sampler,
@@ -37,9 +38,6 @@ from dino_vit.views.sampler import (
     WindowOrder,
 )
 from dino_vit.views.workers import choose_workers
-
-if TYPE_CHECKING:
-    from dino_vit.views.masks import Masking
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -131,10 +129,8 @@ def build_eval_transform(config: PretrainConfig) -> EvalTransform:
     return EvalTransform(size=config.image_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
-def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":
+def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
     """Return how the patches of global views are masked."""
-    from dino_vit.views.masks import Masking
-
     height, width = config.views.global_shape
     return Masking(
         seed=config.seed,
@@ -143,6 +139,18 @@ def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":
         batch=global_batch,
         probability=MASKED_VIEWS,
         ratio=MASKED_PATCHES,
+    )
+
+
+def build_patch_drop(config: PretrainConfig, global_batch: int) -> PatchDrop:
+    """Return how the patches of global views that the student sees are drawn."""
+    patches = prod(side // config.model.patch_size for side in config.views.global_shape)
+    return PatchDrop(
+        seed=config.seed,
+        patches=patches,
+        kept=max(1, round(patches * (1 - config.model.patch_drop))),
+        views=config.views.global_count,
+        batch=global_batch,
     )
 
 
@@ -185,6 +193,7 @@ def build_loader(
         pixels=build_pixels(config),
         prefetch=[prefetch for prefetch in prefetches if prefetch],
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
+        patch_drop=build_patch_drop(config, global_batch) if config.model.patch_drop else None,
         scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config.data.workers, world_size),
         pin=pin,

@@ -38,7 +38,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1, "loss.centering": "sinkhorn"}
-PATCHES["loss.gradient_weight"] = 2
+PATCHES["loss.edge_weight"] = 2
 CASES = {  # settings, and how far a loss may be off
     "float32": ({}, 1e-3),
     "bf16": ({"compute.precision": "bf16"}, 0.05),

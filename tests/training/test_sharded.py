@@ -35,7 +35,7 @@ TWO = {**ONE, "data.batch_size": 8, "compute.sharded": "true"}
 PATCHES = {
     "loss.patch_weight": 1,
     "loss.koleo_weight": 0.1,
-    "loss.gradient_weight": 2,
+    "loss.edge_weight": 2,
     "loss.centering": "sinkhorn",
     "head.shared": "false",
 }

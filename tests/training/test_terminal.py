@@ -271,6 +271,6 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     assert len([*describe_baseline(long, baseline)]) == 1
     (rank,) = describe_baseline(run, Baseline(rankme=9.0))
     assert rank == "before the first step the network tells images apart in about 9 ways (effective rank)"
-    learned = opened(tmp_path / "learned", {"budget.steps": 20_000, "loss.gradient_weight": 2})
+    learned = opened(tmp_path / "learned", {"budget.steps": 20_000, "loss.edge_weight": 2})
     assert len([*describe_baseline(learned, baseline)]) == 1, "patches learn gradients sooner"
     assert len([*describe_baseline(opened(tmp_path / "not", {"budget.steps": 20_000}), baseline)]) == 2
