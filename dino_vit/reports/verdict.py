@@ -193,7 +193,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     if run.has_few_steps and run.last.epoch < 1:  # only what is good for sure is said
         return _judge_accuracies(run) if run.gained else Diagnosis("too early", _so_far(run))
     if not run.evaluations:
-        unknown = run.finished and not run.config.compute.is_evaluated
+        unknown = run.finished and not run.config.compute.eval_every
         return collapsed or Diagnosis("learning" if unknown else "too early", _so_far(run))
     features = _judge_ranks(run)
     if run.readings and (run.gained or features.name != "collapsed"):
@@ -262,7 +262,7 @@ def _judge_ranks(run: JudgedRun) -> Diagnosis:
 
 
 def _so_far(run: JudgedRun) -> str:
-    if not run.config.compute.is_evaluated:
+    if not run.config.compute.eval_every:
         return "Nothing is evaluated (compute.eval_every=null)."
     if run.readings:
         return f"So far {_accuracy_text(run)}."
