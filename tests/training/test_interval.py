@@ -121,7 +121,7 @@ def test_a_skipped_step_counts_by_the_scale_that_it_was_taken_with(tmp_path, mon
 
 
 def test_the_first_line_of_a_run_that_resumes_does_not_count_its_setup(tmp_path, monkeypatch):
-    settings = {"budget.steps": 8, "compute.log_every": 4}
+    settings = {"budget.steps": 8, "compute.log_every": 4, "optim.warmup_epochs": 0}
     trained(tmp_path / "run", settings)
     now = [0.0]
     monkeypatch.setattr(interval.time, "perf_counter", lambda: now[0])
