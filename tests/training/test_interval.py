@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.training import interval
+from dino_vit.training import interval as interval_module
 from dino_vit.training.interval import Interval
 from dino_vit.training.loop import take_step
 from dino_vit.views.loader import Batch, UnreadableImages
@@ -124,7 +124,7 @@ def test_the_first_line_of_a_run_that_resumes_does_not_count_its_setup(tmp_path,
     settings = {"budget.steps": 8, "compute.log_every": 4, "optim.warmup_epochs": 0}
     trained(tmp_path / "run", settings)
     now = [0.0]
-    monkeypatch.setattr(interval.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(interval_module.time, "perf_counter", lambda: now[0])
     state = opened(tmp_path / "run", {**settings, "budget.steps": 12, "compute.resume": "changed"})
     loss = float(state.interval.loss)
     now[0] += 1000.0  # of compiling, say
