@@ -75,10 +75,10 @@ def _pixel_seconds(
     on_device = [(views.to(device), batch.augment[size]) for size, views in batch.views.items()]
     augmented = _seconds(lambda: [augment(*views) for views in on_device], device)
     seen = augment(*on_device[0])
-    sizes: Any = (PATCH, PATCH), channels, WIDTHS[0]
+    sizes: Any = {"patch_size": (PATCH, PATCH), "channels": channels, "width": WIDTHS[0]}
     rows, columns = (max(1, side // PATCH) for side in seen.shape[-2:])
     seen = seen[:, :, : rows * PATCH, : columns * PATCH]
-    stem, conv = PatchStem(*sizes).to(device), ConvStem(*sizes, 4 * MAPS).to(device)
+    stem, conv = PatchStem(**sizes).to(device), ConvStem(**sizes, conv_width=4 * MAPS).to(device)
     predicted = torch.zeros(len(seen), rows * columns, AROUND, device=device)
     return {
         "crop": crop / sum(views[:, 0].numel() for views, _ in on_device),
@@ -102,7 +102,13 @@ def _block_times(width: int, device: torch.device, flops: float) -> BlockTimes:
 
 def _token_seconds(width: int, tokens: int, device: torch.device, flops: float) -> tuple[float, float]:
     """Return what a token of sequences takes in a block: forward, and forward and backward."""
-    options = {"mlp_ratio": 4.0, "mlp": "gelu", "layer_scale": None, "norm_eps": 1e-6, "dropout": 0.0}
+    options: dict[str, Any] = {
+        "mlp_ratio": 4.0,
+        "mlp": "gelu",
+        "layer_scale": None,
+        "norm_eps": 1e-6,
+        "dropout": 0.0,
+    }
     options |= {"qkv_bias": True, "key_bias": True, "qk_scale": None, "attention_dropout": 0.0}
     block = Block(width, width // HEAD, **options).to(device)
     count = max(1, round(flops / (144 * width**2 * tokens)))
