@@ -168,11 +168,10 @@ class _Teacher(TypedDict, total=False):
     momentum: float
 
 class _Budget(TypedDict, total=False):
-    """How long to train: in exactly one of four units."""
+    """How long to train: in exactly one of three units."""
 
     epochs: int | None
     steps: int | None
-    images: int | None
     minutes: float | None
 
 class _Compute(TypedDict, total=False):
@@ -183,7 +182,6 @@ class _Compute(TypedDict, total=False):
     sharded: bool
     log_every: int
     eval_every: float | None
-    eval_every_steps: int | None
     checkpoint_every: int
     keep_every: int | None
     verbose: bool
@@ -421,14 +419,12 @@ def pretrain(
       teacher.momentum=0.996              EMA momentum at the start; 1 at the end, after a cosine
       budget.epochs=100                   passes over the images
       budget.steps=null                   optimiser steps
-      budget.images=null                  images drawn, counted with repeats
       budget.minutes=null                 minutes of training and evaluations; the schedules follow
       compute.precision=auto              auto: bf16 where it is native [auto|no|bf16|fp16]
       compute.compile=auto                torch.compile the networks; auto: their blocks, in long runs on CUDA
       compute.sharded=false               each process has a part of the weights (FSDP2)
       compute.log_every=50                steps between log lines
       compute.eval_every=10               epochs between evaluations; null: never
-      compute.eval_every_steps=null       steps between evaluations
       compute.checkpoint_every=1000       steps between checkpoints
       compute.keep_every=null             steps between checkpoints that are kept
       compute.verbose=false               print each chosen setting at the start, with its reason

@@ -45,7 +45,8 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(evaluations.evaluate_baseline(state.teacher))
         clock.reserve = evaluations.seconds
-        state.interval.restart()
+        clock.skip_evaluation()
+    state.interval.start_timing()
     interruption.in_steps, first, vote = True, state.step, DelayedVote()
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while not state.is_done:
@@ -72,7 +73,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 return False
             intervals = state.config.compute.checkpoint_every, state.config.compute.keep_every
             is_due = any(every and state.step % every == 0 for every in intervals)
-            if is_due or evaluations.is_best(state.step):
+            if is_due or clock.is_save_due or evaluations.is_best(state.step):
                 save(state, reporter)
         vote.result()
         save(state, reporter, last=True)
@@ -166,6 +167,7 @@ def log_step(state: TrainingState, reporter: Reporter) -> None:
     if state.position.is_evaluated:
         figures = state.evaluations.evaluate(state.teacher, state.step)
         state.clock.reserve = state.evaluations.seconds
+        state.clock.skip_evaluation()
         metrics = dataclasses.replace(metrics, **dataclasses.asdict(figures))
     reporter.log(metrics)
     check_skipped(state)

@@ -210,8 +210,10 @@ def missing_for_compile() -> str | None:
 
 def compile_networks(networks: Sequence[Network], *, whole: bool) -> None:
     """Compile whole networks, or their blocks, which are alike: their few graphs compile in seconds."""
-    from torch._dynamo import config  # slow
+    from torch._dynamo import config, reset  # slow
 
+    # Graphs of all runs of a process would count towards the limit of a function, beyond which it is eager.
+    reset()
     config.optimize_ddp = False  # graphs would be split after every 25 MB of DistributedDataParallel's
     network: Any
     for network in networks:

@@ -143,6 +143,7 @@ class TrainingState:
     def begin_save(self) -> None:
         """Begin to write a checkpoint on rank 0; the state may change as soon as this returns."""
         main = self.accelerator.is_main_process
+        self.clock.saved = self.clock.elapsed
         if main or self.sharded:  # then all processes must give their parts
             tensors = collect(self._modules(), self.optimizer)
             # One at a time, since the device may not hold all gathered ones.
@@ -189,7 +190,7 @@ class TrainingState:
         self.interval.restore(metadata["interval"], metadata["nonfinite_steps"])
         self.evaluations.best = self.evaluations.best_written = metadata["best"]
         self.evaluations.measured_on = metadata["evaluated_by"]
-        self.clock.before = self.clock.elapsed = metadata["seconds"]
+        self.clock.before = self.clock.elapsed = self.clock.saved = metadata["seconds"]
         self.clock.reserve = metadata["evaluation_seconds"]
         self.position = Position(*metadata["position"])
         if self.config.budget.minutes not in (None, metadata["config"]["budget"]["minutes"]):

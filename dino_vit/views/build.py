@@ -21,7 +21,7 @@ from dino_vit.core.cache import below_home
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decoded import expected_bytes, room_for
+from dino_vit.data.images.decoded import DecodedImages, expected_bytes, has_room
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.open import open_source
 from dino_vit.data.shards import Prefetch, RemoteShards
@@ -200,16 +200,27 @@ def build_loader(
     )
 
 
+def decoded_bytes(
+    images: int, summary: ImageSummary, pixels: Pixels, *, scaled: bool, workers: int
+) -> int | None:
+    """Return the memory that decoded images take; None where there is no room, or nothing to keep."""
+    # Arrays are decoded already, and deeper images are four times as large.
+    if pixels.bits != 8 or not any(image.file_bytes for image in summary.images):
+        return None
+    sizes = [(image.height, image.width) for image in summary.images]
+    expected = expected_bytes(images, sizes, pixels.channels, scaled=scaled)
+    return expected if has_room(expected, workers=workers) else None
+
+
 def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
     """Let a loader keep what it decodes, if there is room; return a note on it, if so."""
-    images, sizes = len(loader.source), [(image.height, image.width) for image in summary.images]
-    # Arrays are decoded already, and deeper images are four times as large.
-    if loader.pixels.bits != 8 or not any(image.file_bytes for image in summary.images):
+    images, scaled = len(loader.source), loader.scaled_decoding
+    expected = decoded_bytes(images, summary, loader.pixels, scaled=scaled, workers=loader.workers)
+    if expected is None:
         return None
-    expected = expected_bytes(images, sizes, loader.pixels.channels, scaled=loader.scaled_decoding)
-    loader.decoded = room_for(images, expected, workers=loader.workers)
+    loader.decoded = DecodedImages(images, expected)
     text = f"decoded images stay in memory, about {expected / 1e6:,.0f} MB"
-    return f"{text} (data.keep_decoded=false decodes them each time)" if loader.decoded else None
+    return f"{text} (data.keep_decoded=false decodes them each time)"
 
 
 def shard_starts(parts: Sequence[ImageSet]) -> NDArray[np.int64]:

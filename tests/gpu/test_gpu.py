@@ -104,8 +104,7 @@ def test_a_run_is_evaluated_on_the_images_of_val(tmp_path):
         write_synthetic(tmp_path / "images" / split / "ab"[number % 2] / f"{number}.png", number)
     settings = {
         "data.source": tmp_path / "images",
-        "compute.eval_every": "null",
-        "compute.eval_every_steps": 2,
+        "compute.eval_every": 1,
     }
     settings |= {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     assert "val" in run(tmp_path / "run", settings)

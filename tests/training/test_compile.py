@@ -105,3 +105,22 @@ def test_what_compiling_for_a_gpu_needs_is_found(tmp_path, monkeypatch):
     assert "C compiler" in missing_for_compile()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     assert "Triton" in missing_for_compile()
+
+
+def test_a_third_run_of_a_process_is_compiled_too(monkeypatch):
+    """Dynamo would count the graphs of all runs towards the limit of a block's function."""
+    compile, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=counter))
+    torch._dynamo.reset()
+    counts = []
+    for width in (32, 64, 96, 128):
+        architecture = {"image_size": 32, "patch_size": 8, "width": width, "depth": 3, "heads": 2}
+        head = partial(DINOHead, prototypes=16, hidden_dim=16, bottleneck_dim=8)
+        networks = build_networks(backbone=architecture, drop_path=0, heads={"head": head})
+        compile_networks(networks, whole=False)
+        before = counter.frame_count
+        with torch.no_grad():
+            for network in networks:
+                network([torch.randn(2, 3, 32, 32), torch.randn(4, 3, 16, 16)], [Need("cls")])
+        counts.append(counter.frame_count - before)
+    assert counts == counts[:1] * 4

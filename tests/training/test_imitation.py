@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_the_cosines_through_linear_layers(tmp_path, weights
 
 def test_a_run_resumes_exactly(tmp_path, weights, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
-    assert_resumes_exactly(tmp_path, {"teacher.weights": weights, "compute.eval_every_steps": 5})
+    assert_resumes_exactly(tmp_path, {"teacher.weights": weights, "compute.eval_every": 5 / 8})
     said = capsys.readouterr().err
     assert "imitates the features of" in said
     assert "gap" not in said.split("step  1/10")[-1]

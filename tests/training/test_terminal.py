@@ -220,7 +220,7 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
     monkeypatch.setattr(
         reporter, "judge_run", lambda *_: Verdict("done", "It is past its best.", is_past_best=True)
     )
-    state = trained(tmp_path / "run", {"budget.steps": 10, "compute.eval_every_steps": 5})
+    state = trained(tmp_path / "run", {"budget.steps": 10, "compute.eval_every": 5 / 8})
     said = capsys.readouterr().err
     best = tmp_path / f"run/checkpoints/step-{state.evaluations.best['step']:08d}.safetensors"
     assert best.is_file()
@@ -247,7 +247,7 @@ def test_the_next_command_has_the_labels_of_the_run(
     rows = (f"{number}.png,{number % 2}" for number in range(labelled))
     (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
     given = {"data.source": tmp_path / "photos", "data.labels": tmp_path / "few.csv"}
-    trained(tmp_path / "run", {**given, "budget.steps": 4, "compute.eval_every_steps": 2})
+    trained(tmp_path / "run", {**given, "budget.steps": 4, "compute.eval_every": 1})
     network = str(tmp_path / "run") if network == "run" else network
     arguments = f"{tmp_path / 'photos'} {network} labels={tmp_path / 'few.csv'}"
     assert re.search(f"`dino-vit {advised.format(arguments)}", capsys.readouterr().err)
