@@ -209,7 +209,7 @@ class Reporter:
             return (
                 f"{text}`dino-vit embed {images}` writes features; `dino-vit predict {images} "
                 "labels=few.csv` labels all by those of a few, and says first whether the features are "
-                "better than pixels and gradients"
+                "better than pixels and edges"
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several

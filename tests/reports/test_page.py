@@ -189,8 +189,8 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
         "before training": "20.0 %",
         "pixels without a network": "10.0 %",
     }
-    behind = replace(record, baseline=replace(record.baseline, gradients=52.0))
-    assert figures(behind)["gradients without a network"] == "52.0 %"
+    behind = replace(record, baseline=replace(record.baseline, edges=52.0))
+    assert figures(behind)["edges without a network"] == "52.0 %"
     unlabelled = replace(record, history=[replace(last, knn=None)])
     assert figures(unlabelled) == {"ways to tell images apart": "55", "before training": "12"}
     page = render(record, Pictures())
