@@ -29,8 +29,8 @@ def order_to_label(features: Tensor, density: Tensor, labelled: Tensor, seed: in
     covering, order, count = labelled.clone(), list[int](), COARSEST
     while count <= len(starts):
         clusters = k_means(features, features[starts[:count]])
-        sizes, covered = torch.bincount(clusters, minlength=count), clusters[covering].unique()
-        sizes[covered] = 0
+        sizes = torch.bincount(clusters, minlength=count)
+        sizes[clusters[covering]] = 0
         for cluster in sizes.argsort(descending=True, stable=True)[: int(sizes.count_nonzero())]:
             members = (clusters == cluster).nonzero()[:, 0]
             order.append(int(members[density[members].argmax()]))

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
 from dino_vit.reports.accuracies import compared, describe_knn, evaluations_of, knn_text
-from dino_vit.reports.record import RecordedRun, changed_settings, facts, verdict
+from dino_vit.reports.record import RecordedRun, changed_settings, facts, label_command, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 from dino_vit.views.pictures import Tile
@@ -77,6 +77,7 @@ def render(record: RecordedRun, pictures: Pictures) -> str:
         folder=record.folder,
         tone="bad" if outcome.diagnosis in BAD else outcome.diagnosis,
         outcome=outcome,
+        label=label_command(record.config, record.folder),
         training=facts(record)["training"],
         figures=figures(record),
         facts=facts(record),

@@ -1,0 +1,555 @@
+// The page to label images by. What its user does is a list of actions, so that undoing one is to take it off.
+
+const NONE = "none of these"; // a label too, so that a classifier learns it
+const GRID = 48, BESIDE = 12, NEAREST = 4, STRIP = 8; // images: of a grid, beside one, with labels, of a row
+const LEAST = 10; // images of a class of which its share is told
+const Z = 1.959964; // half the width of a 95 % confidence interval, in standard errors
+
+const same = (text) => text.trim().replace(/\s+/g, " ").toLocaleLowerCase(); // of labels that are one
+const times = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+
+function wilson(right, count) {
+  const share = right / count, middle = (share + Z * Z / (2 * count)) / (1 + Z * Z / count);
+  const reach = (Z / (1 + Z * Z / count)) * Math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2);
+  return [middle - reach, middle + reach].map((bound) => Math.round(100 * bound));
+}
+
+// What is known of the images: given, guessed, and what the actions have said since.
+class Answers {
+  constructor() {
+    this.sample = new Set(data.sample);
+    const groups = [...data.given, ...data.others.map((row) => row.slice(1))].map((row) => /^group:(\d+)$/.exec(row?.[1])?.[1]);
+    this.groups = Math.max(0, ...groups.filter(Boolean).map(Number));
+    [this.actions, this.saves, this.changed] = [[], 0, false];
+    try {
+      Object.assign(this, JSON.parse(localStorage.getItem(`dino-vit label ${data.digest}`)));
+    } catch { /* a browser without storage starts anew */ }
+    this.replay();
+  }
+
+  // Kinds: label, one or several; accept, of guesses; guess, by which a row is named. A null is "not sure".
+  act(kind, images, label = null, together = false) {
+    if (!images.length) return;
+    this.actions.push({ kind, images, label: label && this.spelling(label), together });
+    this.keep(true);
+  }
+
+  undo() {
+    const action = this.actions.pop();
+    if (action) this.keep(true);
+    return action;
+  }
+
+  keep(changed) {
+    this.changed = changed;
+    this.replay();
+    try {
+      const { actions, saves } = this;
+      localStorage.setItem(`dino-vit label ${data.digest}`, JSON.stringify({ actions, saves, changed }));
+    } catch { /* the page asks before it closes */ }
+  }
+
+  replay() {
+    this.answers = data.given.map((row) => row && { label: row[0], origin: row[1] || "given" });
+    this.guesses = data.guesses.map((row) => row && { label: row[0], confidence: row[1] });
+    let groups = this.groups;
+    for (const { kind, images, label, together } of this.actions) {
+      const group = together ? `group:${++groups}` : null;
+      for (const n of images) {
+        const guess = this.guess(n);
+        if (kind === "guess") this.guesses[n] = { label, confidence: 0, group };
+        else if (kind === "label") this.answers[n] = { label, origin: group ?? this.origin(n, guess, label) };
+        else this.answers[n] = { label: guess.label, origin: guess.group ?? "checked" };
+      }
+    }
+    // Until the first without an answer, they are random; those that were met elsewhere after it are not.
+    for (const n of data.sample) {
+      if (!this.answers[n]) break;
+      this.answers[n].origin = "random";
+    }
+    this.spellings = new Map();
+    const given = [...data.given, ...data.others.map((row) => row.slice(1))].filter(Boolean).map(([label]) => label);
+    this.know([...byCount(given), ...this.actions.map(({ label }) => label)]);
+    this.inUse = [...this.spellings.values()];
+    this.know(byCount(data.guesses.filter(Boolean).map(([label]) => label)));
+  }
+
+  know(labels) {
+    for (const label of labels) if (label && label !== NONE && !this.spellings.has(same(label))) this.spellings.set(same(label), label);
+  }
+
+  origin(n, guess, label) {
+    const before = data.given[n];
+    if (before) return before[1] === "random" || before[0] === label ? before[1] || "given" : "corrected";
+    if (!guess) return "chosen";
+    return same(guess.label) === same(label ?? "") ? "checked" : "corrected";
+  }
+
+  // The guess for an image, unless it is kept for the check.
+  guess(n) {
+    return this.isKept(n) ? null : this.guesses[n];
+  }
+
+  isKept(n) {
+    return this.sample.has(n) && !this.answers[n];
+  }
+
+  // The label as it is known, whatever its capital letters and spaces.
+  spelling(label) {
+    return this.spellings.get(same(label)) ?? label.trim().replace(/\s+/g, " ");
+  }
+
+  // The digits by label; a label that is a digit has its own.
+  keys() {
+    const keys = new Map(this.inUse.filter((label) => /^\d$/.test(label)).map((label) => [label, label]));
+    const others = this.inUse.filter((label) => !keys.has(label));
+    for (const digit of "1234567890") if (![...keys.values()].includes(digit) && others.length) keys.set(others.shift(), digit);
+    return keys;
+  }
+
+  // The images to check that are guessed to be something, by label, the least sure first.
+  toCheck() {
+    const images = new Map();
+    this.guesses.forEach((guess, n) => {
+      if (!guess || this.answers[n] || this.isKept(n)) return;
+      images.set(guess.label, [...(images.get(guess.label) ?? []), n]);
+    });
+    for (const each of images.values()) each.sort((one, other) => this.guesses[one].confidence - this.guesses[other].confidence);
+    return [...images].sort((one, other) => other[1].length - one[1].length);
+  }
+
+  // How many of the random images are guessed rightly, in all and by class.
+  checked() {
+    const classes = new Map(), all = [0, 0];
+    for (const n of data.sample) {
+      const answer = this.answers[n], guess = data.guesses[n];
+      if (!answer) break;
+      if (answer.label === null || !guess) continue;
+      const right = Number(same(answer.label) === same(guess[0]));
+      const counts = classes.get(answer.label) ?? classes.set(answer.label, [0, 0]).get(answer.label);
+      for (const count of [all, counts]) [count[0], count[1]] = [count[0] + right, count[1] + 1];
+    }
+    return { all, classes: [...classes].filter(([, [, count]]) => count >= LEAST) };
+  }
+
+  table() {
+    const rows = data.others.map(([name, label, origin]) => [name, label, origin || "given"]);
+    this.answers.forEach((answer, n) => answer?.label && rows.push([data.names[n], answer.label, answer.origin]));
+    const lines = rows.map((row) => row.map((cell) => `"${cell.replaceAll('"', '""')}"`).join(","));
+    return ["name,label,origin", ...lines, ""].join("\r\n");
+  }
+}
+
+function byCount(labels) {
+  const counts = new Map();
+  for (const label of labels) counts.set(label, (counts.get(label) ?? 0) + 1);
+  return [...counts].sort((one, other) => other[1] - one[1]).map(([label]) => label);
+}
+
+function button(parent, text, act, attributes = {}) {
+  const made = element(parent, "button", { type: "button", ...attributes }, text);
+  made.addEventListener("click", act);
+  return made;
+}
+
+function photo(parent, n) {
+  return element(parent, "img", { src: data.photos[n], alt: data.names[n], title: data.names[n] });
+}
+
+// The labels in use, as buttons, and a field for a new one.
+class Chooser {
+  constructor(parent, answers, choose) {
+    [this.answers, this.choose] = [answers, choose];
+    this.field = element(parent, "input", { type: "text", placeholder: "A new label, or the beginning of one", "aria-label": "Label", autocomplete: "off", enterkeyhint: "done", spellcheck: "false" });
+    this.labels = element(parent, "div", { class: "labels", role: "group", "aria-label": "Labels" });
+    this.field.addEventListener("input", () => this.draw());
+    this.field.addEventListener("keydown", (event) => {
+      if (event.isComposing) return;
+      if (event.key === "Enter" && this.field.value.trim()) this.take(this.field.value, event);
+      else if (event.key === "Tab" && this.completion && !event.shiftKey) {
+        this.field.value = this.completion;
+        this.draw();
+        event.preventDefault();
+      } else if (event.key === "Escape") {
+        this.field.value = "";
+        this.draw();
+        this.field.blur();
+      }
+    });
+    this.draw();
+  }
+
+  take(label, event) {
+    event?.preventDefault();
+    event?.stopPropagation();
+    this.field.value = "";
+    this.choose(label);
+  }
+
+  draw() {
+    const typed = same(this.field.value), keys = this.answers.keys(), known = [...keys.keys(), ...[...this.answers.spellings.values()].filter((label) => !keys.has(label)).sort()];
+    const fits = known.filter((label) => same(label).includes(typed));
+    const starts = fits.filter((label) => same(label).startsWith(typed) && same(label) !== typed);
+    this.completion = typed && !this.answers.spellings.has(typed) ? starts[0] : undefined;
+    this.labels.replaceChildren();
+    for (const label of fits) {
+      const choice = button(this.labels, "", () => this.take(label));
+      if (keys.has(label) && !typed) element(choice, "kbd", {}, keys.get(label));
+      if (label === this.completion) element(choice, "kbd", {}, "Tab");
+      choice.append(label);
+    }
+    if (typed && !fits.some((label) => same(label) === typed)) {
+      const choice = button(this.labels, "", () => this.take(this.field.value));
+      element(choice, "kbd", {}, "Enter");
+      choice.append(`new: ${this.field.value.trim()}`);
+    }
+  }
+
+  // A digit is its label; a letter begins to write one.
+  key(event) {
+    const label = [...this.answers.keys()].find(([, key]) => key === event.key)?.[0];
+    if (label !== undefined) this.take(label, event);
+    else if (/^[\p{L}\p{N}]$/u.test(event.key)) this.field.focus();
+    else return false;
+    return true;
+  }
+}
+
+// One image at a time, of a queue. A blind one shows nothing that would suggest a label.
+class One {
+  constructor(page, queue, { blind = false, title } = {}) {
+    Object.assign(this, { page, queue, blind, title, answers: page.answers, place: 0 });
+    this.next(0);
+  }
+
+  get image() {
+    return this.queue[this.place];
+  }
+
+  // Go to the first from a place on that has no answer, from the beginning again after the last.
+  next(from) {
+    const left = [...this.queue.slice(from), ...this.queue.slice(0, from)].find((n) => !this.answers.answers[n]);
+    if (left === undefined) this.place = Math.min(from, this.queue.length - 1);
+    else this.place = this.queue.indexOf(left);
+  }
+
+  decide(label) {
+    const ticked = [...this.parent.querySelectorAll(".beside :checked")].map((box) => Number(box.value));
+    this.answers.act("label", [this.image, ...ticked], label, ticked.length > 0);
+    this.next(this.place + 1);
+    this.page.draw();
+  }
+
+  move(by) {
+    this.place = (this.place + by + this.queue.length) % this.queue.length;
+    this.page.draw();
+  }
+
+  show(n) {
+    if (this.queue.includes(n)) this.place = this.queue.indexOf(n);
+    this.page.draw();
+  }
+
+  draw(parent) {
+    this.parent = parent;
+    if (!this.queue.length) return element(parent, "p", { class: "lead" }, "There is nothing left here.");
+    const n = this.image, answer = this.answers.answers[n], guess = this.blind ? null : this.answers.guess(n);
+    const left = this.queue.filter((each) => !this.answers.answers[each]).length;
+    element(parent, "p", { class: "lead" }, `${this.title} ${left ? `${left.toLocaleString("en")} to go.` : "All are done."}`);
+    if (this.blind) this.page.drawCheck(parent);
+    const columns = element(parent, "div", { class: "one" }), subject = element(columns, "figure", { class: "subject" });
+    photo(subject, n);
+    element(subject, "figcaption", {}, data.names[n]);
+    const side = element(columns, "div");
+    const state = answer ? (answer.label ?? "not sure") : guess ? `${guess.label}?` : "What is this?";
+    const heading = element(side, "div", { class: "heading" });
+    element(heading, "h2", { class: answer ? "done" : "" }, state);
+    if (guess && !answer) this.tool(heading, "Enter", "Yes", () => this.accept());
+    if (answer) element(side, "p", { class: "caption" }, "You may change it: give another label.");
+    this.chooser = new Chooser(side, this.answers, (label) => this.decide(label));
+    const tools = element(side, "p", { class: "tools" });
+    this.tool(tools, "?", "Not sure", () => this.decide(null));
+    this.tool(tools, "-", "None of these", () => this.decide(NONE));
+    this.tool(tools, "⌫", "Undo", () => this.page.undo());
+    this.tool(tools, "←", "Back", () => this.move(-1));
+    this.tool(tools, "→", "Skip", () => this.move(1));
+    if (!this.blind) this.drawNear(side, n);
+  }
+
+  tool(parent, key, text, act) {
+    const made = button(parent, "", act);
+    element(made, "kbd", {}, key);
+    made.append(text);
+  }
+
+  drawNear(parent, n) {
+    const near = data.neighbours[n], { answers } = this.answers;
+    const labelled = near.filter((other) => answers[other]?.label).slice(0, NEAREST);
+    const others = near.filter((other) => !answers[other] && !this.answers.isKept(other)).slice(0, BESIDE);
+    if (labelled.length) element(parent, "h3", {}, "Like it, with a label: click one for the same label");
+    const strip = element(parent, "div", { class: "strip" });
+    for (const other of labelled) {
+      const figure = button(strip, "", () => this.decide(answers[other].label), { class: "tile" });
+      photo(figure, other);
+      element(figure, "span", {}, answers[other].label);
+    }
+    if (answers[n] || !others.length) return;
+    element(parent, "h3", {}, "The same thing? Tick it, and it gets the same label");
+    const beside = element(parent, "div", { class: "strip beside" });
+    for (const other of others) {
+      const label = element(beside, "label", { class: "tile" });
+      element(label, "input", { type: "checkbox", value: other, "aria-label": data.names[other] });
+      photo(label, other);
+    }
+  }
+
+  accept() {
+    if (this.answers.answers[this.image] || this.blind || !this.answers.guess(this.image)) return;
+    const guess = this.answers.guess(this.image);
+    if (this.parent.querySelector(".beside :checked")) return this.decide(guess.label);
+    this.answers.act("accept", [this.image]);
+    this.next(this.place + 1);
+    this.page.draw();
+  }
+
+  key(event) {
+    const acts = { ArrowLeft: () => this.move(-1), ArrowRight: () => this.move(1), Enter: () => this.accept(), "?": () => this.decide(null), "-": () => this.decide(NONE) };
+    if (!this.queue.length) return false;
+    if (acts[event.key]) acts[event.key]();
+    else return this.chooser.key(event);
+    return true;
+  }
+}
+
+// A grid of images: those that are marked get another label, the guesses of the others are right.
+class Grid {
+  constructor(page, images, { title, together = false, back }) {
+    Object.assign(this, { page, images, title, together, back, answers: page.answers, marked: new Set() });
+  }
+
+  get shown() {
+    return this.images.filter((n) => !this.answers.answers[n] && !this.answers.isKept(n)).slice(0, GRID);
+  }
+
+  draw(parent) {
+    const { shown } = this, left = this.images.filter((n) => !this.answers.answers[n] && !this.answers.isKept(n)).length;
+    this.marked = new Set(shown.filter((n) => this.marked.has(n)));
+    const heading = element(parent, "div", { class: "heading" });
+    button(heading, "← All", this.back);
+    element(heading, "h2", {}, this.title);
+    if (shown.length) button(heading, "One at a time", () => this.page.open(new One(this.page, [...this.images], { title: this.title })));
+    const rest = left > shown.length ? `The first ${shown.length} of ${left.toLocaleString("en")}. ` : "";
+    element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong; with keys: arrows and the space bar.` : "All of these are done.");
+    this.grid = element(parent, "div", { class: "grid" });
+    for (const n of shown) {
+      const tile = button(this.grid, "", () => this.mark(n, tile), { class: "tile", "aria-pressed": this.marked.has(n), value: n });
+      photo(tile, n);
+    }
+    this.bar = element(parent, "div", { class: "bottom" });
+    this.drawBar();
+  }
+
+  mark(n, tile) {
+    if (!this.marked.delete(n)) this.marked.add(n);
+    tile.setAttribute("aria-pressed", this.marked.has(n));
+    this.drawBar();
+  }
+
+  get right() {
+    return this.shown.filter((n) => !this.marked.has(n) && this.answers.guess(n));
+  }
+
+  drawBar() {
+    const { right, marked, bar } = this;
+    bar.replaceChildren();
+    this.chooser = null;
+    const tools = element(bar, "p", { class: "tools" });
+    if (right.length) One.prototype.tool(tools, "Enter", `${marked.size ? "The others are" : right.length > 1 ? "All are" : "It is"} right: ${right.length}`, () => this.accept());
+    if (this.answers.actions.length) One.prototype.tool(tools, "⌫", "Undo", () => this.page.undo());
+    if (!marked.size) return;
+    One.prototype.tool(tools, "?", "Not sure", () => this.decide(null));
+    element(bar, "h3", {}, `What ${marked.size > 1 ? `are the ${marked.size}` : "is the one"} that you marked?`);
+    this.chooser = new Chooser(bar, this.answers, (label) => this.decide(label));
+  }
+
+  decide(label) {
+    this.answers.act("label", [...this.marked], label, this.together && this.marked.size > 1);
+    this.page.draw();
+  }
+
+  accept() {
+    this.answers.act("accept", this.right);
+    this.page.draw();
+  }
+
+  key(event) {
+    const tiles = [...this.grid.children], place = tiles.indexOf(document.activeElement);
+    const columns = getComputedStyle(this.grid).gridTemplateColumns.split(" ").length;
+    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
+    if (event.key in steps && tiles.length) tiles[place < 0 ? 0 : Math.min(tiles.length - 1, Math.max(0, place + steps[event.key]))].focus();
+    else if (event.key === "Enter") this.accept();
+    else if (event.key === "?" && this.marked.size) this.decide(null);
+    else return this.chooser?.key(event) ?? false;
+    return true;
+  }
+}
+
+class Overview {
+  constructor(page) {
+    this.page = page;
+  }
+
+  draw(parent) {
+    const { answers } = this.page;
+    const text = "Each row holds images that look alike, typical ones first. If all of a row are the same thing, name it: you then look through them, and click what is wrong. Otherwise label one at a time.";
+    const some = data.looked_at < data.total ? ` The numbers are of ${times(data.looked_at, "image")} that were looked at.` : "";
+    element(parent, "p", { class: "lead" }, text + some);
+    for (const { size, images } of data.clusters) {
+      const row = element(parent, "section", { class: "row" }), strip = element(row, "div", { class: "strip" });
+      for (const n of images.slice(0, STRIP)) photo(strip, n);
+      const side = element(row, "div"), labels = byCount(images.map((n) => answers.answers[n]?.label).filter(Boolean));
+      const done = images.filter((n) => answers.answers[n]?.label).length;
+      element(side, "p", { class: "caption" }, `${times(size, "image")}${done ? `, ${done} labelled: ${labels.slice(0, 3).join(", ")}` : ""}`);
+      const left = images.filter((n) => !answers.answers[n] && !answers.isKept(n));
+      if (!left.length) continue;
+      const form = element(side, "div", { class: "name" });
+      const field = element(form, "input", { type: "text", placeholder: "Name", "aria-label": `Name of a row of ${times(size, "image")}`, autocomplete: "off" });
+      const name = () => field.value.trim() && this.name(left, field.value);
+      field.addEventListener("keydown", (event) => event.key === "Enter" && name());
+      button(form, "Name", name);
+      button(form, "Open", () => this.page.open(new Grid(this.page, images, { title: `${times(left.length, "image")} that look alike`, together: true, back: () => this.page.show("Overview") })));
+    }
+  }
+
+  name(images, label) {
+    this.page.answers.act("guess", images, label, true);
+    this.page.check(this.page.answers.spelling(label));
+  }
+
+  key() {
+    return false;
+  }
+}
+
+class Guesses {
+  constructor(page) {
+    this.page = page;
+  }
+
+  draw(parent) {
+    const left = this.page.answers.toCheck();
+    element(parent, "p", { class: "lead" }, left.length ? "Choose a label to look through the images that are guessed to have it, the least sure first." : "There are no guesses to check. They come from predict, or from naming a row of the overview.");
+    const labels = element(parent, "div", { class: "labels" });
+    for (const [label, images] of left) {
+      const choice = button(labels, "", () => this.page.check(label), { class: "class" });
+      photo(choice, images.at(-1));
+      element(choice, "b", {}, label);
+      element(choice, "span", {}, times(images.length, "image"));
+    }
+  }
+
+  key() {
+    return false;
+  }
+}
+
+class Page {
+  constructor() {
+    this.answers = new Answers();
+    this.views = {
+      Overview: () => new Overview(this),
+      Label: () => new One(this, data.queue, { title: "Label some 50 to 200 and save; typical images come first." }),
+      "Check guesses": () => new Guesses(this),
+      "Check by chance": () => new One(this, data.sample, { blind: true, title: "Random images, to know how good the table is. Label each without help." }),
+    };
+    const nav = document.querySelector("nav");
+    for (const name of Object.keys(this.views)) button(nav, name, () => this.show(name));
+    this.saver = document.querySelector(".save");
+    this.saver.addEventListener("click", () => this.save());
+    document.addEventListener("keydown", (event) => this.key(event));
+    addEventListener("beforeunload", (event) => this.answers.changed && event.preventDefault());
+    this.show(data.guesses.some(Boolean) ? "Check guesses" : "Overview");
+  }
+
+  show(name) {
+    this.name = name;
+    this.open(this.views[name]());
+  }
+
+  open(view) {
+    this.view = view;
+    this.draw();
+    scrollTo(0, 0);
+  }
+
+  // Look through the guesses of a label.
+  check(label) {
+    this.name = "Check guesses";
+    const images = this.answers.toCheck().find(([name]) => name === label)?.[1] ?? [];
+    this.open(new Grid(this, images, { title: `${label}?`, back: () => this.show("Check guesses") }));
+  }
+
+  draw() {
+    const parent = document.getElementById("view"), labelled = this.answers.answers.filter((answer) => answer?.label).length;
+    document.activeElement?.blur();
+    parent.replaceChildren();
+    document.querySelector(".count").textContent = `${labelled.toLocaleString("en")} labelled`;
+    for (const tab of document.querySelector("nav").children) tab.setAttribute("aria-pressed", tab.textContent === this.name);
+    this.saver.textContent = `Save ${this.file(this.answers.saves)}`;
+    this.saver.classList.toggle("changed", this.answers.changed);
+    document.querySelector(".saved").hidden = this.answers.changed || !this.answers.saves;
+    this.view.draw(parent);
+  }
+
+  drawCheck(parent) {
+    const { all: [right, count], classes } = this.answers.checked();
+    if (!count) return;
+    const [low, high] = wilson(right, count);
+    element(parent, "p", { class: "learned" }, `${right} of ${times(count, "random image")} ${count === 1 ? "is" : "are"} labelled right (${low} to ${high} %)`);
+    const parts = classes.map(([label, [its, of]]) => `${label}: ${its} of ${of}`);
+    if (parts.length) element(parent, "p", { class: "caption" }, parts.join(" · "));
+  }
+
+  undo() {
+    const action = this.answers.undo();
+    if (action && this.view instanceof One) this.view.show(action.images[0]);
+    else this.draw();
+  }
+
+  key(event) {
+    const writes = event.target.matches("input[type=text]") && event.target.value;
+    if ((event.ctrlKey || event.metaKey) && event.key === "s") this.save();
+    else if ((event.ctrlKey || event.metaKey) && event.key === "z" && !writes) this.undo();
+    else if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input[type=text]")) return;
+    else if (event.key === "Backspace") this.undo();
+    else if (event.key === "Enter" && event.target.matches("button:not(.grid .tile)")) return; // it is a click
+    else if (!this.view.key(event)) return;
+    else if (document.activeElement.matches("input[type=text]")) return; // the letter is written there
+    event.preventDefault();
+  }
+
+  // few.csv, few-1.csv, few-2.csv: after that of labels=.
+  file(saves) {
+    const [, stem, number] = /^(.*?)(?:-(\d+))?$/.exec(data.after || "few");
+    const next = saves + (data.after ? Number(number ?? 0) + 1 : 0);
+    return `${stem}${next ? `-${next}` : ""}.csv`;
+  }
+
+  save() {
+    const name = this.file(this.answers.saves), table = new Blob(["\ufeff", this.answers.table()], { type: "text/csv" });
+    const link = element(document.body, "a", { href: URL.createObjectURL(table), download: name });
+    link.click();
+    link.remove();
+    this.answers.saves += 1;
+    this.answers.keep(false);
+    const note = document.querySelector(".saved");
+    note.textContent = `${name} is in your downloads. `;
+    if (data.command) {
+      note.append("Move it to where you work, then: ");
+      element(note, "code", {}, `${data.command} labels=${name} output=rest.csv overwrite=true`);
+    }
+    this.draw();
+  }
+}
+
+const page = new Page(); // also for the browser's console
