@@ -77,7 +77,7 @@ def render(record: RecordedRun, pictures: Pictures) -> str:
         folder=record.folder,
         tone="bad" if outcome.diagnosis in BAD else outcome.diagnosis,
         outcome=outcome,
-        label=label_command(record.config, record.folder),
+        label=label_command(record.config, record.folder) if record.baseline.knn is None else "",
         training=facts(record)["training"],
         figures=figures(record),
         facts=facts(record),

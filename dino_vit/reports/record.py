@@ -171,10 +171,10 @@ def facts(record: RecordedRun) -> dict[str, str]:
 
 def label_command(config: PretrainConfig, weights: Path) -> str:
     """Return the command to label the images of a run by; empty if no command line can name them."""
-    first, *others = config.data.sources
-    return (
-        "" if others or is_object(first) else shlex.join(["dino-vit", "label", public(first), str(weights)])
-    )
+    sources = config.data.sources
+    if len(sources) != 1 or is_object(sources[0]):
+        return ""
+    return shlex.join(["dino-vit", "label", public(sources[0]), str(weights)])
 
 
 def verdict(record: RecordedRun) -> Verdict:

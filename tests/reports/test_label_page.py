@@ -216,7 +216,9 @@ def test_what_was_done_is_kept_and_files_are_numbered(page):
     page.browser.get((page.folder / "label.html").as_uri())
     assert text_of(page.browser, ".count") == "1 labelled"
     assert len(page.save("few.csv")) == 1
-    assert "labels=few.csv output=rest.csv" in text_of(page.browser, ".saved")
+    said = text_of(page.browser, ".saved")
+    assert "labels=few.csv output=rest.csv" in said
+    assert "label 50 or more images in Check by chance" in said
     assert not page.ask("page.answers.changed")
     page.show("Label")
     page.press("1")

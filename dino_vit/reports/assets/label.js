@@ -1,155 +1,19 @@
-// The page to label images by. What its user does is a list of actions, so that undoing one is to take it off.
+// The page to label images by: its views, each drawn anew after an action.
 
-const NONE = "none of these"; // a label too, so that a classifier learns it
 const GRID = 48, BESIDE = 12, NEAREST = 4, STRIP = 8; // images: of a grid, beside one, with labels, of a row
-const LEAST = 10; // images of a class of which its share is told
-const Z = 1.959964; // half the width of a 95 % confidence interval, in standard errors
-
-const same = (text) => text.trim().replace(/\s+/g, " ").toLocaleLowerCase(); // of labels that are one
-const times = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
-
-function wilson(right, count) {
-  const share = right / count, middle = (share + Z * Z / (2 * count)) / (1 + Z * Z / count);
-  const reach = (Z / (1 + Z * Z / count)) * Math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2);
-  return [middle - reach, middle + reach].map((bound) => Math.round(100 * bound));
-}
-
-// What is known of the images: given, guessed, and what the actions have said since.
-class Answers {
-  constructor() {
-    this.sample = new Set(data.sample);
-    const groups = [...data.given, ...data.others.map((row) => row.slice(1))].map((row) => /^group:(\d+)$/.exec(row?.[1])?.[1]);
-    this.groups = Math.max(0, ...groups.filter(Boolean).map(Number));
-    [this.actions, this.saves, this.changed] = [[], 0, false];
-    try {
-      Object.assign(this, JSON.parse(localStorage.getItem(`dino-vit label ${data.digest}`)));
-    } catch { /* a browser without storage starts anew */ }
-    this.replay();
-  }
-
-  // Kinds: label, one or several; accept, of guesses; guess, by which a row is named. A null is "not sure".
-  act(kind, images, label = null, together = false) {
-    if (!images.length) return;
-    this.actions.push({ kind, images, label: label && this.spelling(label), together });
-    this.keep(true);
-  }
-
-  undo() {
-    const action = this.actions.pop();
-    if (action) this.keep(true);
-    return action;
-  }
-
-  keep(changed) {
-    this.changed = changed;
-    this.replay();
-    try {
-      const { actions, saves } = this;
-      localStorage.setItem(`dino-vit label ${data.digest}`, JSON.stringify({ actions, saves, changed }));
-    } catch { /* the page asks before it closes */ }
-  }
-
-  replay() {
-    this.answers = data.given.map((row) => row && { label: row[0], origin: row[1] || "given" });
-    this.guesses = data.guesses.map((row) => row && { label: row[0], confidence: row[1] });
-    let groups = this.groups;
-    for (const { kind, images, label, together } of this.actions) {
-      const group = together ? `group:${++groups}` : null;
-      for (const n of images) {
-        const guess = this.guess(n);
-        if (kind === "guess") this.guesses[n] = { label, confidence: 0, group };
-        else if (kind === "label") this.answers[n] = { label, origin: group ?? this.origin(n, guess, label) };
-        else this.answers[n] = { label: guess.label, origin: guess.group ?? "checked" };
-      }
-    }
-    // Until the first without an answer, they are random; those that were met elsewhere after it are not.
-    for (const n of data.sample) {
-      if (!this.answers[n]) break;
-      this.answers[n].origin = "random";
-    }
-    this.spellings = new Map();
-    const given = [...data.given, ...data.others.map((row) => row.slice(1))].filter(Boolean).map(([label]) => label);
-    this.know([...byCount(given), ...this.actions.map(({ label }) => label)]);
-    this.inUse = [...this.spellings.values()];
-    this.know(byCount(data.guesses.filter(Boolean).map(([label]) => label)));
-  }
-
-  know(labels) {
-    for (const label of labels) if (label && label !== NONE && !this.spellings.has(same(label))) this.spellings.set(same(label), label);
-  }
-
-  origin(n, guess, label) {
-    const before = data.given[n];
-    if (before) return before[1] === "random" || before[0] === label ? before[1] || "given" : "corrected";
-    if (!guess) return "chosen";
-    return same(guess.label) === same(label ?? "") ? "checked" : "corrected";
-  }
-
-  // The guess for an image, unless it is kept for the check.
-  guess(n) {
-    return this.isKept(n) ? null : this.guesses[n];
-  }
-
-  isKept(n) {
-    return this.sample.has(n) && !this.answers[n];
-  }
-
-  // The label as it is known, whatever its capital letters and spaces.
-  spelling(label) {
-    return this.spellings.get(same(label)) ?? label.trim().replace(/\s+/g, " ");
-  }
-
-  // The digits by label; a label that is a digit has its own.
-  keys() {
-    const keys = new Map(this.inUse.filter((label) => /^\d$/.test(label)).map((label) => [label, label]));
-    const others = this.inUse.filter((label) => !keys.has(label));
-    for (const digit of "1234567890") if (![...keys.values()].includes(digit) && others.length) keys.set(others.shift(), digit);
-    return keys;
-  }
-
-  // The images to check that are guessed to be something, by label, the least sure first.
-  toCheck() {
-    const images = new Map();
-    this.guesses.forEach((guess, n) => {
-      if (!guess || this.answers[n] || this.isKept(n)) return;
-      images.set(guess.label, [...(images.get(guess.label) ?? []), n]);
-    });
-    for (const each of images.values()) each.sort((one, other) => this.guesses[one].confidence - this.guesses[other].confidence);
-    return [...images].sort((one, other) => other[1].length - one[1].length);
-  }
-
-  // How many of the random images are guessed rightly, in all and by class.
-  checked() {
-    const classes = new Map(), all = [0, 0];
-    for (const n of data.sample) {
-      const answer = this.answers[n], guess = data.guesses[n];
-      if (!answer) break;
-      if (answer.label === null || !guess) continue;
-      const right = Number(same(answer.label) === same(guess[0]));
-      const counts = classes.get(answer.label) ?? classes.set(answer.label, [0, 0]).get(answer.label);
-      for (const count of [all, counts]) [count[0], count[1]] = [count[0] + right, count[1] + 1];
-    }
-    return { all, classes: [...classes].filter(([, [, count]]) => count >= LEAST) };
-  }
-
-  table() {
-    const rows = data.others.map(([name, label, origin]) => [name, label, origin || "given"]);
-    this.answers.forEach((answer, n) => answer?.label && rows.push([data.names[n], answer.label, answer.origin]));
-    const lines = rows.map((row) => row.map((cell) => `"${cell.replaceAll('"', '""')}"`).join(","));
-    return ["name,label,origin", ...lines, ""].join("\r\n");
-  }
-}
-
-function byCount(labels) {
-  const counts = new Map();
-  for (const label of labels) counts.set(label, (counts.get(label) ?? 0) + 1);
-  return [...counts].sort((one, other) => other[1] - one[1]).map(([label]) => label);
-}
+const JUDGES = 50; // random images that predict needs to say how good its labels are
 
 function button(parent, text, act, attributes = {}) {
   const made = element(parent, "button", { type: "button", ...attributes }, text);
   made.addEventListener("click", act);
   return made;
+}
+
+// A button with the key that does the same.
+function tool(parent, key, text, act) {
+  const made = button(parent, "", act);
+  if (key) element(made, "kbd", {}, key);
+  made.append(text);
 }
 
 function photo(parent, n) {
@@ -193,15 +57,10 @@ class Chooser {
     this.completion = typed && !this.answers.spellings.has(typed) ? starts[0] : undefined;
     this.labels.replaceChildren();
     for (const label of fits) {
-      const choice = button(this.labels, "", () => this.take(label));
-      if (keys.has(label) && !typed) element(choice, "kbd", {}, keys.get(label));
-      if (label === this.completion) element(choice, "kbd", {}, "Tab");
-      choice.append(label);
+      tool(this.labels, label === this.completion ? "Tab" : !typed && keys.get(label), label, () => this.take(label));
     }
     if (typed && !fits.some((label) => same(label) === typed)) {
-      const choice = button(this.labels, "", () => this.take(this.field.value));
-      element(choice, "kbd", {}, "Enter");
-      choice.append(`new: ${this.field.value.trim()}`);
+      tool(this.labels, "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
     }
   }
 
@@ -229,8 +88,7 @@ class One {
   // Go to the first from a place on that has no answer, from the beginning again after the last.
   next(from) {
     const left = [...this.queue.slice(from), ...this.queue.slice(0, from)].find((n) => !this.answers.answers[n]);
-    if (left === undefined) this.place = Math.min(from, this.queue.length - 1);
-    else this.place = this.queue.indexOf(left);
+    this.place = left === undefined ? Math.min(from, this.queue.length - 1) : this.queue.indexOf(left);
   }
 
   decide(label) {
@@ -242,11 +100,6 @@ class One {
 
   move(by) {
     this.place = (this.place + by + this.queue.length) % this.queue.length;
-    this.page.draw();
-  }
-
-  show(n) {
-    if (this.queue.includes(n)) this.place = this.queue.indexOf(n);
     this.page.draw();
   }
 
@@ -264,28 +117,22 @@ class One {
     const state = answer ? (answer.label ?? "not sure") : guess ? `${guess.label}?` : "What is this?";
     const heading = element(side, "div", { class: "heading" });
     element(heading, "h2", { class: answer ? "done" : "" }, state);
-    if (guess && !answer) this.tool(heading, "Enter", "Yes", () => this.accept());
+    if (guess && !answer) tool(heading, "Enter", "Yes", () => this.accept());
     if (answer) element(side, "p", { class: "caption" }, "You may change it: give another label.");
     this.chooser = new Chooser(side, this.answers, (label) => this.decide(label));
     const tools = element(side, "p", { class: "tools" });
-    this.tool(tools, "?", "Not sure", () => this.decide(null));
-    this.tool(tools, "-", "None of these", () => this.decide(NONE));
-    this.tool(tools, "⌫", "Undo", () => this.page.undo());
-    this.tool(tools, "←", "Back", () => this.move(-1));
-    this.tool(tools, "→", "Skip", () => this.move(1));
+    tool(tools, "?", "Not sure", () => this.decide(null));
+    tool(tools, "-", "None of these", () => this.decide(NONE));
+    tool(tools, "⌫", "Undo", () => this.page.undo());
+    tool(tools, "←", "Back", () => this.move(-1));
+    tool(tools, "→", "Skip", () => this.move(1));
     if (!this.blind) this.drawNear(side, n);
-  }
-
-  tool(parent, key, text, act) {
-    const made = button(parent, "", act);
-    element(made, "kbd", {}, key);
-    made.append(text);
   }
 
   drawNear(parent, n) {
     const near = data.neighbours[n], { answers } = this.answers;
     const labelled = near.filter((other) => answers[other]?.label).slice(0, NEAREST);
-    const others = near.filter((other) => !answers[other] && !this.answers.isKept(other)).slice(0, BESIDE);
+    const others = near.filter((other) => this.answers.isOpen(other)).slice(0, BESIDE);
     if (labelled.length) element(parent, "h3", {}, "Like it, with a label: click one for the same label");
     const strip = element(parent, "div", { class: "strip" });
     for (const other of labelled) {
@@ -327,12 +174,16 @@ class Grid {
     Object.assign(this, { page, images, title, together, back, answers: page.answers, marked: new Set() });
   }
 
+  get left() {
+    return this.images.filter((n) => this.answers.isOpen(n));
+  }
+
   get shown() {
-    return this.images.filter((n) => !this.answers.answers[n] && !this.answers.isKept(n)).slice(0, GRID);
+    return this.left.slice(0, GRID);
   }
 
   draw(parent) {
-    const { shown } = this, left = this.images.filter((n) => !this.answers.answers[n] && !this.answers.isKept(n)).length;
+    const { shown, left: { length: left } } = this;
     this.marked = new Set(shown.filter((n) => this.marked.has(n)));
     const heading = element(parent, "div", { class: "heading" });
     button(heading, "← All", this.back);
@@ -364,10 +215,10 @@ class Grid {
     bar.replaceChildren();
     this.chooser = null;
     const tools = element(bar, "p", { class: "tools" });
-    if (right.length) One.prototype.tool(tools, "Enter", `${marked.size ? "The others are" : right.length > 1 ? "All are" : "It is"} right: ${right.length}`, () => this.accept());
-    if (this.answers.actions.length) One.prototype.tool(tools, "⌫", "Undo", () => this.page.undo());
+    if (right.length) tool(tools, "Enter", `${marked.size ? "The others are" : right.length > 1 ? "All are" : "It is"} right: ${right.length}`, () => this.accept());
+    if (this.answers.actions.length) tool(tools, "⌫", "Undo", () => this.page.undo());
     if (!marked.size) return;
-    One.prototype.tool(tools, "?", "Not sure", () => this.decide(null));
+    tool(tools, "?", "Not sure", () => this.decide(null));
     element(bar, "h3", {}, `What ${marked.size > 1 ? `are the ${marked.size}` : "is the one"} that you marked?`);
     this.chooser = new Chooser(bar, this.answers, (label) => this.decide(label));
   }
@@ -410,7 +261,7 @@ class Overview {
       const side = element(row, "div"), labels = byCount(images.map((n) => answers.answers[n]?.label).filter(Boolean));
       const done = images.filter((n) => answers.answers[n]?.label).length;
       element(side, "p", { class: "caption" }, `${times(size, "image")}${done ? `, ${done} labelled: ${labels.slice(0, 3).join(", ")}` : ""}`);
-      const left = images.filter((n) => !answers.answers[n] && !answers.isKept(n));
+      const left = images.filter((n) => answers.isOpen(n));
       if (!left.length) continue;
       const form = element(side, "div", { class: "name" });
       const field = element(form, "input", { type: "text", placeholder: "Name", "aria-label": `Name of a row of ${times(size, "image")}`, autocomplete: "off" });
@@ -424,10 +275,6 @@ class Overview {
   name(images, label) {
     this.page.answers.act("guess", images, label, true);
     this.page.check(this.page.answers.spelling(label));
-  }
-
-  key() {
-    return false;
   }
 }
 
@@ -446,10 +293,6 @@ class Guesses {
       element(choice, "b", {}, label);
       element(choice, "span", {}, times(images.length, "image"));
     }
-  }
-
-  key() {
-    return false;
   }
 }
 
@@ -512,8 +355,9 @@ class Page {
 
   undo() {
     const action = this.answers.undo();
-    if (action && this.view instanceof One) this.view.show(action.images[0]);
-    else this.draw();
+    const place = this.view.queue?.indexOf(action?.images[0]) ?? -1;
+    if (place >= 0) this.view.place = place;
+    this.draw();
   }
 
   key(event) {
@@ -523,7 +367,7 @@ class Page {
     else if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input[type=text]")) return;
     else if (event.key === "Backspace") this.undo();
     else if (event.key === "Enter" && event.target.matches("button:not(.grid .tile)")) return; // it is a click
-    else if (!this.view.key(event)) return;
+    else if (!this.view.key?.(event)) return;
     else if (document.activeElement.matches("input[type=text]")) return; // the letter is written there
     event.preventDefault();
   }
@@ -548,6 +392,7 @@ class Page {
       note.append("Move it to where you work, then: ");
       element(note, "code", {}, `${data.command} labels=${name} output=rest.csv overwrite=true`);
     }
+    if (this.answers.randomCount < JUDGES) note.append(` To know how good the labels will be, first label ${JUDGES} or more images in Check by chance.`);
     this.draw();
   }
 }
