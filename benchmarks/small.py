@@ -40,11 +40,11 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.linear import count_correct
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import rankme
+from dino_vit.features.frozen import FrozenBackbone, build_baseline
 from dino_vit.models.backbone import Backbone, FeatureSpec
 from dino_vit.reports.record import read_run, verdict
 from dino_vit.training.networks import build_untrained

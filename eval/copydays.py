@@ -38,8 +38,8 @@ from dino_vit.core.process import in_batches
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, progress
 from dino_vit.data.open import open_source
-from dino_vit.eval.batches import read_batches
 from dino_vit.eval.results import output_of, write_results
+from dino_vit.features.batches import read_batches
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -71,7 +71,7 @@ class CopydaysConfig(Settings):
 @torch.no_grad()
 def embed_images(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> tuple[list[str], Tensor]:
     """Return the names of the readable images of a source, and their features (n, 2 D): CLS and GeM."""
-    source, names = open_source(spec), list[str]()
+    source, names = open_source(spec, labels="none"), list[str]()
     size = (config.size, config.size) if config.size else None
     transform = eval_transform_of(model, size=size, resize_mode="whole")
     normalise, features = transform.normaliser(model.device), []

@@ -56,11 +56,11 @@ from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import format_table, plural, progress
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.open import open_source
-from dino_vit.eval.features import FrozenBackbone, check_finite, frozen_backbone
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.results import evaluation, output_of
 from dino_vit.eval.sets import refuse_same_images
 from dino_vit.eval.statistics import PerImageMetric, summed
+from dino_vit.features.frozen import FrozenBackbone, check_finite, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import resize, resize_mask
 from dino_vit.views.sampler import Sampler
@@ -114,7 +114,8 @@ class MaskedImages:
     """Images with masks, of the same names, and the backbone that makes features of their patches."""
 
     def __init__(self, config: DenseConfig, source: str, masks: str, frozen: FrozenBackbone) -> None:
-        images, files, (ours, theirs) = open_source(source), open_source(masks), config.suffixes
+        images, files = (open_source(each, labels="none") for each in (source, masks))
+        ours, theirs = config.suffixes
         names = [os.path.splitext(images.name(i))[0].removesuffix(ours) + theirs for i in range(len(images))]
         index_of = {os.path.splitext(files.name(i))[0]: i for i in range(len(files))}
         chosen = [i for i, name in enumerate(names) if name in index_of]

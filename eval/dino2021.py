@@ -32,10 +32,10 @@ from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.linear import count_correct, top_classes
 from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.classifiers import LinearHeads

@@ -42,11 +42,11 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.knn import classify
 from dino_vit.eval.results import EvaluationResult, conclude_classes
 from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.eval.statistics import TOP_K, Figure, Predictions, accuracy
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method import optim
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import Backbone

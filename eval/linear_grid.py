@@ -32,11 +32,11 @@ from dino_vit.core.device import to_device
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
-from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.linear import Grid, conclude_best
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.results import EvaluationResult, output_of
 from dino_vit.eval.sets import features_of_sets, open_sets
+from dino_vit.features.frozen import frozen_backbone
 from dino_vit.method.optim import warmup_cosine
 from dino_vit.models.backbone import CLS, simple_specs
 from dino_vit.models.classifiers import LinearHeads

@@ -188,7 +188,7 @@ def mean_precisions(orders: NDArray[np.int64], queries: list[Query]) -> dict[str
 def run(config: OxfordParisConfig) -> Written:
     """Rank the bank for each query, and write the JSON."""
     names, queries = read_ground_truth(Path(config.source))
-    source = open_source(config.source)
+    source = open_source(config.source, labels="none")
     model = load_backbone(config.weights).to(start_processes().device)
     path = output_of(config, model.provenance.source)
     with eval_mode(model):

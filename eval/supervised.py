@@ -18,9 +18,9 @@ from dino_vit.core.device import to_device
 from dino_vit.core.distributed import is_main_process, rank, world_size
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import plural, progress
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.results import to_jsonable
 from dino_vit.eval.sets import LabelledSubset
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader

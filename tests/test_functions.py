@@ -167,7 +167,7 @@ def test_a_checkpoint_that_is_not_written_is_said_in_any_case(tmp_path, caplog, 
 def test_figures_are_those_of_the_file(run, photos, tmp_path):
     for function, more in (
         (dino_vit.knn, {"k": [3, 5]}),
-        (dino_vit.linear, {"rates": 0.1, "steps": 5}),
+        (dino_vit.linear, {}),
     ):
         settings = {"cache": tmp_path, "verbose": False, **more}
         output = tmp_path / f"{function.__name__}.json"

@@ -19,15 +19,15 @@ from dino_vit.config.outputs import check_outputs
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, progress, public
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.label_files import join_labels, read_column, read_table
 from dino_vit.data.labels import NO_LABEL, NO_LABELS
 from dino_vit.data.open import open_source
-from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
 from dino_vit.eval.neighbours import nearest, unit
-from dino_vit.eval.online import random_indices
 from dino_vit.eval.typical import densities, k_means, order_to_label, spread_rows
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.reports.page import fill_in
 from dino_vit.views.pictures import as_picture, data_uri, resize_sides

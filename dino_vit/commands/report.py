@@ -24,16 +24,15 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import progress
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.label_files import join_labels
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.data.remote import SourceLost
 from dino_vit.eval.attention import attention_of, whole_patches
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.online import random_indices
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
 from dino_vit.reports.record import RecordedRun, read_run

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import BASELINES, ResizeMode, Sources, Tokens, WeightsFormat
+from dino_vit.config.sections import BASELINES, PositiveShare, ResizeMode, Sources, Tokens, WeightsFormat
 from dino_vit.config.settings import (
     Count,
     Dimension,
@@ -23,6 +23,7 @@ from dino_vit.config.settings import (
 
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
+Pooled = Literal["cls", "mean", "cls+mean"]
 # Inverse penalties of logistic regressions on standardised features.
 STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))
 LOGISTIC_IMAGES = 100_000  # of more, `predict` learns from k-NN alone
@@ -94,7 +95,7 @@ class KnnConfig(LabelledConfig, CachedConfig):
     writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is reported in detail")
-    tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
+    tokens: Pooled = setting("cls", "CLS token, mean of the patches, or both")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     output: JsonFile | None = RESULTS
 
@@ -124,6 +125,11 @@ class PredictConfig(CachedConfig):
     output: TableFile | None = setting(
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
+    confident: PositiveShare | None = setting(
+        None, "also write the labels with at least this confidence, beside the table; null: no"
+    )
+    tokens: Pooled | None = setting(None, "tokens as of knn; null: cls+mean, or cls without patches")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
     classifier: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
 
     def contradictions(self) -> Iterator[str]:

@@ -29,6 +29,7 @@ class RngPurpose(IntEnum):
     SHARDS = 11
     WINDOW = 12
     CLUSTERS = 13
+    KEPT_PATCHES = 14
 
 
 def random_bits(seed: int, purpose: RngPurpose, *keys: Key) -> NDArray[np.uint64]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural, printable, public
 from dino_vit.data.labels import Column, Labels
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from dino_vit.data.shards import Shards
 
 Indices = Sequence[int] | NDArray[np.int64]
+# Of a source with more images than MANY, evaluations choose among some that are drawn at random.
+MANY, DRAWN = 2**24, 2**16
 UNLABELLED, NO_SPLITS = Labels(), Column()
 
 
@@ -172,3 +175,12 @@ def evenly_spaced(length: int, count: int) -> list[int]:
         indices.add(int(length * (number * golden % 1)))
         number += 1
     return sorted(indices)
+
+
+def random_indices(source: ImageSet, seed: int) -> list[int]:
+    """Return the indices of a source in a random order; of a very large one some of them."""
+    if len(source) > MANY:
+        drawn = random_bits(seed, RngPurpose.EVALUATION, np.arange(DRAWN)) % np.uint64(len(source))
+        return list(dict.fromkeys(drawn.tolist()))
+    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
+    return np.argsort(bits, kind="stable").tolist()

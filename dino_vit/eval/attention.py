@@ -29,7 +29,7 @@ from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
-from dino_vit.eval.features import FrozenBackbone, check_finite
+from dino_vit.features.frozen import FrozenBackbone, check_finite
 from dino_vit.models.backbone import Backbone, eval_mode
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views import pictures

@@ -18,14 +18,15 @@ from dino_vit.core.distributed import agree
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import Result, format_table, plural, public
-from dino_vit.data.image_set import ImageSet
+from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval import knn, linear
-from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
-from dino_vit.eval.online import random_indices, rankme
+from dino_vit.eval.online import rankme
 from dino_vit.eval.results import write_results
 from dino_vit.eval.sets import VAL_SHARE, Sets, divide, open_sets
 from dino_vit.eval.statistics import Difference, Figure, PerImageMetric, difference
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.weights import load_backbone
 
 NEIGHBOURS = 20

@@ -26,7 +26,8 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.remote import is_url
-from dino_vit.eval.features import FrozenBackbone, cached_features, frozen_backbone
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.hub import is_name
 

@@ -14,7 +14,6 @@ from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural, progress
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.results import (
     METRIC,
@@ -33,15 +32,18 @@ from dino_vit.eval.statistics import (
     TITLES,
     Predictions,
 )
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec
+from dino_vit.weights.read_file import check_weights
 
 
 def run(config: KnnConfig) -> EvaluationResult:
     """Classify; with an output, write the JSON. The figures are those of the first k."""
     start_processes()
+    check_weights(config.weights)
     sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
     frozen = frozen_backbone(config)
-    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
+    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
 
 
 def evaluate(

@@ -22,7 +22,6 @@ from dino_vit.config.commands import STANDARD_CS, LinearConfig
 from dino_vit.config.settings import Task
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.results import (
     METRIC,
@@ -37,8 +36,10 @@ from dino_vit.eval.results import (
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_out, open_sets
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec, simple_specs
 from dino_vit.models.classifiers import LinearHeads, on_standardised
+from dino_vit.weights.read_file import check_weights
 
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
 _MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
@@ -57,9 +58,10 @@ class Grid(NamedTuple):
 def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     start_processes()
+    check_weights(config.weights)
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
     frozen = frozen_backbone(config)
-    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
+    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
 
 
 def evaluate(

@@ -14,22 +14,19 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.config.settings import Title
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, all_gather, rank_slice, world_size
-from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.storage import digest
 from dino_vit.core.text import plural
-from dino_vit.data.image_set import ImageSet
-from dino_vit.eval.batches import missing_indices, warn_of_unreadable
-from dino_vit.eval.features import FrozenBackbone, build_baseline
+from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
 from dino_vit.eval.sets import count_shared, divide, labelled_subset
 from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
+from dino_vit.features.batches import missing_indices, warn_of_unreadable
+from dino_vit.features.frozen import FrozenBackbone, build_baseline
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20
-# Of a source with more images than MANY, evaluations choose among some that are drawn at random.
-MANY, DRAWN = 2**24, 2**16
 _VAL_SHARE = 5  # one in so many images is judged, if the source has splits
 # Which images were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
@@ -125,15 +122,6 @@ class _WithColours(FeatureSpec):
 
     def extract(self, model: Backbone, images: Tensor) -> Tensor:
         return torch.cat([super().extract(model, images), colours(images)], dim=1)
-
-
-def random_indices(source: ImageSet, seed: int) -> list[int]:
-    """Return the indices of a source in a random order; of a very large one some of them."""
-    if len(source) > MANY:
-        drawn = random_bits(seed, RngPurpose.EVALUATION, np.arange(DRAWN)) % np.uint64(len(source))
-        return list(dict.fromkeys(drawn.tolist()))
-    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
-    return np.argsort(bits, kind="stable").tolist()
 
 
 class _Judged(NamedTuple):

@@ -21,9 +21,10 @@ from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.open import has_cells, open_source
-from dino_vit.eval.features import FrozenBackbone, cached_features
-from dino_vit.eval.holdout import choose_folds, numbers_of, series_of
+from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
 from dino_vit.eval.statistics import Predictions
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
@@ -65,9 +66,10 @@ class LabelledSubset:
     @property
     def fingerprint(self) -> str:
         """Tell the images and their classes from others."""
-        return f"{self.images.fingerprint}-{hashlib.sha256(self.targets.tobytes()).hexdigest()[:16]}"
+        labels = hashlib.sha256("\0".join(self.classes).encode() + self.targets.tobytes())
+        return f"{self.images.fingerprint}-{labels.hexdigest()[:16]}"
 
-    def folds(self, count: int, seed: int) -> Rows:
+    def folds(self, count: int, seed: int, *, whole_runs: bool = False) -> Rows:
         """Return the fold of each image, by blocks of neighbours in the order of their names."""
 
         def name(row: int) -> str:
@@ -75,7 +77,8 @@ class LabelledSubset:
 
         series = (series_of(name(row)) for row in range(len(self)))
         classes = self.targets.tolist() if self.task == "multiclass" else None
-        return choose_folds(series, count, seed, lambda row: numbers_of(name(row)), classes)
+        runs = find_runs([*map(name, range(len(self)))], len(self.source), classes) if whole_runs else None
+        return choose_folds(series, count, seed, lambda row: numbers_of(name(row)), classes, runs)
 
     def require_two_classes(self) -> None:
         """Raise an error unless there is something to predict."""

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
+from dino_vit.method.terms import all_terms
 from dino_vit.reports.accuracies import compared, describe_knn, evaluations_of, knn_text
 from dino_vit.reports.record import RecordedRun, changed_settings, facts, label_command, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
@@ -33,13 +34,7 @@ SINGLE = [  # field of a record, title, caption
     ("colour", "Explained by colour", "Share of the features' variance that the images' colours explain."),
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
-    ("koleo", "KoLeo", "Part of the loss: minus the mean log distance of an image to the most similar one."),
-    (
-        "gram",
-        "Gram",
-        "Part of the loss: how far patches are from being as alike as in an earlier network.",
-    ),
-    ("gradient_loss", "Gradients around patches", "Part of the loss: 1 minus the cosine to true edges."),
+    *((name, term.title, term.caption) for name, term in all_terms().items() if term.title),
     ("gradient_norm", "Gradient norm", "Length of the student's gradient, before clipping."),
     ("lr", "Learning rate", ""),
     ("momentum", "Teacher momentum", "At 1 the teacher does not change."),
@@ -119,8 +114,8 @@ def newest_evaluation(record: RecordedRun) -> dict[str, str]:
     for evaluation in record.evaluations:
         if evaluation.percent:
             percent, _, interval = evaluation.percent.partition(" ")
-            title = f"{evaluation.figure} by dino-vit {evaluation.command} {interval}"
-            title = f"{title}, on {evaluation.data}" if evaluation.data else title
+            images = f" on {evaluation.data}" if evaluation.data else ""
+            title = f"{evaluation.figure}{images} {interval}, by dino-vit {evaluation.command}"
             return {title: f"{float(percent):.1f} %"}
     return {}
 
@@ -144,7 +139,7 @@ def charts(record: RecordedRun) -> list[dict[str, Any]]:
         (f"k-NN {metric}", KNN, {"CLS token": "knn", "best outputs": "best_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
-        ("Loss of masked patches", loss, {"loss": "patch_loss"}, alike_patches, ""),
+        ("Loss of masked patches", loss, {"loss": "patch"}, alike_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, patch_entropies, alike, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
@@ -160,7 +155,7 @@ def charts(record: RecordedRun) -> list[dict[str, Any]]:
 
 def curve(record: RecordedRun, field: str) -> list[tuple[int, float]]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
-    values = [(metrics.step, getattr(metrics, field)) for metrics in record.history]
+    values = [(metrics.step, getattr(metrics, field, metrics.terms.get(field))) for metrics in record.history]
     values = [(0, getattr(record.baseline, field, None)), *values]
     return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
 

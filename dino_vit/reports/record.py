@@ -157,7 +157,7 @@ def facts(record: RecordedRun) -> dict[str, str]:
         "training": training,
     }
     if record.history:
-        named["training"] += f", {record.history[-1].epoch:.4g} epochs"
+        named["training"] += f", epoch {record.history[-1].epoch:.4g}"
         speed = median(metrics.images_per_second for metrics in record.history)
         named["images per second"] = f"{speed:,.0f}"
     if record.starts:

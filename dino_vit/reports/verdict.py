@@ -38,7 +38,7 @@ FEW_STEPS = 300
 ENOUGH = 3  # evaluations before a run, or a finished one of few steps, is said to have gained nothing
 STANDARD_ERROR = 0.32  # the chance of a difference as large as its standard error
 HALF = 0.5  # a rank below this share of the first, or of the best, has collapsed
-ONE = 1.0  # dimension: two or three standard errors of an effective rank on a few hundred images
+ONE = 1.0  # dimension; the standard error of an effective rank on 300 images is 0.2 to 0.7
 FAR = 10.0  # points below the better baseline from which on more of the same is no advice
 INFORMATIVE = 0.1  # without labels, outputs that say at least this share of what they could about an image
 WAITING = 0.2  # the share of its time that a run may wait for images before it gets advice
@@ -181,7 +181,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     if collapsed is STUCK_AT_LN and run.has_few_steps:  # healthy runs pass there, too
         collapsed = None
     if gain is None:
-        unknown = run.finished and not run.config.compute.is_evaluated
+        unknown = run.finished and not run.config.compute.eval_every
         return collapsed or _too_early(run, "learning" if unknown else "too early to tell")
     features, is_measured = _judge_ranks(run), math.isfinite(gain.rise)
     if is_measured and (gain.rose or features.name != "collapsed"):
@@ -189,10 +189,8 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     if collapsed is not STUCK_AT_LN:
         return collapsed or features
     # Features may improve before the loss does; then they go on improving.
-    spread = 0 < (run.before.rankme or 0.0) < HALF * (run.evaluations[-1].rankme or 0.0)
     improves = not is_measured or len(run.evaluations) < ENOUGH or run.rising_since is not None
-    follows = improves if features.name == "learning" else spread and not run.finished
-    return features if follows else collapsed
+    return features if improves and features.name == "learning" else collapsed
 
 
 def _judge_accuracy(run: JudgedRun, gain: Reading) -> Diagnosis:
@@ -236,7 +234,7 @@ def _judge_ranks(run: JudgedRun) -> Diagnosis:
 
 
 def _too_early(run: JudgedRun, name: DiagnosisName = "too early to tell") -> Diagnosis:
-    if not run.config.compute.is_evaluated:
+    if not run.config.compute.eval_every:
         return Diagnosis(name, "Nothing is evaluated (compute.eval_every=null).")
     is_measured = "Too little has been measured to judge by." if run.evaluations else ""
     return Diagnosis(name, is_measured or "There is no evaluation yet.")

@@ -53,9 +53,9 @@ COLUMNS_HELP = (
 TITLES = {"colours": "colours alone", "largest_class": "always the largest class", "chance": "chance"}
 GUESSES = {name: TITLES.get(name, name) for name in (*BASELINES, *TITLES)}
 FEW_CHOICES = 3  # each gets a line at the start
-# Images that a run must see to catch up with far better baselines, with `loss.gradient_weight` and without.
+# Images that a run must see to catch up with far better baselines, with `loss.edge_weight` and without.
 # On photos of hands 70,000 were too few and 150,000 enough with it, 60,000 and 800,000 without.
-CATCHES_UP, CATCHES_UP_WITHOUT_GRADIENTS = 100_000, 500_000
+CATCHES_UP, CATCHES_UP_WITHOUT_EDGES = 100_000, 500_000
 SAMPLE = 1000  # images that are looked at for some without a label
 
 
@@ -259,7 +259,7 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]
         f"without a network: {guesses}"
     )
     name, percent = better_baseline(baseline) or ("", 0.0)
-    needed = CATCHES_UP if config.loss.gradient_weight else CATCHES_UP_WITHOUT_GRADIENTS
+    needed = CATCHES_UP if config.loss.edge_weight else CATCHES_UP_WITHOUT_EDGES
     if percent - baseline.knn >= FAR and images < needed:
         yield (
             f"{name} are {percent - baseline.knn:.0f} points better than the untrained network, which may "

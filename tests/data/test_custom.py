@@ -13,7 +13,8 @@ from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone, cached_features
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone
 from tests.support.images import write_synthetic

@@ -12,9 +12,9 @@ from dino_vit import VisionTransformer, save_backbone
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.open import open_source
 from dino_vit.eval.compare import compare_pairs, standings, untrained_like, verdict
-from dino_vit.eval.features import frozen_backbone
 from dino_vit.eval.online import rankme
 from dino_vit.eval.statistics import measured_share
+from dino_vit.features.frozen import frozen_backbone
 from tests.support.runs import arguments, command_here
 
 pytestmark = pytest.mark.usefixtures("few_penalties")

@@ -16,9 +16,9 @@ from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone, build_baseline
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
+from dino_vit.features.frozen import FrozenBackbone, build_baseline
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted

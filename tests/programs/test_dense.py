@@ -12,7 +12,7 @@ from torch import nn
 
 from dino_vit import VisionTransformer, load_backbone
 from dino_vit.data.open import open_source
-from dino_vit.eval.features import FrozenBackbone
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 from eval.dense import (

@@ -9,8 +9,8 @@ from PIL import Image
 
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.open import open_source
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.sets import open_sets, open_subset
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
 from supervised import SupervisedLoader

@@ -43,7 +43,7 @@ def sources(server, tmp_path):
     root = server.url.replace("://", f"://{USER}")
     names = sorted(path.relative_to(server.folder) for path in server.folder.rglob("photos/*/*.png"))
     rows = [(f"{root}/{name}{QUERY}", name.parts[1]) for name in names]
-    rows += [(f"{root.replace('http', 'HTTP')}/{names[0]}{QUERY}&id={n}", "dogs") for n in range(3)]
+    rows += [(f"{root.replace('http', 'HTTP')}/{names[n]}{QUERY}&id={n}", "dogs") for n in range(3)]
     lost = [(f"{root}/none.png{QUERY}", ""), (f"hTTps://{USER}host/a b.png{QUERY}", "")]
     with (tmp_path / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "label"), *rows, *lost])
@@ -93,6 +93,7 @@ def test_no_command_writes_or_prints_the_secrets_of_a_list(sources, weights, tmp
     commands = (
         ["inspect-data", source, f"sheet={out}/views.png", "count=3"],
         ["embed", source, *given, f"output={out}/e.parquet"],
+        ["label", source, *given, f"output={out}/label.html"],
         ["knn", source, *given, f"output={out}/knn.json"],
         ["linear", source, *given, f"output={out}/linear.json"],
         ["attention", source, f"weights={weights}", f"output={out}/maps", "count=2"],

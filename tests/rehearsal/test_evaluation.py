@@ -9,10 +9,10 @@ from dino_vit.core.device import to_device
 from dino_vit.core.process import in_batches
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.linear import count_correct, top_classes
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform

@@ -33,7 +33,7 @@ def test_the_page_lists_the_results_of_a_run(folder):
     for command in ("knn", "linear"):
         details = {"settings": {"source": HOSTILE, "k": [3]}}
         evaluation(command, folder / "eval" / f"{command}.json", "top-1", accuracy(1, 4), details)
-    name = f"top-1 by dino-vit knn (4.56 to 69.94), on {HOSTILE}"
+    name = f"top-1 on {HOSTILE} (4.56 to 69.94), by dino-vit knn"
     assert figures(read_run(folder))[name] == "25.0 %", "among the large figures"
     page = render(read_run(folder), Pictures())
     assert HOSTILE not in page
@@ -177,7 +177,7 @@ def by_title(record):
 def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_path):
     last = replace(HEALTHY, step=100, knn=40.0, rankme=55.0)
     baseline = {"knn": 20.0, "pixels": 10.0, "rankme": 12.0, "queries": 500}
-    history = [(replace(HEALTHY, step=50), "too early"), (last, "learning")]
+    history = [(replace(HEALTHY, step=50), "too early to tell"), (last, "learning")]
     record = record_of(tmp_path, history, baseline)
     drawn = by_title(record)
     assert drawn["k-NN accuracy"]["series"] == {"CLS token": [(0, 20.0), (100, 40.0)]}

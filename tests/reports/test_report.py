@@ -12,13 +12,13 @@ from dino_vit.cli import main
 from dino_vit.commands import report
 from dino_vit.commands.report import draw
 from dino_vit.config.commands import BackboneConfig, ReportConfig
+from dino_vit.data.image_set import random_indices
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import frozen_backbone
-from dino_vit.eval.online import random_indices
+from dino_vit.features.frozen import frozen_backbone
 from dino_vit.reports.record import read_run
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_views

@@ -236,9 +236,9 @@ FLAT_LOSS = {"loss": FLAT + 0.01}
         ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, None),
         ({**FLAT_OUTPUTS, "entropy_gap": 0.02, "loss": FLAT - 0.03}, None),  # hardly, but on its way
         ({**ALIKE, "rows": 8}, None),  # too few to tell
-        ({"patch_entropy_gap": 0.001, "patch_rows": 900}, collapses.PATCHES_ALIKE),
-        ({"patch_entropy_gap": 0.001, "patch_rows": 1}, None),  # too few to tell
-        ({"patch_entropy_gap": 0.5, "patch_rows": 900}, None),
+        ({"terms": {"patch_entropy_gap": 0.001, "patch_rows": 900}}, collapses.PATCHES_ALIKE),
+        ({"terms": {"patch_entropy_gap": 0.001, "patch_rows": 1}}, None),  # too few to tell
+        ({"terms": {"patch_entropy_gap": 0.5, "patch_rows": 900}}, None),
     ],
 )
 def test_several_records_in_a_row_make_a_collapse(changes, diagnosis):

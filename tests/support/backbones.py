@@ -4,7 +4,7 @@ import torch
 
 from dino_vit import VisionTransformer
 from dino_vit.eval import cross_validation, linear
-from dino_vit.eval.features import FrozenBackbone
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import CLS
 from dino_vit.views.eval_transform import eval_transform_of
 

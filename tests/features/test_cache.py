@@ -18,7 +18,8 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.open import open_source
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone, cached_features
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import extracted

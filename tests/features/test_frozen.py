@@ -9,7 +9,7 @@ from dino_vit.config.commands import KnnConfig
 from dino_vit.data.open import open_source
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.features import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec, eval_mode
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform

@@ -1,0 +1,1 @@
+"""Features of images by frozen backbones, which training, reports and evaluations rest on."""
