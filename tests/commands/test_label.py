@@ -67,6 +67,17 @@ def test_fewer_images_are_shown_if_asked_for_and_the_random_ones_are_a_fifth(lab
     assert label(images=30)["sample"] == [0, 1, 2, 3, 4, 5], "drawn first, whatever is typical"
 
 
+def test_of_a_large_source_some_are_looked_at_the_labelled_ones_too(label, colours, tmp_path, monkeypatch):
+    monkeypatch.setattr("dino_vit.commands.label.MOST", 24)
+    labelled = list(colours[1].items())[5:10]
+    write_rows(tmp_path / "few.csv", [("name", "label"), *labelled])
+    data = label(labels="few.csv")
+    assert len(data["names"]) == data["looked_at"] == 24
+    assert data["total"] == len(NAMES)
+    assert {name for name, _ in labelled} < {*data["names"]}
+    assert label()["names"] != label(seed=1)["names"]
+
+
 def test_labels_so_far_keep_their_origins_and_cover_their_clusters(label, tmp_path):
     rows = [("name", "label", "origin"), ("plain.png", "red", "group:4"), ("gone.png", "blue", "random")]
     write_rows(tmp_path / "few-2.csv", [*rows, ("IMG_0001.png", " Red ", "")])

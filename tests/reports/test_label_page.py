@@ -153,6 +153,19 @@ def test_ticked_neighbours_get_the_same_label_and_are_a_group(page):
     assert len(table) == 4
 
 
+def test_an_image_met_elsewhere_is_random_only_once_all_before_it_are_labelled(page):
+    page.open()
+    origins = "data.sample.map((n) => page.answers.answers[n]?.origin)"
+    for place, expected in (
+        (2, [None, None, "chosen"]),
+        (0, ["random", None, "chosen"]),
+        (1, ["random"] * 3),
+    ):
+        page.browser.execute_script(f"page.answers.act('label', [data.sample[{place}]], 'red')")
+        assert page.ask(origins)[:3] == expected
+    assert page.ask("data.sample.some((n) => page.answers.isOpen(n))") is False
+
+
 def test_a_row_that_is_named_is_looked_through(page):
     page.open()
     field = page.browser.find_element(By.CSS_SELECTOR, ".row input")
@@ -192,13 +205,18 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     assert page.ask("page.answers.toCheck().map(([label]) => label)") == ["red"]
     page.show("Check by chance")
     keys = page.ask("Object.fromEntries(page.answers.keys())")
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
+    assert page.ask("page.view.place") == 0, "none of the random ones is skipped"
     sample = page.label(page.ask("data.sample.length"), keys)
     assert len(sample) == 10
     right = sum(name not in wrong or page.colours[name] == "blue" for name in sample)
     low, high = (round(100 * bound) for bound in wilson_interval(right / 10, 10))
     sentence = f"{right} of 10 random images are labelled right ({low} to {high} %)"
     assert text_of(page.browser, ".learned") == sentence
+    name = page.ask("data.names[page.answers.toCheck()[0][1][0]]")
+    page.browser.execute_script("page.answers.act('label', [page.answers.toCheck()[0][1][0]], 'RED')")
     table = page.save("few-5.csv")
+    assert table[name] == ("red", "checked"), "the same as its guess"
     assert {name: label for name, (label, _) in table.items()}.items() <= page.colours.items()
     origins = {name: origin for name, (_, origin) in table.items()}
     assert {origins[name] for name, _ in given} == {"group:7"}

@@ -3,77 +3,6 @@
 const GRID = 48, BESIDE = 12, NEAREST = 4, STRIP = 8; // images: of a grid, beside one, with labels, of a row
 const JUDGES = 50; // random images that predict needs to say how good its labels are
 
-function button(parent, text, act, attributes = {}) {
-  const made = element(parent, "button", { type: "button", ...attributes }, text);
-  made.addEventListener("click", act);
-  return made;
-}
-
-// A button with the key that does the same.
-function tool(parent, key, text, act) {
-  const made = button(parent, "", act);
-  if (key) element(made, "kbd", {}, key);
-  made.append(text);
-}
-
-function photo(parent, n) {
-  return element(parent, "img", { src: data.photos[n], alt: data.names[n], title: data.names[n] });
-}
-
-// The labels in use, as buttons, and a field for a new one.
-class Chooser {
-  constructor(parent, answers, choose) {
-    [this.answers, this.choose] = [answers, choose];
-    this.field = element(parent, "input", { type: "text", placeholder: "A new label, or the beginning of one", "aria-label": "Label", autocomplete: "off", enterkeyhint: "done", spellcheck: "false" });
-    this.labels = element(parent, "div", { class: "labels", role: "group", "aria-label": "Labels" });
-    this.field.addEventListener("input", () => this.draw());
-    this.field.addEventListener("keydown", (event) => {
-      if (event.isComposing) return;
-      if (event.key === "Enter" && this.field.value.trim()) this.take(this.field.value, event);
-      else if (event.key === "Tab" && this.completion && !event.shiftKey) {
-        this.field.value = this.completion;
-        this.draw();
-        event.preventDefault();
-      } else if (event.key === "Escape") {
-        this.field.value = "";
-        this.draw();
-        this.field.blur();
-      }
-    });
-    this.draw();
-  }
-
-  take(label, event) {
-    event?.preventDefault();
-    event?.stopPropagation();
-    this.field.value = "";
-    this.choose(label);
-  }
-
-  draw() {
-    const typed = same(this.field.value), keys = this.answers.keys(), known = [...keys.keys(), ...[...this.answers.spellings.values()].filter((label) => !keys.has(label)).sort()];
-    const fits = known.filter((label) => same(label).includes(typed));
-    const starts = fits.filter((label) => same(label).startsWith(typed) && same(label) !== typed);
-    this.completion = typed && !this.answers.spellings.has(typed) ? starts[0] : undefined;
-    this.labels.replaceChildren();
-    for (const label of fits) {
-      tool(this.labels, label === this.completion ? "Tab" : !typed && keys.get(label), label, () => this.take(label));
-    }
-    if (typed && !fits.some((label) => same(label) === typed)) {
-      tool(this.labels, "Enter", `new: ${this.field.value.trim()}`, () => this.take(this.field.value));
-    }
-  }
-
-  // A digit is its label; a letter begins to write one.
-  key(event) {
-    const label = [...this.answers.keys()].find(([, key]) => key === event.key)?.[0];
-    if (label !== undefined) this.take(label, event);
-    else if (/^[\p{L}\p{N}]$/u.test(event.key)) this.field.focus();
-    else return false;
-    return true;
-  }
-}
-
 // One image at a time, of a queue. A blind one shows nothing that would suggest a label.
 class One {
   constructor(page, queue, { blind = false, title } = {}) {
@@ -98,8 +27,10 @@ class One {
     this.page.draw();
   }
 
+  // In a blind queue nothing is left out: the others would no longer be random.
   move(by) {
-    this.place = (this.place + by + this.queue.length) % this.queue.length;
+    if (by > 0 && this.blind && !this.answers.answers[this.image]) return;
+    this.place = Math.min(Math.max(0, this.place + by), this.queue.length - 1);
     this.page.draw();
   }
 
@@ -109,7 +40,7 @@ class One {
     const n = this.image, answer = this.answers.answers[n], guess = this.blind ? null : this.answers.guess(n);
     const left = this.queue.filter((each) => !this.answers.answers[each]).length;
     element(parent, "p", { class: "lead" }, `${this.title} ${left ? `${left.toLocaleString("en")} to go.` : "All are done."}`);
-    if (this.blind) this.page.drawCheck(parent);
+    if (this.blind) this.drawCheck(parent, left);
     const columns = element(parent, "div", { class: "one" }), subject = element(columns, "figure", { class: "subject" });
     photo(subject, n);
     element(subject, "figcaption", {}, data.names[n]);
@@ -125,8 +56,18 @@ class One {
     tool(tools, "-", "None of these", () => this.decide(NONE));
     tool(tools, "⌫", "Undo", () => this.page.undo());
     tool(tools, "←", "Back", () => this.move(-1));
-    tool(tools, "→", "Skip", () => this.move(1));
+    if (answer || !this.blind) tool(tools, "→", answer ? "Next" : "Skip", () => this.move(1));
     if (!this.blind) this.drawNear(side, n);
+  }
+
+  // Not from the start: it would tell whether the image before was guessed rightly.
+  drawCheck(parent, left) {
+    const { all: [right, count], classes } = this.answers.checked();
+    if (!count || (left && count < JUDGES)) return;
+    const [low, high] = wilson(right, count);
+    element(parent, "p", { class: "learned" }, `${right} of ${times(count, "random image")} ${count === 1 ? "is" : "are"} labelled right (${low} to ${high} %)`);
+    const parts = classes.map(([label, [its, of]]) => `${label}: ${its} of ${of}`);
+    if (parts.length) element(parent, "p", { class: "caption" }, parts.join(" · "));
   }
 
   drawNear(parent, n) {
@@ -307,7 +248,7 @@ class Page {
     };
     const nav = document.querySelector("nav");
     for (const name of Object.keys(this.views)) button(nav, name, () => this.show(name));
-    this.saver = document.querySelector(".save");
+    [this.saver, this.note] = [document.querySelector(".save"), document.querySelector(".saved")];
     this.saver.addEventListener("click", () => this.save());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("beforeunload", (event) => this.answers.changed && event.preventDefault());
@@ -340,17 +281,8 @@ class Page {
     for (const tab of document.querySelector("nav").children) tab.setAttribute("aria-pressed", tab.textContent === this.name);
     this.saver.textContent = `Save ${this.file(this.answers.saves)}`;
     this.saver.classList.toggle("changed", this.answers.changed);
-    document.querySelector(".saved").hidden = this.answers.changed || !this.answers.saves;
+    this.note.hidden = this.answers.changed || !this.note.textContent;
     this.view.draw(parent);
-  }
-
-  drawCheck(parent) {
-    const { all: [right, count], classes } = this.answers.checked();
-    if (!count) return;
-    const [low, high] = wilson(right, count);
-    element(parent, "p", { class: "learned" }, `${right} of ${times(count, "random image")} ${count === 1 ? "is" : "are"} labelled right (${low} to ${high} %)`);
-    const parts = classes.map(([label, [its, of]]) => `${label}: ${its} of ${of}`);
-    if (parts.length) element(parent, "p", { class: "caption" }, parts.join(" · "));
   }
 
   undo() {
@@ -386,7 +318,7 @@ class Page {
     link.remove();
     this.answers.saves += 1;
     this.answers.keep(false);
-    const note = document.querySelector(".saved");
+    const { note } = this;
     note.textContent = `${name} is in your downloads. `;
     if (data.command) {
       note.append("Move it to where you work, then: ");
