@@ -17,10 +17,11 @@ from dino_vit.config.commands import LabelConfig
 from dino_vit.config.objects import is_object
 from dino_vit.config.outputs import check_outputs
 from dino_vit.core.distributed import is_main_process
+from dino_vit.core.process import in_threads
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, progress, public
 from dino_vit.data.image_set import ImageSet, random_indices
-from dino_vit.data.images.decode import read_image
+from dino_vit.data.images.decode import decode_item, read_item
 from dino_vit.data.label_files import join_labels, read_column, read_table
 from dino_vit.data.labels import NO_LABEL, NO_LABELS
 from dino_vit.data.open import open_source
@@ -192,12 +193,18 @@ def describe(
 
 
 def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]) -> list[str]:
-    photos = list[str]()
+    """Return the photos of images as `data:` addresses, of about as many pixels each."""
+    pixels, area = frozen.transform.pixels, PHOTO_PIXELS // len(indices)
+
+    def reduction(height: int, width: int) -> int:
+        return next(factor for factor in (8, 4, 2, 1) if factor == 1 or height * width >= area * factor**2)
+
+    def draw(index: int) -> str:
+        item = read_item(source, index, pixels.max_pixels)
+        picture = as_picture(decode_item(item, source.name(index), pixels, reduction))
+        shorter, longer = sorted(picture.shape[1:])
+        side = min(PHOTO_SIDE, math.isqrt(area * longer // shorter))
+        return data_uri(resize_sides(picture, None, side), quality=60)
+
     with progress("Drawing images", len(indices)) as advance:
-        for index in indices:
-            picture = as_picture(read_image(source, index, frozen.transform.pixels))
-            shorter, longer = sorted(picture.shape[1:])
-            side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS * longer // (shorter * len(indices))))
-            photos.append(data_uri(resize_sides(picture, None, side), quality=60))
-            advance(1)
-    return photos
+        return in_threads(draw, indices, lambda _: advance(1), frozen.threads or 1)
