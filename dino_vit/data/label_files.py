@@ -260,12 +260,13 @@ def read_column(path: str, title: str) -> dict[str, str]:
 
         columns = parquet.read_table(BufferReader(data)).to_pydict()
         if title in columns:
-            cells = list(zip(columns["name"], map(str, columns[title]), strict=True))
+            texts = ("" if value is None else str(value) for value in columns[title])
+            cells = list(zip(columns["name"], texts, strict=True))
     elif suffix_of(path) in _DELIMITERS:
         rows = _rows(public(path), data.decode("utf-8-sig", errors="surrogateescape"))
         name, column = (_find_column(_header(rows), titles) for titles in (PATH_COLUMNS, [title]))
         if name is not None and column is not None:
-            cells = [(row[name], row[column]) for row in rows[1:]]
+            cells = [(row[name], row[column]) for row in rows[1:] if column < len(row)]
     return {printable(name): cell.strip() for name, cell in cells}
 
 

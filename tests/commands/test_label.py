@@ -3,7 +3,9 @@
 import csv
 import json
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 import dino_vit
 from dino_vit.cli import main
@@ -80,7 +82,7 @@ def test_of_a_large_source_some_are_looked_at_the_labelled_ones_too(label, colou
 
 def test_labels_so_far_keep_their_origins_and_cover_their_clusters(label, tmp_path):
     rows = [("name", "label", "origin"), ("plain.png", "red", "group:4"), ("gone.png", "blue", "random")]
-    write_rows(tmp_path / "few-2.csv", [*rows, ("IMG_0001.png", " Red ", "")])
+    write_rows(tmp_path / "few-2.csv", [*rows, ("IMG_0001.png", " Red ")])  # without its last cell
     data = label(labels="few-2.csv")
     given = dict(zip(data["names"], data["given"], strict=True))
     assert given["plain.png"] == ["red", "group:4"]
@@ -112,10 +114,14 @@ def test_guesses_are_those_of_predict_the_least_sure_first(label, colours, tmp_p
     assert {predicted.names[row] for row in least} <= {*few}, "a quarter of twelve"
 
 
-def test_a_table_with_given_and_guessed_labels_is_both(label, tmp_path):
-    rows = [("name", "label", "origin", "confidence"), ("plain.png", "red", "chosen", 1)]
-    write_rows(tmp_path / "whole.csv", [*rows, ("IMG_0001.png", "blue", "guessed", 0.7)])
-    data = label(guesses="whole.csv")
+@pytest.mark.parametrize("name", ["whole.csv", "whole.parquet"])
+def test_a_table_with_given_and_guessed_labels_is_both(label, tmp_path, name):
+    rows = [("plain.png", "red", "chosen", None), ("IMG_0001.png", "blue", "guessed", 0.7)]
+    titles = "name", "label", "origin", "confidence"
+    write_rows(tmp_path / "whole.csv", [titles, *rows])
+    columns = dict(zip(titles, map(list, zip(*rows, strict=True)), strict=True))
+    parquet.write_table(pa.table(columns), tmp_path / "whole.parquet")
+    data = label(guesses=name)
     by_name = dict(zip(data["names"], zip(data["given"], data["guesses"], strict=True), strict=True))
     assert by_name["plain.png"] == (["red", "chosen"], None)
     assert by_name["IMG_0001.png"] == (None, ["blue", 0.7])
