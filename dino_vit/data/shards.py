@@ -271,9 +271,8 @@ class Prefetch:
         uses = self.next_uses(self.position)
         near = np.flatnonzero(uses < self.ahead)
         near = near[np.argsort(uses[near], kind="stable")].tolist()
-        near = near[
-            : np.searchsorted(np.cumsum(shards.sizes[near]), self.limit or shards.limit, side="right")
-        ]
+        fitting = np.searchsorted(np.cumsum(shards.sizes[near]), self.limit or shards.limit, side="right")
+        near = near[:fitting]
         for shard in near:
             if shards.has_copy(shard):
                 continue
