@@ -504,7 +504,7 @@ def knn(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -555,7 +555,7 @@ def linear(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -606,7 +606,7 @@ def predict(
     The settings and their defaults:
 
       source=...                          images to label: those without a label, or all if train is given
-      weights=...                         run folder, weights file, gradients, or a file that classifier= wrote
+      weights=...                         run folder, weights file, edges, or a file that classifier= wrote
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -656,7 +656,7 @@ def label(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -704,7 +704,7 @@ def compare(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folders, weights files, gradients, pixels, untrained (the network of the first)
+      weights=...                         run folders, weights files, edges, pixels, untrained (the network of the first)
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -785,7 +785,7 @@ def embed(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]

@@ -48,7 +48,7 @@ class BackboneConfig(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("source", "weights")
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
-    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients")
+    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     resize_mode: ResizeMode | None = setting(
@@ -118,7 +118,7 @@ class PredictConfig(CachedConfig):
     )
     writes: ClassVar = "predictions.csv"
     source: str = Field(description="images to label: those without a label, or all if train is given")
-    weights: str = Field(description="run folder, weights file, gradients, or a file that classifier= wrote")
+    weights: str = Field(description="run folder, weights file, edges, or a file that classifier= wrote")
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV, JSON or Parquet with the labels, or none; null: the images' own")
     several: bool = SEVERAL
@@ -157,11 +157,11 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 
     examples: ClassVar = (
         "compare photos runs/a runs/b",
-        "compare photos runs/a gradients pixels untrained output=baselines.json",
+        "compare photos runs/a edges pixels untrained output=baselines.json",
     )
     # Several, where the other commands take one.
     weights: NonEmpty[str] = Field(  # type: ignore[assignment]
-        description="run folders, weights files, gradients, pixels, untrained (the network of the first)"
+        description="run folders, weights files, edges, pixels, untrained (the network of the first)"
     )
     output: JsonFile | None = setting(None, f"JSON file; null: comparison.json, {IN_PYTHON}")
     writes: ClassVar = "comparison.json"
@@ -172,7 +172,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
         if len(set(self.weights)) < len(self.weights):
             yield "weights are given twice; give each once"
         if len(self.weights) < 2:
-            yield f"give two weights or more, such as {self.weights[0]} gradients pixels untrained"
+            yield f"give two weights or more, such as {self.weights[0]} edges pixels untrained"
         if UNTRAINED in self.weights and not self.trained:
             yield "untrained has the network of other weights: give these too"
 

@@ -30,7 +30,6 @@ from dino_vit.models.backbone import CLS, FeatureSpec
 Rows = NDArray[np.int64]
 
 VAL_SHARE = 5  # one in so many images is for validation where no training set is given
-_HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
 
 
@@ -188,8 +187,11 @@ def _with_same_names(train: LabelledSubset, val: LabelledSubset) -> Sets:
     return train.with_columns(names), val.with_columns(names)
 
 
-def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE) -> Sets:
-    """Open the images to learn from and those to judge by; all processes must see the same."""
+def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE, source: ImageSet | None = None) -> Sets:
+    """Open the images to learn from and those to judge by, but for a source that is open already.
+
+    All processes must see the same.
+    """
 
     def describe(sets: Sets) -> str:
         counts = (
@@ -200,12 +202,12 @@ def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE) -> Sets:
             f"{images} of {classes} ({fingerprint})" for images, classes, fingerprint in counts
         )
 
-    return agree("labelled images", lambda: _open_sets(config, blocks), describe)
+    return agree("labelled images", lambda: _open_sets(config, blocks, source), describe)
 
 
-def _open_sets(config: LabelledConfig, blocks: int | None) -> Sets:
+def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | None) -> Sets:
     several = config.several and (config.train is None or has_cells(config.source, config.labels))
-    source, train = open_source(config.source, config.labels, several=several), None
+    source, train = source or open_source(config.source, config.labels, several=several), None
     if config.train is not None:
         several = config.several and has_cells(config.train, config.train_labels)
         train_source = open_source(config.train, config.train_labels, several=several, setting="train_labels")
@@ -341,12 +343,3 @@ def features_of_sets(
     if not (len(train) and len(val)):
         raise ValueError(f"none of the {len(second if len(train) else first):,} images of a set can be read")
     return train, val
-
-
-def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Split off a tenth in blocks for model selection; return the rest and the held-out part."""
-    if len(train) == 1:
-        raise ValueError("there is one image to train on, and none to choose the best head by: give more")
-    series = train.targets.tolist() if train.task == "multiclass" else [0] * len(train)
-    chosen = choose_folds(series, _HELD_OUT_SHARE, seed) == 0
-    return train[np.flatnonzero(~chosen)], train[np.flatnonzero(chosen)]

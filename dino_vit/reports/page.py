@@ -156,7 +156,8 @@ def charts(record: RecordedRun) -> list[dict[str, Any]]:
 def curve(record: RecordedRun, field: str) -> list[tuple[int, float]]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
     values = [(metrics.step, getattr(metrics, field, metrics.terms.get(field))) for metrics in record.history]
-    values = [(0, getattr(record.baseline, field, None)), *values]
+    if record.history and hasattr(record.history[0], field):  # a term of the loss may be named as a baseline
+        values = [(0, getattr(record.baseline, field, None)), *values]
     return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
 
 

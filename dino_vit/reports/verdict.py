@@ -100,7 +100,7 @@ class JudgedRun:
 
     @property
     def below(self) -> float:
-        """Points of the accuracy below the better of pixels and gradients; 0 where that may be chance."""
+        """Points of the accuracy below the better of pixels and edges; 0 where that may be chance."""
         better = better_baseline(self.before)
         reading = self.beside(Baseline(knn=better[1])) if better else None
         return -reading.rise if reading and reading.fell() else 0.0

@@ -32,9 +32,9 @@ from dino_vit.core.storage import (
 )
 from dino_vit.core.text import brief, did_you_mean, plural, public_values
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.baselines import BaselineConfig
 from dino_vit.models.timm_backbone import TimmConfig
 from dino_vit.models.vit import ViTConfig
+from dino_vit.weights.baselines import BaselineConfig
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 from dino_vit.weights.metadata import Edges, Facts, HubFacts, PretrainedCfg, WeightsError, check, parse
 

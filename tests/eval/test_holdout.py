@@ -10,7 +10,8 @@ import torch
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.settings import Task
 from dino_vit.eval.holdout import STRETCHES, choose_folds, find_runs, numbers_of, series_of
-from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
+from dino_vit.eval.linear import hold_out
+from dino_vit.eval.sets import LabelledFeatures, open_sets
 
 
 def series(names):

@@ -128,7 +128,7 @@ def test_splits_are_not_classes(tmp_path):
     assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}
     labels = torch.tensor([source.label(index) for index in evaluation.indices])
     voting = torch.tensor([index in bank for index in evaluation.indices])
-    for name, percent in (("pixels", guesses.pixels), ("gradients", guesses.gradients)):
+    for name, percent in (("pixels", guesses.pixels), ("edges", guesses.edges)):
         model = build_baseline(name, source)
         frozen = FrozenBackbone(model=model, transform=model.transform)
         features = frozen.extract(source, evaluation.indices).values

@@ -68,7 +68,7 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     assert f"\nAbout {percent:.0f} of 100 labels will be right, if these images are like" in said
     assert f"\nCross-validated accuracy {percent:.1f} % (95 % interval" in said
     assert re.search(
-        r"; k-NN [\d.]+ %, of pixels [\d.]+ %, of gradients [\d.]+ %, always guessing \w+ 25.0 %\n", said
+        r"; k-NN [\d.]+ %, of pixels [\d.]+ %, of edges [\d.]+ %, always guessing \w+ 25.0 %\n", said
     )
     sure = sum(float(row["confidence"]) >= 0.8 for row in rows)
     assert f"{output}: {len(rows)} images labelled: mean confidence " in said

@@ -134,8 +134,8 @@ def test_what_may_be_chance_on_its_images_is_neither_a_rise_nor_a_fall():
         assert (said.diagnosis, said.sentence) == (diagnosis, sentence)
     learned = {"knn": [20.0, 30.0, 40.0], "before": {"knn": 20.0, "pixels": 45.0}}
     assert evaluated(**learned).sentence == "It has learned.", "5 points below pixels may be chance"
-    learned["before"]["gradients"] = 58.0
-    below = "It has learned, but gradients without a network are better."
+    learned["before"]["edges"] = 58.0
+    below = "It has learned, but edges without a network are better."
     assert evaluated(**learned).sentence == below
     worse = evaluated(knn=[33.0, 28.0, 20.0])
     assert (worse.diagnosis, worse.sentence) == (STUCK, "It is worse than before training.")

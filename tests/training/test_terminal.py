@@ -233,13 +233,13 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
     [
         (20, 200, "run", "knn {}` classifies"),
         (16, 200, "run", "predict {} output=rest.csv` labels the other"),
-        (16, -200, "(pixels|gradients)", "predict {} output=rest.csv` labels the other"),
+        (16, -200, "(pixels|edges)", "predict {} output=rest.csv` labels the other"),
     ],
 )
 def test_the_next_command_has_the_labels_of_the_run(
     labelled, far, network, advised, tmp_path, capsys, caplog, monkeypatch
 ):
-    """Where pixels or gradients are far better than the network, they take its place."""
+    """Where pixels or edges are far better than the network, they take its place."""
     monkeypatch.setattr(reporter, "FAR", far)
     caplog.set_level("INFO", "dino_vit")
     for number in range(20):
@@ -272,5 +272,5 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     (rank,) = describe_baseline(run, Baseline(rankme=9.0))
     assert rank == "before the first step the network tells images apart in about 9 ways (effective rank)"
     learned = opened(tmp_path / "learned", {"budget.steps": 20_000, "loss.edge_weight": 2})
-    assert len([*describe_baseline(learned, baseline)]) == 1, "patches learn gradients sooner"
+    assert len([*describe_baseline(learned, baseline)]) == 1, "patches learn edges sooner"
     assert len([*describe_baseline(opened(tmp_path / "not", {"budget.steps": 20_000}), baseline)]) == 2
