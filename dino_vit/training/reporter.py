@@ -207,9 +207,9 @@ class Reporter:
         images = f"{shlex.quote(public(data.sources[0]))} {shlex.quote(str(weights))}"
         if not self.state.evaluations.online.has_labels:
             return (
-                f"{text}`dino-vit label {images}` writes a page to label some by; `dino-vit predict "
-                f"{images} labels=few.csv` labels the others by these, and says first whether the features "
-                "are better than pixels and edges"
+                f"{text}`dino-vit label {images}` writes a page to label a few by; "
+                f"`dino-vit predict {images} labels=few.csv` labels the others by these, and says first "
+                "whether the features are better than pixels and edges"
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
