@@ -26,6 +26,7 @@ from dino_vit.data.label_files import join_labels, read_column, read_table
 from dino_vit.data.labels import NO_LABEL, NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.neighbours import nearest, unit
+from dino_vit.eval.origins import GUESSED
 from dino_vit.eval.typical import densities, k_means, order_to_label, spread_rows
 from dino_vit.features.cache import cached_features
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
@@ -38,7 +39,6 @@ SAMPLE = 100  # drawn at random for the check, at most
 CLUSTERS, NEIGHBOURS = 40, 40  # rows of the overview, at most, and images that are close to one
 # The longer side of a photo, at most, and the pixels of all: 2,000 photos make a page of less than 12 MB.
 PHOTO_SIDE, PHOTO_PIXELS = 400, 2000 * 18_000
-GUESSED = "guessed"  # the origin of labels that nobody has given
 
 
 class Row(NamedTuple):

@@ -1,7 +1,7 @@
 """Train the classifier of `predict`, and say how good its labels will be."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ from dino_vit.eval.cross_validation import (
     candidates,
     cross_validate,
     of_kind,
-    tested_images,
     train_candidate,
 )
+from dino_vit.eval.origins import Origins, describe_judges, join_groups, may_judge
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.eval.statistics import Figure, trivial_baselines
 from dino_vit.eval.wrong_labels import Doubts, find_wrong_labels
@@ -31,7 +31,6 @@ BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all
 FEW_OF_CLASS = 5  # labelled images of a class that are too few to learn it well
 FEW = 10  # labelled images that are too few to say how good a classifier is
 SURE = 0.8  # confidence
-_ALIKE = "if these images are like the labelled ones"
 
 
 def describe(
@@ -39,6 +38,8 @@ def describe(
     trials: Trials,
     baselines: Mapping[str, Figure],
     temperature: float | None = 1.0,
+    untested: Sequence[str] = (),
+    judges: str = "if these images are like the labelled ones",
 ) -> list[str]:
     """Say how good the labels will be: in plain sentences, then by figures."""
     figure = trials.figure
@@ -53,29 +54,30 @@ def describe(
         guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
         others.append(f"always guessing {brief(guess['name'])} {guess['percent']:.1f} %")
         what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
-        plain = _how_many_are_right(learned, trials, figure, what, guess)
+        plain = _how_many_are_right(learned, figure, tested, guess, judges)
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
         right = 100 * float(trials.right.double().mean())
-        plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
+        plain = f"About {right:.0f} of 100 images will get exactly their labels, {judges}"
     if len(tested) < FEW:
         labelled = plural(len(learned), "labelled image")
         plain = f"{labelled} are too few to say how many labels will be right: label more images"
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     images = f"{plural(len(tested), 'labelled image')} of {what}"
     figures = f"Cross-validated {metric} {interval} on {images}; {', '.join(others)}"
-    return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials), figures]
+    return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials, untested), figures]
 
 
 def _how_many_are_right(
-    learned: LabelledFeatures, trials: Trials, figure: Figure, classes: str, guess: Mapping[str, Any]
+    learned: LabelledFeatures, figure: Figure, tested: Tensor, guess: Mapping[str, Any], judges: str
 ) -> str:
     """Say how many labels will be right, if they are better than a guess."""
     if figure.low <= guess["percent"]:
         name = brief(guess["name"])
         return f"These labels may be no better than always guessing {name}: label more images"
-    among = "" if trials.tested.all() else f" among the {classes} that could be tested"
-    return f"About {figure.value:.0f} of 100 labels will be right{among}, {_ALIKE}"
+    count, total = len(torch.unique(tested)), len(torch.unique(learned.targets))
+    among = f" among the {plural(count, 'class', 'classes')} that could be tested" if count < total else ""
+    return f"About {figure.value:.0f} of 100 labels will be right{among}, {judges}"
 
 
 def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
@@ -91,7 +93,7 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
         yield f"Of labels with a confidence of {100 * SURE:.0f} % or more, {share}"
 
 
-def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
+def _weak_classes(learned: LabelledFeatures, trials: Trials, untested: Sequence[str]) -> Iterator[str]:
     """Name the classes with few labels, those that cannot be tested, and those that are mostly wrong."""
     targets, size, rows = learned.targets, len(learned.classes), trials.tested
     counts = targets.bincount(minlength=size) if targets.ndim == 1 else targets.sum(dim=0).long()
@@ -104,9 +106,9 @@ def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
         scored = [
             each for each in zip(right, tests, learned.classes, strict=True) if named[each[2]] >= FEW_OF_CLASS
         ]
-        # Photos taken one after the other are held out together.
-        groups["whose labels are of photos that follow each other"] = [
-            name for _, total, name in scored if not total
+        # Photos taken one after the other are held out together, as those that were labelled at once.
+        groups["whose photos were taken or labelled together"] = [
+            name for *_, name in scored if name in untested
         ]
         weak = [f"{name}: {n:,} of {total:,} right" for n, total, name in sorted(scored) if 2 * n < total]
         groups["mostly labelled wrongly"] = weak
@@ -119,10 +121,12 @@ def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
         yield f"Label more images: {'; '.join(parts)}"
 
 
-def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
-    """Return the classes with one labelled image or run, which the other folds never have."""
-    untested = learned.targets[~tested_images(learned, folds)]
-    return [learned.classes[target] for target in torch.unique(untested).tolist()]
+def untested_classes(learned: LabelledFeatures, trials: Trials) -> list[str]:
+    """Return the classes that the folds cannot test: of one image, or of images in one fold."""
+    if learned.task == "multilabel":
+        return []
+    tested = torch.unique(trials.targets[trials.tested]).tolist()
+    return [learned.classes[n] for n in torch.unique(learned.targets).tolist() if n not in tested]
 
 
 @dataclass(frozen=True)
@@ -138,24 +142,23 @@ class TrainedClassifier:
 
 
 def train_classifier(
-    frozen: FrozenBackbone, labelled: LabelledSubset, spec: FeatureSpec
+    frozen: FrozenBackbone, labelled: LabelledSubset, spec: FeatureSpec, origins: Origins
 ) -> TrainedClassifier:
-    """Choose and fit a classifier."""
+    """Choose and fit a classifier; `origins` are those of the labels."""
     learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
     task = learned.task
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
-    folds = folds_of(labelled, learned)
-    trials = cross_validate(learned, folds, candidates(folds), "Cross-validation, folds")
+    every = _try(labelled, learned, origins, "Cross-validation, folds")
+    untested, trials = untested_classes(learned, every), _judged(every, labelled, learned, origins)
     baselines, better = dict[str, Figure](), None
     if len(learned) <= BASELINE_IMAGES:
-        baselines, better = _try_baselines(frozen, labelled, trials)
+        baselines, better = _try_baselines(frozen, labelled, origins, trials)
     best = trials.best(trials.tested)
     candidate = trials.tried[best]
     scores, targets = trials.scores[best][trials.tested], trials.targets[trials.tested]
     temperature = float(calibrate(scores, targets, task)) if len(targets) >= FEW else None
-    untested = untested_classes(learned, folds)
-    lines = describe(learned, trials, baselines, temperature)
+    lines = describe(learned, trials, baselines, temperature, untested, describe_judges(origins))
     percents = [round(100 * share, 4) for share in trials.figures(trials.tested)] if trials.figure else []
     details = {
         "labelled": len(learned),
@@ -177,22 +180,28 @@ def train_classifier(
     model: Any = frozen.model
     classifier = ImageClassifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
     classifier = classifier.to(frozen.device).eval()
-    doubts = find_wrong_labels(trials, learned.classes, names)
+    doubts = find_wrong_labels(every, learned.classes, names)
     return TrainedClassifier(classifier, learned, names, details, lines, doubts)
 
 
 def _try_baselines(
-    frozen: FrozenBackbone, labelled: LabelledSubset, trials: Trials
+    frozen: FrozenBackbone, labelled: LabelledSubset, origins: Origins, trials: Trials
 ) -> tuple[dict[str, Figure], str | None]:
     """Cross-validate k-NN on the baselines that are not the backbone itself, and name one that does better.
 
     All classifiers take long on them, so they are tried on one whose k-NN is as good as that of the backbone.
     """
     figures, sets = dict[str, Figure](), dict[str, LabelledFeatures]()
+
+    def figure_of(name: str, *, neighbours_only: bool) -> Figure | None:
+        title = f"{name.capitalize()}, folds"
+        every = _try(labelled, sets[name], origins, title, neighbours_only=neighbours_only)
+        return _judged(every, labelled, sets[name], origins).figure
+
     for name in BASELINES:
         if name != frozen.model.architecture.get("name"):
             sets[name] = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
-            if figure := _try(labelled, sets[name], name, neighbours_only=True):
+            if figure := figure_of(name, neighbours_only=True):
                 figures[name] = figure
     alone = of_kind(trials, neighbours=True).figure
     if not figures or trials.figure is None or alone is None:
@@ -200,19 +209,27 @@ def _try_baselines(
     better = max(figures, key=lambda each: figures[each].value)
     if figures[better].value < alone.value:
         return figures, None
-    rival = _try(labelled, sets[better], better)
+    rival = figure_of(better, neighbours_only=False)
     return figures, better if rival and rival.value >= trials.figure.value else None
 
 
 def _try(
-    labelled: LabelledSubset, features: LabelledFeatures, name: str, *, neighbours_only: bool = False
-) -> Figure | None:
-    folds = folds_of(labelled, features)
-    tried = candidates(folds, neighbours_only=neighbours_only)
-    return cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
+    labelled: LabelledSubset,
+    features: LabelledFeatures,
+    origins: Origins,
+    title: str,
+    *,
+    neighbours_only: bool = False,
+) -> Trials:
+    """Cross-validate on the images that could be read; those that were labelled at once stay in one fold."""
+    readable = np.isin(labelled.indices, features.indices)
+    folds = labelled.part(readable, labelled.name).folds(FOLDS, seed=0, whole_runs=True)
+    joined = torch.from_numpy(join_groups(folds, origins[readable])).to(features.features.device)
+    return cross_validate(features, joined, candidates(joined, neighbours_only=neighbours_only), title)
 
 
-def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:
-    """Return the folds of those images of a subset that could be read."""
-    readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
-    return torch.from_numpy(readable.folds(FOLDS, seed=0, whole_runs=True)).to(images.features.device)
+def _judged(trials: Trials, labelled: LabelledSubset, features: LabelledFeatures, origins: Origins) -> Trials:
+    """Return the trials as judged by the images that may judge."""
+    readable = np.isin(labelled.indices, features.indices)
+    judges = torch.from_numpy(may_judge(origins[readable])[trials.rows]).to(trials.tested.device)
+    return replace(trials, tested=trials.tested & judges)

@@ -31,6 +31,7 @@ from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import SURE, TrainedClassifier, train_classifier
 from dino_vit.eval.neighbours import nearest
+from dino_vit.eval.origins import read_origins
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
     LabelledSubset,
@@ -97,7 +98,8 @@ def run(config: PredictConfig) -> LabelPredictions:
         fitted = _read(config, frozen)
     else:
         tokens = config.tokens or ("cls+mean" if frozen.model.has_patches else "cls")
-        fitted = train_classifier(frozen, learned, FeatureSpec(tokens=tokens, blocks=config.blocks))
+        origins = read_origins(config.labels, learned)
+        fitted = train_classifier(frozen, learned, FeatureSpec(tokens=tokens, blocks=config.blocks), origins)
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
     names = [names[row] for row in np.searchsorted(images.indices, features.indices).tolist()]

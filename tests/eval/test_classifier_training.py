@@ -110,5 +110,5 @@ def test_a_class_of_one_burst_is_named(photos, weights):
     others = (row for row in rows if row.partition(",")[0] not in names)
     (photos / "more.csv").write_text("\n".join([*others, *burst]))
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "more.csv", **SETTINGS)
-    assert "of 1 class whose labels are of photos that follow each other (burst)" in str(found)
+    assert "of 1 class whose photos were taken or labelled together (burst)" in str(found)
     assert found.details["untested"] == ["burst"]

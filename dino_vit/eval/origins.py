@@ -1,0 +1,51 @@
+"""How the labels in a table came about, by its column `origin`: which of them may judge a classifier."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dino_vit.core.text import printable
+from dino_vit.data.label_files import read_column
+from dino_vit.data.labels import NO_LABELS
+from dino_vit.eval.sets import LabelledSubset
+
+GIVEN, RANDOM, GUESSED = "given", "random", "guessed"
+LEARNED_ONLY = "checked", "corrected"  # whoever looked at them had picked them by their guesses
+ENOUGH = 50  # images that were drawn at random; then these alone judge
+_GROUP = "group:"  # of images that were labelled at once, as they are nearly the same
+
+Origins = NDArray[np.str_]
+
+
+def read_origins(path: str | None, labelled: LabelledSubset) -> Origins:
+    """Return the origin of the label of each image of a subset."""
+    column = read_column(path, "origin") if path not in (None, NO_LABELS) else {}
+    if not column:
+        return np.full(len(labelled), GIVEN)
+    source, indices = labelled.source, labelled.indices.tolist()
+    by_full_name = (column.get(printable(source.full_name(index))) for index in indices)
+    found = (
+        full or column.get(source.name(index)) for full, index in zip(by_full_name, indices, strict=True)
+    )
+    return np.array([origin or GIVEN for origin in found])
+
+
+def may_judge(origins: Origins) -> NDArray[np.bool_]:
+    """Return which images may judge: those drawn at random, if there are enough, or all but those picked."""
+    random: NDArray[np.bool_] = origins == RANDOM
+    return random if random.sum() >= ENOUGH else ~np.isin(origins, LEARNED_ONLY)
+
+
+def describe_judges(origins: Origins) -> str:
+    """Say what the accuracy rests on."""
+    if (count := int((origins == RANDOM).sum())) >= ENOUGH:
+        return f"by {count:,} images that were drawn at random"
+    return "if these images are like the labelled ones"
+
+
+def join_groups(folds: NDArray[np.int64], origins: Origins) -> NDArray[np.int64]:
+    """Return the folds with the images of a group in that of its first one."""
+    folds = folds.copy()
+    for group in {each for each in origins.tolist() if each.startswith(_GROUP)}:
+        rows = origins == group
+        folds[rows] = folds[rows.argmax()]
+    return folds

@@ -1,0 +1,60 @@
+"""Which labels may judge a classifier, by how they came about."""
+
+import csv
+
+import numpy as np
+import pytest
+
+import dino_vit
+from dino_vit.eval.origins import join_groups, may_judge
+from tests.support.coloured_photos import COLOURS, IMAGES
+
+SETTINGS = {"precision": "no", "verbose": False}
+pytestmark = pytest.mark.usefixtures("few_penalties")
+
+
+def test_images_of_a_group_are_in_one_fold_and_others_stay():
+    origins = np.array(["group:1", "given", "group:2", "group:1", "group:2", "random"])
+    assert join_groups(np.arange(6), origins).tolist() == [0, 1, 2, 0, 2, 5]
+
+
+def test_enough_random_images_alone_judge_and_what_was_picked_by_its_guess_never_does():
+    some = ["given", "chosen", "group:1", "checked", "corrected"]
+    few, enough = np.array([*some, *["random"] * 49]), np.array([*some, *["random"] * 50])
+    assert may_judge(few).tolist() == [True] * 3 + [False] * 2 + [True] * 49
+    assert may_judge(enough).tolist() == [False] * 5 + [True] * 50
+
+
+def write(photos, origin_of, wrong=()):
+    """Label the first half: the colours that the photos have, but for some."""
+    names = [*COLOURS]
+    with (photos / "few.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["name", "label", "origin"])
+        for row in range(3 * IMAGES // 4):
+            shift = row in wrong
+            table.writerow([f"{row:03}.png", names[(row // 2 + shift) % len(names)], origin_of(row)])
+    return photos / "few.csv"
+
+
+def test_predict_is_judged_by_the_random_ones(photos, weights):
+    """What was corrected is learned from, but says nothing about the others, even where it is wrong."""
+    picked = range(8)
+    few = write(photos, lambda row: "corrected" if row in picked else "random", picked)
+    found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
+    assert found.details["cross_validated"]["images"] == 3 * IMAGES // 4 - len(picked)
+    said = str(found).splitlines()[0]
+    assert said.endswith(
+        f" of 100 labels will be right, by {3 * IMAGES // 4 - len(picked)} images that were drawn at random"
+    )
+    few = write(photos, lambda row: "chosen")
+    every = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
+    assert every.details["cross_validated"]["images"] == 3 * IMAGES // 4
+    assert "if these images are like the labelled ones" in str(every)
+
+
+def test_a_class_that_was_labelled_at_once_cannot_be_tested(photos, weights):
+    blue = next(iter(COLOURS))
+    few = write(photos, lambda row: "group:3" if row // 2 % len(COLOURS) == 0 else "chosen")
+    found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
+    assert found.details["untested"] == [blue]
