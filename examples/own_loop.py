@@ -39,9 +39,9 @@ if __name__ == "__main__":  # which DataLoader workers on macOS must not run aga
     heads = {"head": partial(DINOHead, prototypes=4096)}
     networks = build_networks(backbone=shape, drop_path=0.1, heads=heads)
     student, teacher = (network.to(device) for network in networks)
-    sizes = Sizes(views=10, global_views=2, grid=(12, 12))
+    sizes = Sizes(views=10, global_views=2, size=(96, 96), grid=(12, 12))
     term = Cls(1.0, sizes, Center(prototypes=4096).to(device), student_temperature=0.1)
-    objective = Objective([term], global_views=2, global_size=(96, 96))
+    objective = Objective([term])
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4, weight_decay=0.04)
     for step, batch in enumerate(islice(loader.batches(), options.steps)):
         views = [augment(batch.views[size].to(device), batch.augment[size]) for size in batch.views]

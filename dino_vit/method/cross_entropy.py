@@ -78,14 +78,14 @@ class LazyLogits:
             return F.linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self[rows] for rows in self.chunks())
+        return (self[rows] for rows in self.chunks(chunk_bytes_on(self.features.device)))
 
-    def chunks(self, chunk_bytes: int | None = None) -> Iterator[slice]:
-        """Yield the rows of each chunk, which are all where they are computed."""
+    def chunks(self, chunk_bytes: int) -> list[slice]:
+        """Return the rows of each chunk, which are all where they are computed."""
         if self.values is not None:
-            return iter([slice(0, len(self))])
-        size = max(1, (chunk_bytes or chunk_bytes_on(self.features.device)) // (4 * len(self.prototypes)))
-        return (slice(start, start + size) for start in range(0, max(1, len(self)), size))
+            return [slice(0, len(self))]
+        size = max(1, chunk_bytes // (4 * len(self.prototypes)))
+        return [slice(start, start + size) for start in range(0, max(1, len(self)), size)]
 
     def sum(self) -> Tensor:
         """Return the sum of all rows, (1, k), at least in float32."""

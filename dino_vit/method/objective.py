@@ -3,19 +3,20 @@
 v views (global ones first), g global views, b images
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_vit.core import Size
+from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.term import Seen, Term
-from dino_vit.models.student_teacher import Network
+from dino_vit.models.student_teacher import Need, Network
 
 # Of some views: mask (g·b, N), indices of the masked patches (m,), and their weights (m,).
 Masks = tuple[Tensor, Tensor, Tensor]
+CLS = Need("cls")
 
 
 class Losses(NamedTuple):
@@ -24,6 +25,7 @@ class Losses(NamedTuple):
     total: Tensor
     terms: dict[str, Tensor]
     targets: dict[str, Any]
+    teacher_cls: Tensor  # (g·b, D)
 
     @property
     def main(self) -> Tensor:
@@ -34,20 +36,13 @@ class Losses(NamedTuple):
 class Objective:
     """The terms of the loss. The teacher is the average of the student, or a frozen network."""
 
-    def __init__(
-        self,
-        terms: Sequence[Term],  # the first has a weight of 1
-        *,
-        global_views: int,
-        global_size: Size,
-        fixed_teacher: Network | None = None,
-    ) -> None:
-        self.terms = terms
-        self.global_views, self.global_size = global_views, global_size
-        self.fixed_teacher = fixed_teacher
+    def __init__(self, terms: Sequence[Term], fixed_teacher: Network | None = None) -> None:
+        """The first of the terms has a weight of 1."""
+        self.terms, self.sizes, self.fixed_teacher = terms, terms[0].sizes, fixed_teacher
         # Each once, in the order of the terms.
         self.needs = [*dict.fromkeys(need for term in terms for need in term.needs)]
-        self.teacher_needs = [*dict.fromkeys(need for term in terms for need in term.teacher_needs)]
+        self.teacher_needs = [*dict.fromkeys([CLS, *(need for term in terms for need in term.teacher_needs)])]
+        self._noted: list[tuple[Tensor, list[dict[str, Tensor]]]] = []  # of each micro-batch
 
     def __call__(
         self,
@@ -61,7 +56,7 @@ class Objective:
         kept: Tensor | None = None,  # (g·b, kept): indices of the patches that the student sees
     ) -> Losses:
         """Compute the loss of a micro-batch; `student` is a Network that may be wrapped."""
-        rows = self.global_views * images
+        rows = self.sizes.global_views * images
         original, views = views[0][:rows], self._resize_global(views, rows)
         mask, masked, weights = masks or (None, None, None)
         seen = Seen(
@@ -71,7 +66,9 @@ class Objective:
             weights=weights,
             teacher_temperature=teacher_temperature,
         )
-        targets = self._targets(self.fixed_teacher or teacher, masked, seen)
+        with torch.no_grad():
+            taught = (self.fixed_teacher or teacher)([seen.views], self.teacher_needs, masked=masked)
+            targets = {term.name: term.target(taught, seen) for term in self.terms}
         # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
         hidden = None if self.fixed_teacher else mask
         outputs = student(views, self.needs, masked=masked, hidden=hidden, kept=kept)
@@ -81,36 +78,29 @@ class Objective:
         total = losses[self.terms[0].name]
         for term in self.terms[1:]:
             total = total.add(losses[term.name], alpha=term.weight)
-        return Losses(total, losses, targets)
+        return Losses(total, losses, targets, taught[CLS])
 
     def _resize_global(self, views: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
         """Return the views, the global ones as the student sees them; a Gram teacher may see more."""
-        if views[0].shape[-2:] == self.global_size:
+        if views[0].shape[-2:] == self.sizes.size:
             return views
-        resized = F.interpolate(views[0][:rows], size=self.global_size, mode="bicubic", antialias=True)
+        resized = F.interpolate(views[0][:rows], size=self.sizes.size, mode="bicubic", antialias=True)
         return [resized, *(view for view in (views[0][rows:], *views[1:]) if len(view))]
 
-    @torch.no_grad()
-    def _targets(self, teacher: Network, masked: Tensor | None, seen: Seen) -> dict[str, Any]:
-        """Return what each term compares with."""
-        outputs = teacher([seen.views], self.teacher_needs, masked=masked)
-        return {term.name: term.target(outputs, seen) for term in self.terms}
+    def note(self, losses: Losses) -> None:
+        """Take note of a micro-batch, for the next `figures`."""
+        each = zip(self.terms, losses.terms.values(), losses.targets.values(), strict=True)
+        sums = [term.sums(loss, target) for term, loss, target in each]
+        self._noted.append((embedding_std(losses.teacher_cls), sums))
 
-    def sums(self, losses: Losses) -> dict[str, Tensor]:
-        """Return what `figures` takes of a micro-batch; those of several add up."""
-        return {
-            f"{term.name}.{key}": value
-            for term in self.terms
-            for key, value in term.sums(losses.terms[term.name], losses.targets[term.name]).items()
-        }
-
-    def figures(self, sums: Mapping[str, Tensor], micro_batches: int) -> dict[str, Tensor]:
-        """Return what a log line says of the micro-batches of a step, over all processes."""
-        figures = dict[str, Tensor]()
-        for term in self.terms:
-            prefix = f"{term.name}."
-            parts = {key.removeprefix(prefix): sums[key] for key in sums if key.startswith(prefix)}
-            figures |= term.figures(parts, micro_batches) if parts else {}
+    def figures(self) -> dict[str, Tensor]:
+        """Return what a log line says of the micro-batches since the last one, over all processes."""
+        spreads, sums = zip(*self._noted, strict=True)
+        self._noted.clear()
+        figures = {"embedding_std": all_reduce_mean(sum(spreads) / len(spreads))}
+        for term, parts in zip(self.terms, zip(*sums, strict=True), strict=True):
+            totals = {key: sum(part[key] for part in parts) for key in parts[0]}
+            figures |= term.figures(totals, len(parts))
         return figures
 
     @property
@@ -127,3 +117,9 @@ class Objective:
         """Let the terms follow a step, after its last micro-batch."""
         for term in self.terms:
             term.update()
+
+
+def embedding_std(cls: Tensor) -> Tensor:
+    """Return the spread of normalised CLS features: 1 if uniform on the sphere, 0 if all are equal."""
+    unit = F.normalize(cls.float(), dim=-1)
+    return unit.std(dim=0).mean() * unit.shape[1] ** 0.5

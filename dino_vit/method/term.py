@@ -17,7 +17,8 @@ class Sizes:
 
     views: int  # global ones first
     global_views: int
-    grid: Size  # of patches of a global view
+    size: Size  # of a global view
+    grid: Size  # of its patches
 
 
 @dataclass(frozen=True, kw_only=True)

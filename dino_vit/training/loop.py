@@ -90,7 +90,6 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 
     # The running statistics of BatchNorm, which a forward pass changes.
     before = snapshot(state.statistics)
-    state.output_sums.clear()
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
         batch = state.interval.next_batch(batches)
@@ -142,8 +141,7 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
             )
         torch.autograd.backward(state.scaler.scale(losses.total / accumulate))
     if state.position.is_logged:
-        for name, value in state.objective.sums(losses).items():
-            state.output_sums[name] = state.output_sums.get(name, 0) + value
+        state.objective.note(losses)
     return losses.main.detach() / accumulate
 
 
@@ -176,8 +174,7 @@ def log_step(state: TrainingState, reporter: Reporter) -> None:
 
 def read_interval(state: TrainingState) -> MetricsRecord:
     """Return the numbers of a log line; the host waits for the device here."""
-    statistics = state.objective.figures(state.output_sums, state.config.optim.accumulate)
-    figures: dict[str, Any] = {name: value.item() for name, value in statistics.items()}
+    figures: dict[str, Any] = {name: value.item() for name, value in state.objective.figures().items()}
     fields = {name: figures.pop(name) for name in figures.keys() & MetricsRecord.__annotations__.keys()}
     return MetricsRecord(
         step=state.step,

@@ -117,15 +117,11 @@ def build_objective(
     sizes = Sizes(
         views=views.global_count + views.local_count,
         global_views=views.global_count,
+        size=views.global_shape,
         grid=student.grid_of(*views.global_shape),
     )
     fixed = teacher and (teacher.network or Network(teacher.backbone, {}).eval())
-    objective = Objective(
-        _build_terms(config, inputs, sizes, device),
-        global_views=views.global_count,
-        global_size=views.global_shape,
-        fixed_teacher=fixed and fixed.to(device),
-    )
+    objective = Objective(_build_terms(config, inputs, sizes, device), fixed and fixed.to(device))
     if teacher:
         for name, center in teacher.centers.items():
             if (own := objective.state.get(name.removesuffix(".center"))) is not None:

@@ -53,7 +53,6 @@ class TrainingState:
     writer: BackgroundWriter = field(init=False)
     position: Position = field(default_factory=Position)  # of the last step
     rates: ScheduleValues = field(init=False)  # of the last step
-    output_sums: dict[str, Tensor] = field(default_factory=dict)  # over the micro-batches of a logged step
     step: int = 0
     # The first step of this start, and the share of the minutes by then.
     first: tuple[int, float] | None = None

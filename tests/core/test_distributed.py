@@ -21,13 +21,14 @@ from dino_vit.core.distributed import (
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.optim import reduce_loss
-from dino_vit.method.targets import target_statistics, target_sums
+from dino_vit.method.targets import Targets
 from dino_vit.method.terms.koleo import koleo_loss
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.naive import as_logits
 from tests.support.runs import server
+from tests.support.terms import cls_term
 
 
 def test_a_process_that_finds_no_other_is_lost_before_there_is_a_group(monkeypatch):
@@ -147,8 +148,9 @@ def _check_center(number, logits):
 def _check_statistics(number, logits):
     center = torch.zeros(1, 5)
     loss = torch.tensor([3.0, 5.0])[number]
-    sums = target_sums(loss, [logits.chunk(2)[number]], center, teacher_temperature=0.5)
-    statistics = target_statistics(sums)
+    term = cls_term()
+    sums = term.sums(loss, Targets([logits.chunk(2)[number]], center, 0.5))
+    statistics = term.figures(sums, 1)
     targets = (logits / 0.5).softmax(-1)
     entropy = -(targets * targets.log()).sum(-1).mean()
     mean = targets.mean(0)

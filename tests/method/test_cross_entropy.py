@@ -6,10 +6,11 @@ from torch._inductor.utils import run_and_get_code
 from dino_vit.method import cross_entropy
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.cross_entropy import LazyLogits, compile_kernel, logits_of, teacher_targets
-from dino_vit.method.targets import target_statistics, target_sums
+from dino_vit.method.targets import Targets
 from dino_vit.method.terms.cls import pairs_loss_and_gradient
 from dino_vit.method.terms.edges import edges_around
 from dino_vit.method.terms.patch import rows_loss_and_gradient
+from tests.support.terms import cls_term
 
 
 def units(generator, rows, dim=8, dtype=torch.float64):
@@ -55,13 +56,14 @@ def test_chunks_of_logits_are_balanced_and_measured_as_one():
     logits = torch.randn(9, 5)
     torch.testing.assert_close(sinkhorn_center(logits.split(4), 0.1), sinkhorn_center([logits], 0.1))
     center, loss = torch.randn(1, 5), torch.tensor(2.0)
+    term = cls_term()
     whole, parts, *halves = (
-        target_sums(loss, chunks, center, teacher_temperature=0.1)
+        term.sums(loss, Targets(chunks, center, 0.1))
         for chunks in ([logits], logits.split(4), [logits[:4]], [logits[4:]])
     )
-    torch.testing.assert_close(target_statistics(parts), target_statistics(whole))
+    torch.testing.assert_close(term.figures(parts, 1), term.figures(whole, 1))
     added = {name: halves[0][name] + halves[1][name] for name in whole}
-    torch.testing.assert_close(target_statistics(added, micro_batches=2), target_statistics(whole))
+    torch.testing.assert_close(term.figures(added, 2), term.figures(whole, 1))
 
 
 def test_teacher_targets_are_centred_and_sharpened_in_float32():

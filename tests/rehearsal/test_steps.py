@@ -9,7 +9,7 @@ from dino_vit import VisionTransformer
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import all_gather_equal, any_process, broadcast_int
-from dino_vit.training.loop import read_interval, take_step
+from dino_vit.training.loop import take_step
 from tests.support.backbones import backbone
 from tests.support.rehearsal import HostWaits, Rehearsal, one_of_two, rehearsed_run
 from tests.support.runs import RESNET, ROOT
@@ -67,7 +67,7 @@ def test_no_step_waits_or_mixes_devices(tmp_path, weights, name):
         assert min(rehearsal.by_part[part] for part in ("backward", "student")) > rehearsal.by_part["centre"]
         assert rehearsal.by_part["clipping"] < 20
         with pytest.raises(HostWaits):
-            read_interval(state)
+            state.interval.read()
 
 
 def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
@@ -76,7 +76,7 @@ def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
         state,
     ):
         take_step(state, state.loader.batches())
-        statistics = state.objective.figures(state.output_sums, 1)
+        statistics = state.objective.figures()
         assert {"output_entropy", "patch_output_entropy", "koleo"} < statistics.keys()
         assert {value.device.type for value in statistics.values()} == {"cuda"}
         with pytest.raises(HostWaits):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import dino_vit.method.terms.cls
 import dino_vit.training.interval
 import dino_vit.training.loop
 import dino_vit.training.pretrain
@@ -16,6 +15,7 @@ from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.process import Interruption
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.optim import warmup_cosine
+from dino_vit.method.terms.cls import Cls
 from dino_vit.training.interval import Interval
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
@@ -32,22 +32,22 @@ def lose(monkeypatch):
 
     def lose(first, last):
         left, now = set(range(first, last + 1)), None
-        take, loss = dino_vit.training.loop.forward_backward, dino_vit.method.terms.cls.dino_loss
+        take, loss = dino_vit.training.loop.forward_backward, Cls.loss
 
         def forward_backward(state, *arguments, **keywords):
             nonlocal now
             now = state.step
             return take(state, *arguments, **keywords)
 
-        def dino_loss(*arguments, **keywords):
-            value = loss(*arguments, **keywords)
+        def cls_loss(*arguments):
+            value = loss(*arguments)
             if now not in left:
                 return value
             left.remove(now)
             return value * math.nan
 
         monkeypatch.setattr(dino_vit.training.loop, "forward_backward", forward_backward)
-        monkeypatch.setattr(dino_vit.method.terms.cls, "dino_loss", dino_loss)
+        monkeypatch.setattr(Cls, "loss", cls_loss)
 
     return lose
 

@@ -11,8 +11,6 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.core import Size
-from dino_vit.core.distributed import all_reduce_mean
-from dino_vit.method.targets import embedding_std
 from dino_vit.method.term import Seen, Sizes, Term
 from dino_vit.models.student_teacher import Need, Outputs
 
@@ -32,11 +30,8 @@ class Imitation(Term):
     def loss(self, outputs: Outputs, target: Tensor, seen: Seen) -> Tensor:
         return imitation_loss(outputs[OUR_CLS], target, global_views=self.sizes.global_views)
 
-    def sums(self, loss: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"embedding_std": embedding_std(target)}
-
     def figures(self, sums: Mapping[str, Tensor], micro_batches: int) -> dict[str, Tensor]:
-        return {"embedding_std": all_reduce_mean(sums["embedding_std"] / micro_batches)}
+        return {}  # as the first term it is the loss of the step
 
 
 class PatchImitation(Term):

@@ -46,69 +46,46 @@ class Patch(CrossEntropyTerm):
         return self.centered(LazyLogits.of(outputs[self.features], outputs[self.prototypes]), seen)
 
     def loss(self, outputs: Outputs, target: Targets, seen: Seen) -> Tensor:
-        assert seen.weights is not None
-        return patch_loss(
-            outputs[self.features],
+        """Return the sum of the mean cross-entropies of each view, divided by the number of global views.
+
+        That number counts the views without masks too.
+        """
+        features, weights, logits, center = outputs[self.features], seen.weights, target.logits, target.center
+        assert weights is not None
+
+        def chunk_loss(
+            rows: Index, student_logits: Tensor, grad_scale: float, dtype: torch.dtype
+        ) -> tuple[Tensor, Tensor]:
+            # Compiled, they are centred without a pass over the memory.
+            centering = (center, center.new_full((), target.temperature)) if self.compiled else None
+            scores = logits[rows] if self.compiled else logits.scores(rows, center, target.temperature)
+            return loss_and_gradient(
+                rows_loss_and_gradient,
+                student_logits,
+                [scores, weights[rows, None]],
+                (grad_scale, centering),
+                dtype,
+                compiled=self.compiled,
+                dynamic=None,
+            )
+
+        # A CPU needs half the memory of views, a block at a time.
+        larger = 2 if features.device.type == "cpu" else 1
+        chunks = logits.chunks(larger * chunk_bytes_on(features.device))
+        return chunked_cross_entropy(
+            features,
             outputs[self.prototypes],
-            target.logits,
-            target.center,
-            seen.weights,
-            views=len(seen.views),
-            student_temperature=self.student_temperature,
-            teacher_temperature=target.temperature,
-            compiled=self.compiled,
+            chunks,
+            chunk_loss,
+            temperature=self.student_temperature,
+            terms=len(seen.views),
+            terms_at_once=max(1, chunks[0].stop - chunks[0].start),
         )
 
     def figures(self, sums: Mapping[str, Tensor], micro_batches: int) -> dict[str, Tensor]:
         figures = super().figures(sums, micro_batches)
         own = {f"{self.name}_{figure}": figures[figure] for figure in FIGURES}
         return {self.name: all_reduce_mean(sums["loss"] / micro_batches), **own}
-
-
-def patch_loss(
-    student_features: Tensor,  # (m, d)
-    prototype_weight: Tensor,  # (k, d)
-    teacher_logits: LazyLogits,  # (m, k)
-    center: Tensor,  # (1, k)
-    weights: Tensor,  # (m,): 1 / number of masked patches of the same view
-    *,
-    views: int,
-    student_temperature: float,
-    teacher_temperature: float,
-    chunk_bytes: int | None = None,
-    compiled: bool = False,
-) -> Tensor:
-    """Return the sum of the mean cross-entropies of each view, divided by the number of global views.
-
-    That number counts the views without masks too.
-    """
-    assert len(student_features) == len(teacher_logits) == len(weights)
-
-    def chunk_loss(
-        rows: Index, logits: Tensor, grad_scale: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        # Compiled, they are centred without a pass over the memory.
-        centering = (center, center.new_full((), teacher_temperature)) if compiled else None
-        given = teacher_logits
-        scores = given[rows] if compiled else given.scores(rows, center, teacher_temperature)
-        aligned, common, function = (
-            [scores, weights[rows, None]],
-            (grad_scale, centering),
-            rows_loss_and_gradient,
-        )
-        return loss_and_gradient(function, logits, aligned, common, dtype, compiled=compiled, dynamic=None)
-
-    device = student_features.device  # a CPU needs half the memory of views, a block at a time
-    chunks = list(teacher_logits.chunks(chunk_bytes or (1 + (device.type == "cpu")) * chunk_bytes_on(device)))
-    return chunked_cross_entropy(
-        student_features,
-        prototype_weight,
-        chunks,
-        chunk_loss,
-        temperature=student_temperature,
-        terms=views,
-        terms_at_once=max(1, chunks[0].stop - chunks[0].start),
-    )
 
 
 def rows_loss_and_gradient(

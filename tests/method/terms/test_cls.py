@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from dino_vit.method import cross_entropy
-from dino_vit.method.targets import target_statistics, target_sums
-from dino_vit.method.terms.cls import dino_loss
+from dino_vit.method.targets import Targets
+from dino_vit.method.terms.cls import FEATURES, PROTOTYPES
+from tests.support.terms import cls_term
 
-TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
 VIEWS = [(g, g + local) for g, local in product([1, 2, 3], [0, 1, 6]) if g + local > 1]
 
 
@@ -23,10 +23,16 @@ def make_batch(global_views, views, images=3, prototypes=40, dim=8, dtype=torch.
     return features.requires_grad_(), weight.requires_grad_(), teacher @ weight.detach().T, center
 
 
+def dino_loss(features, weight, teacher_logits, center, *, views, global_views, compiled=False):
+    term = cls_term(views, global_views)
+    term.compiled = compiled
+    return term.loss({FEATURES: features, PROTOTYPES: weight}, Targets(teacher_logits, center, 0.04), None)
+
+
 def double_loop(features, weight, teacher_logits, center, *, views, global_views):
     """The loss as it is written in the paper."""
-    students = (features @ weight.T / TEMPERATURES["student_temperature"]).chunk(views)
-    teachers = ((teacher_logits - center) / TEMPERATURES["teacher_temperature"]).chunk(global_views)
+    students = (features @ weight.T / 0.1).chunk(views)
+    teachers = ((teacher_logits - center) / 0.04).chunk(global_views)
     total, pairs = 0.0, 0
     for g, teacher in enumerate(teachers):
         for v, student in enumerate(students):
@@ -45,15 +51,15 @@ def test_value_and_gradients_are_those_of_the_double_loop(
     monkeypatch.setattr(
         cross_entropy, "compile_kernel", lambda function, **_: function
     )  # which takes seconds
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * views * 40 * images_at_once)
     sizes = {"views": views, "global_views": global_views}
-    chunks = {"chunk_bytes": 4 * views * 40 * images_at_once, "compiled": compiled}
     batch = make_batch(global_views, views)
-    loss = dino_loss(*batch, **sizes, **TEMPERATURES, **chunks)
+    loss = dino_loss(*batch, **sizes, compiled=compiled)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, double_loop(*batch, **sizes), rtol=1e-6, atol=1e-6)
     batch = make_batch(global_views, views, dtype=torch.float64)
     expected = torch.autograd.grad(3 * double_loop(*batch, **sizes), batch[:2])
-    loss = dino_loss(*batch, **sizes, **TEMPERATURES, **chunks)
+    loss = dino_loss(*batch, **sizes, compiled=compiled)
     torch.testing.assert_close(torch.autograd.grad(3 * loss, batch[:2]), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -67,7 +73,7 @@ def test_only_the_gradients_that_are_needed(features_grad, weight_grad):
         tensor.detach().requires_grad_(needed)
         for tensor, needed in ((features, features_grad), (weight, weight_grad))
     )
-    loss = dino_loss(features, weight, teacher_logits, center, views=4, global_views=2, **TEMPERATURES)
+    loss = dino_loss(features, weight, teacher_logits, center, views=4, global_views=2)
     assert loss.requires_grad == (features_grad or weight_grad)
     if loss.requires_grad:
         loss.backward()
@@ -86,7 +92,7 @@ def test_autocast_is_as_close_as_its_dtype(dtype, tolerance):
     expected = double_loop(*batch, **sizes)
     gradients = torch.autograd.grad(expected, batch[:2])
     with torch.autocast("cpu", dtype):
-        loss = dino_loss(*batch, **sizes, **TEMPERATURES)
+        loss = dino_loss(*batch, **sizes)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
     for mine, exact in zip(torch.autograd.grad(1024 * loss, batch[:2]), gradients, strict=True):
@@ -100,9 +106,7 @@ def test_float16_holds_a_collapsed_batch():
     weight = torch.eye(16).requires_grad_()
     teacher_logits = torch.zeros(2 * 64, 16).index_fill_(1, torch.tensor(1), 1.0)
     with torch.autocast("cpu", torch.float16):
-        loss = dino_loss(
-            features, weight, teacher_logits, torch.zeros(1, 16), views=8, global_views=2, **TEMPERATURES
-        )
+        loss = dino_loss(features, weight, teacher_logits, torch.zeros(1, 16), views=8, global_views=2)
     loss.backward()
     assert weight.grad[0, 0].item() == pytest.approx(10, rel=1e-2)
     assert weight.grad[1, 0].item() == pytest.approx(-10, rel=1e-2)
@@ -112,7 +116,8 @@ def test_statistics_take_the_loss_apart():
     batch = make_batch(2, 5, images=4)
     _, _, teacher_logits, center = batch
     loss = double_loop(*batch, views=5, global_views=2)
-    statistics = target_statistics(target_sums(loss, [teacher_logits], center, teacher_temperature=0.04))
+    cls = cls_term(views=5)
+    statistics = cls.figures(cls.sums(loss, Targets([teacher_logits], center, 0.04)), 1)
     targets = F.softmax((teacher_logits - center) / 0.04, dim=-1)
     mean = targets.mean(0)
     entropies = [-sum(p * math.log(p) for p in row if p > 0) for row in targets.tolist()]
@@ -139,23 +144,15 @@ def naive_divergence(batch, views, global_views):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradients_of_many_chunks_are_summed_in_float32(dtype):
+def test_the_gradients_of_many_chunks_are_summed_in_float32(monkeypatch, dtype):
     """Equal numbers summed in bfloat16 stay at 256 of them: the mean of 600 would be less than half."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     features, weight, teacher_logits, center = make_batch(2, 4, images=1)
     gradients = []
     for images in (1, 600):
         repeated = [rows.repeat_interleave(images, dim=0) for rows in (features, teacher_logits)]
         with torch.autocast("cpu", dtype):
-            loss = dino_loss(
-                repeated[0],
-                weight,
-                repeated[1],
-                center,
-                views=4,
-                global_views=2,
-                chunk_bytes=1,
-                **TEMPERATURES,
-            )
+            loss = dino_loss(repeated[0], weight, repeated[1], center, views=4, global_views=2)
         gradients += torch.autograd.grad(loss, weight)
     # Each chunk gives the same product; 600 roundings in float32 are below 600 · 2⁻²⁴.
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=0.0)

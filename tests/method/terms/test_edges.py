@@ -33,7 +33,7 @@ def test_patches_predict_the_edges_around_them(kept):
         for predicting, patch in zip(predicted[image], row, strict=True):
             expected = around[image, patch] - around.mean((0, 1))
             cosines.append(F.cosine_similarity(predicting, expected, dim=0))
-    term = Edges(2.0, Sizes(views=1, global_views=1, grid=(2, 3)))
+    term = Edges(2.0, Sizes(views=1, global_views=1, size=(8, 24), grid=(2, 3)))
     seen = Seen(images=2, views=views, original=views, weights=None, teacher_temperature=0.04)
     outputs = {PREDICTED: predicted.flatten(0, 1)} | ({KEPT: torch.tensor(kept)} if kept else {})
     loss = term.loss(outputs, term.target({}, seen), seen)
