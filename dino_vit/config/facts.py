@@ -136,19 +136,14 @@ def check_images(config: PretrainConfig, images: ImageFacts) -> None:
 
 def refused_by_facts(config: PretrainConfig, facts: Facts, steps: int, batch: int) -> Iterator[Problem]:
     """Yield what does not fit the number of images and processes."""
-    if problems := list(check_global_batch(config, facts, batch)):
-        yield from problems
+    count, data, accumulate = facts.images.count, config.data, config.optim.accumulate
+    if batch > count:
+        processes = plural(facts.launch.processes, "process", "processes")
+        text = f"{count} images do not fill a global batch of {batch} (data.batch_size={data.batch_size} x "
+        text = f"{text}optim.accumulate={accumulate} x {processes}); lower one of them"
+        yield Problem(text, ["data.batch_size", "optim.accumulate"])
         return
-    per_epoch = facts.images.count // batch
+    per_epoch = count // batch
     yield from check_scaled_lr(config.optim, batch)
     if not (facts.checkpoint and config.budget.minutes):  # of which more may have been expected
         yield from check_phases(config, steps / per_epoch, steps_per_epoch=per_epoch)
-
-
-def check_global_batch(config: PretrainConfig, facts: Facts, batch: int) -> Iterator[Problem]:
-    count, size, accumulate = facts.images.count, config.data.batch_size, config.optim.accumulate
-    if batch > count:
-        processes = plural(facts.launch.processes, "process", "processes")
-        text = f"{count} images do not fill a global batch of {batch} (data.batch_size={size} x "
-        text = f"{text}optim.accumulate={accumulate} x {processes}); lower one of them"
-        yield Problem(text, ["data.batch_size", "optim.accumulate"])
