@@ -492,8 +492,9 @@ def knn(
     train_labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
-    tokens: Literal["cls", "mean", "cls+mean"] = "cls",
+    tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells"] = "cls",
     blocks: int = 1,
+    whiten: float = 0.0,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
@@ -507,7 +508,7 @@ def knn(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, gradients; several: runs/a+gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -522,8 +523,9 @@ def knn(
       train_labels=null                   CSV, JSON or Parquet of train's labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
-      tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
+      tokens=cls                          CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them [cls|mean|cells|cls+mean|cls+cells]
       blocks=1                            last blocks whose tokens are joined
+      whiten=0                            0: features as they are; 0.5: levelled; 1: whitened; by these images
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
@@ -558,7 +560,7 @@ def linear(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, gradients; several: runs/a+gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -721,8 +723,9 @@ def embed(
     labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     output: str | os.PathLike[str] | None = None,
-    tokens: Literal["cls", "mean", "cls+mean", "patches", "all"] = "cls",
+    tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells", "patches", "all"] = "cls",
     blocks: int = 1,
+    whiten: float = 0.0,
     config: str | os.PathLike[str] | EmbedConfig | None = None,
     verbose: bool = True,
 ) -> ImageEmbeddings:
@@ -735,7 +738,7 @@ def embed(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, gradients; several: runs/a+gradients
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -748,8 +751,9 @@ def embed(
       labels=null                         CSV, JSON or Parquet of the images' labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
-      tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
+      tokens=cls                          CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them; the patches, or all tokens [cls|mean|cells|cls+mean|cls+cells|patches|all]
       blocks=1                            last blocks whose tokens are joined
+      whiten=0                            0: features as they are; 0.5: levelled; 1: whitened; by these images
     """
 
 def inspect_weights(

@@ -1,8 +1,8 @@
 """Logistic regressions on a frozen backbone, the best of several penalties and choices of tokens.
 
 They train on features that are computed once and cached: the CLS tokens of the last blocks, then the mean
-patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an image
-are learned each for itself.
+patch token of the last block. Each head reads a contiguous range of these columns, and all of the backbones
+beside. Several labels of an image are learned each for itself.
 
 n images, r heads (one per penalty), c classes
 """
@@ -38,7 +38,7 @@ from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_ou
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec, simple_specs
-from dino_vit.models.classifiers import LinearHeads, on_standardised
+from dino_vit.models.classifiers import Columns, LinearHeads, on_standardised
 
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
 _MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
@@ -69,13 +69,17 @@ def evaluate(
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     train, val = features_of_sets(frozen, sets, inputs[-1])
     train, held_out = hold_out(train, config.seed)
-    columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+    columns: list[Columns] = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+    if frozen.beside:  # whose features each head reads too
+        places = range(train.features.shape[1])
+        others = places[sum(inputs[-1].widths(frozen.model)) :]
+        columns = [[*places[each], *others] for each in columns]
     grid = Grid("C", STANDARD_CS, inputs, _train(train, columns, frozen.device))
     details = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     return conclude_best("linear", path, grid, train, val, held_out, details)
 
 
-def _train(train: LabelledFeatures, columns: Sequence[slice], device: torch.device) -> list[LinearHeads]:
+def _train(train: LabelledFeatures, columns: Sequence[Columns], device: torch.device) -> list[LinearHeads]:
     """Return for each choice of columns the regressions of all penalties."""
     targets, classes = train.targets.to(device), len(train.classes)
 

@@ -51,10 +51,16 @@ class FrozenBackbone:
     cache: Path | None = None  # folder of cached features; None: that of all caches
     cache_gb: float = 50.0  # how large all caches may become together
     unreadable: set[str] = field(default_factory=set)  # names of images that were said to be
+    beside: tuple["FrozenBackbone", ...] = ()  # others, whose features `joined_features` adds to its own
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def side_by_side(self) -> tuple["FrozenBackbone", ...]:
+        """The backbone itself, and those beside it."""
+        return (self, *self.beside)
 
     @property
     def precision(self) -> str:
@@ -76,7 +82,8 @@ class FrozenBackbone:
         """Return where the weights come from and what they are computed in, for a results file."""
         provenance = self.model.provenance
         origin = {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
-        return {**origin, "precision": self.precision}
+        beside = {"beside": [each.describe_weights() for each in self.beside]} if self.beside else {}
+        return {**origin, "precision": self.precision, **beside}
 
     def features(
         self, source: ImageSet, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
@@ -132,17 +139,26 @@ def check_finite(values: Tensor, model: Backbone) -> None:
 
 
 def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
-    """Join the processes of the launch, and load the backbone of the config in each."""
+    """Join the processes of the launch, and load the backbone of the config in each, or several."""
+    from dino_vit.config.commands import CachedConfig, side_by_side  # a run that trains needs them not
+
+    start_processes()
+    several = side_by_side(config.weights) if isinstance(config, CachedConfig) else [config.weights]
+    first, *others = (_frozen_backbone(config, weights) for weights in several)
+    return replace(first, beside=tuple(replace(each, unreadable=first.unreadable) for each in others))
+
+
+def _frozen_backbone(config: "BackboneConfig", weights: str) -> FrozenBackbone:
     from dino_vit.config.commands import CachedConfig
-    from dino_vit.weights import load_backbone  # a run that trains needs neither
+    from dino_vit.weights import load_backbone
 
     device, precision = start_processes().device, "no"
     size = None if config.size is None else height_width(config.size)
-    if config.weights in BASELINES:
+    if weights in BASELINES:
         images = open_source(getattr(config, "train", None) or config.source, NO_LABELS)
-        model = build_baseline(config.weights, images, size=size).to(device)
+        model = build_baseline(weights, images, size=size).to(device)
     else:
-        model = load_backbone(config.weights, network=config.network).to(device)
+        model = load_backbone(weights, network=config.network).to(device)
         precision = choose_precision(config.precision, device)
     if precision != "no":
         log.info("features are computed in %s; precision=no computes them in float32", precision)

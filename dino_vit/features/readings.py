@@ -1,0 +1,92 @@
+"""What is read of images: tokens of one backbone or of several side by side, as they are or levelled."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dino_vit.data.image_set import ImageSet, evenly_spaced
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone
+from dino_vit.models.backbone import CLS, Backbone, FeatureSpec
+from dino_vit.models.readings import Levelling
+
+LEVELLED = 0.5  # half-way between features as they are and white ones
+FITTED_IMAGES = 20_000
+RIDGE = 0.01  # of the mean variance, so that directions without any are not blown up
+
+
+def levelled_spec(model: Backbone) -> FeatureSpec:
+    """Return the tokens of the reading that runs are judged by: CLS and, with patches, 3 × 3 cells."""
+    return FeatureSpec(tokens="cls+cells" if model.has_patches else "cls")
+
+
+def joined_features(
+    frozen: FrozenBackbone,
+    source: ImageSet,
+    *,
+    spec: FeatureSpec = CLS,
+    indices: Sequence[int] | None = None,
+    title: str = "features",
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the cached features of a backbone, and of those beside it, for the images that all can read.
+
+    With others beside it the features of each are of unit length.
+    """
+    found = [
+        cached_features(each, source, spec=own, indices=indices, title=title)
+        for each, own in zip(frozen.side_by_side, _own_specs(frozen, spec), strict=True)
+    ]
+    if len(found) == 1:
+        return found[0]
+    readable = reduce(np.intersect1d, [rows for _, rows in found])
+    parts = [torch.from_numpy(values[np.isin(rows, readable)]) for values, rows in found]
+    joined: NDArray[np.float32] = torch.cat([F.normalize(part) for part in parts], dim=1).numpy()
+    return joined, found[0][1][np.isin(found[0][1], readable)]
+
+
+def _own_specs(frozen: FrozenBackbone, spec: FeatureSpec) -> list[FeatureSpec]:
+    """Return the tokens of each backbone; beside others, one without patches gives what it has."""
+    if frozen.beside and spec.tokens in ("patches", "all"):
+        raise ValueError(f"tokens={spec.tokens} are of one backbone; give weights without others beside them")
+    return [spec if each.model.has_patches or not frozen.beside else CLS for each in frozen.side_by_side]
+
+
+def part_widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[int]:
+    """Return how many of the joined features each part has: the CLS tokens, the cells, another backbone's."""
+    specs = _own_specs(frozen, spec)
+    return [
+        width
+        for each, own in zip(frozen.side_by_side, specs, strict=True)
+        for width in own.widths(each.model)
+    ]
+
+
+def fit_levelling(features: Tensor, widths: Sequence[int], whiten: float = LEVELLED) -> Levelling:
+    """Fit what brings each part of features (n, d) to unit length and level; at `whiten` 1 to white.
+
+    On at most 20,000 of the images, in float64, so that all processes get the same.
+    """
+    exact = features.cpu() if features.device.type == "mps" else features  # which lacks float64
+    sample = exact[evenly_spaced(len(features), FITTED_IMAGES)].double()
+    mean = sample.mean(dim=0)
+    matrices = [covariance_power(part, -whiten / 2) for part in (sample - mean).split(list(widths), dim=1)]
+    return Levelling(mean.float(), [matrix.float() for matrix in matrices]).to(features.device)
+
+
+def covariance_power(centred: Tensor, power: float) -> Tensor:
+    """Return (C + ridge · 1) ** power, where C is the covariance of centred features (n, d)."""
+    count, width = centred.shape
+    ridge = (RIDGE * centred.square().mean()).clamp(min=1e-12)
+    small = (centred.T @ centred if width <= count else centred @ centred.T) / count
+    variances, axes = torch.linalg.eigh(small)
+    variances = variances.clamp(min=1e-12 * ridge)
+    if width > count:  # along all axes but these there is no variance
+        axes = centred.T @ axes / (count * variances).sqrt()
+    elsewhere = ridge**power
+    scales = (variances + ridge) ** power - elsewhere
+    return (axes * scales) @ axes.T + elsewhere * torch.eye(width, dtype=axes.dtype, device=axes.device)
