@@ -25,7 +25,7 @@ from dino_vit.eval.online import rankme
 from dino_vit.eval.results import write_results
 from dino_vit.eval.sets import VAL_SHARE, Sets, divide, open_sets
 from dino_vit.eval.statistics import Difference, Figure, PerImageMetric, difference
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import joined_features
 from dino_vit.weights import load_backbone
 
@@ -90,7 +90,7 @@ def run(config: CompareConfig) -> ComparisonResult:
 def _load(config: CompareConfig, weights: str) -> FrozenBackbone:
     """Load one of the backbones; the untrained one has the network of the first."""
     trained = config.trained[0] if weights == UNTRAINED else weights
-    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
+    frozen = frozen_backbones(CachedConfig(**_shared(config, CachedConfig), weights=trained))
     return untrained_like(frozen, config.seed) if weights == UNTRAINED else frozen
 
 

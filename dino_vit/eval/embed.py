@@ -27,7 +27,7 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.remote import is_url
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import fit_levelling, joined_features, part_widths
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.hub import is_name
@@ -75,7 +75,7 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     output = None if config.output is None else Path(config.output)
     if output:
         check_outputs(config, output)
-    backbone = frozen_backbone(config)
+    backbone = frozen_backbones(config)
     source = open_source(config.source, config.labels, several=config.several)
     names = source.distinct_names(range(len(source)))  # before the work
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)

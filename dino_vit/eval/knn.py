@@ -33,7 +33,7 @@ from dino_vit.eval.statistics import (
     TITLES,
     Predictions,
 )
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import fit_levelling, part_widths
 from dino_vit.models.backbone import FeatureSpec
 
@@ -42,7 +42,7 @@ def run(config: KnnConfig) -> EvaluationResult:
     """Classify; with an output, write the JSON. The figures are those of the first k."""
     start_processes()
     sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
-    frozen = frozen_backbone(config)
+    frozen = frozen_backbones(config)
     return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
 
 

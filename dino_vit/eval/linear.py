@@ -36,7 +36,7 @@ from dino_vit.eval.results import (
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_out, open_sets
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.models.backbone import FeatureSpec, simple_specs
 from dino_vit.models.classifiers import Columns, LinearHeads, on_standardised
 
@@ -58,7 +58,7 @@ def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     start_processes()
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
-    frozen = frozen_backbone(config)
+    frozen = frozen_backbones(config)
     return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
 
 
@@ -69,11 +69,12 @@ def evaluate(
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     train, val = features_of_sets(frozen, sets, inputs[-1])
     train, held_out = hold_out(train, config.seed)
-    columns: list[Columns] = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+    slices = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+    columns: list[Columns] = [*slices]
     if frozen.beside:  # whose features each head reads too
         places = range(train.features.shape[1])
         others = places[sum(inputs[-1].widths(frozen.model)) :]
-        columns = [[*places[each], *others] for each in columns]
+        columns = [[*places[each], *others] for each in slices]
     grid = Grid("C", STANDARD_CS, inputs, _train(train, columns, frozen.device))
     details = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     return conclude_best("linear", path, grid, train, val, held_out, details)

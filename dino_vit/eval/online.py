@@ -25,7 +25,7 @@ from dino_vit.eval.sets import count_shared, divide, labelled_subset
 from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
 from dino_vit.features.batches import missing_indices, warn_of_unreadable
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
-from dino_vit.features.readings import fit_levelling, levelled_spec
+from dino_vit.features.readings import FITTED_IMAGES, fit_levelling, levelled_spec
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 
@@ -33,6 +33,7 @@ NEIGHBOURS = 20
 _VAL_SHARE = 5  # one in so many images is judged, if the source has splits
 # Which images were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
+_BASELINE_IMAGES = 1000  # that baselines are levelled by: by all, 3,072 pixels would take ten seconds
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
 
 
@@ -239,8 +240,10 @@ class OnlineEvaluation:
                 self.source, self.indices
             )
             rows = self._rows(features.indices)
-            ways = (), (model.width,)
-            figures[name] = max(self._classified(features.values, rows, way).percent for way in ways)
+            figures[name] = max(
+                self._classified(features.values, rows, widths, _BASELINE_IMAGES).percent
+                for widths in ([], [model.width])
+            )
             if name == "pixels":
                 images = features.values.view(-1, pixels.channels, *model.image_size)
                 figures["colours"] = self._probe(colours(images), rows).percent
@@ -265,8 +268,10 @@ class OnlineEvaluation:
         """Return the places in the evaluation of images that could be read, in its order."""
         return torch.isin(torch.tensor(self.indices), indices).nonzero()[:, 0]
 
-    def _classified(self, features: Tensor, rows: Tensor, widths: Sequence[int] = ()) -> _Judged:
-        """Predict labels by the neighbours, by features whose parts of these widths are levelled."""
+    def _classified(
+        self, features: Tensor, rows: Tensor, widths: Sequence[int] = (), images: int = FITTED_IMAGES
+    ) -> _Judged:
+        """Predict labels by the neighbours; parts of these widths are levelled by at most so many images."""
         judged = (rows >= self.votes).nonzero()[:, 0]
         votes = (rows < self.votes).nonzero()[:, 0] if self.votes else judged
         k = min(NEIGHBOURS, len(votes) - (not self.votes))
@@ -274,7 +279,8 @@ class OnlineEvaluation:
             return _Judged(math.nan)
         vote = weighted_knn if self.task == "multiclass" else neighbour_means
         if widths:
-            features = fit_levelling(features[votes.to(features.device)], widths)(features)
+            bank = features[votes.to(features.device)]
+            features = fit_levelling(bank, widths, images=images)(features)
         bank, queries = (features[each.to(features.device)] for each in (votes, judged))
         labels, offset = self.targets[rows[votes]].to(features.device), None if self.votes else 0
         answers = vote(bank, labels, queries, k=[k], self_offset=offset)[k]

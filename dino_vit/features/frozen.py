@@ -139,26 +139,17 @@ def check_finite(values: Tensor, model: Backbone) -> None:
 
 
 def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
-    """Join the processes of the launch, and load the backbone of the config in each, or several."""
-    from dino_vit.config.commands import CachedConfig, side_by_side  # a run that trains needs them not
-
-    start_processes()
-    several = side_by_side(config.weights) if isinstance(config, CachedConfig) else [config.weights]
-    first, *others = (_frozen_backbone(config, weights) for weights in several)
-    return replace(first, beside=tuple(replace(each, unreadable=first.unreadable) for each in others))
-
-
-def _frozen_backbone(config: "BackboneConfig", weights: str) -> FrozenBackbone:
+    """Join the processes of the launch, and load the backbone of the config in each."""
     from dino_vit.config.commands import CachedConfig
-    from dino_vit.weights import load_backbone
+    from dino_vit.weights import load_backbone  # a run that trains needs neither
 
     device, precision = start_processes().device, "no"
     size = None if config.size is None else height_width(config.size)
-    if weights in BASELINES:
+    if config.weights in BASELINES:
         images = open_source(getattr(config, "train", None) or config.source, NO_LABELS)
-        model = build_baseline(weights, images, size=size).to(device)
+        model = build_baseline(config.weights, images, size=size).to(device)
     else:
-        model = load_backbone(weights, network=config.network).to(device)
+        model = load_backbone(config.weights, network=config.network).to(device)
         precision = choose_precision(config.precision, device)
     if precision != "no":
         log.info("features are computed in %s; precision=no computes them in float32", precision)
@@ -173,6 +164,15 @@ def _frozen_backbone(config: "BackboneConfig", weights: str) -> FrozenBackbone:
         threads=config.num_workers or min(cores_of_a_process(world_size()), 16),
         **caches,
     )
+
+
+def frozen_backbones(config: "BackboneConfig") -> FrozenBackbone:
+    """Do the same with weights such as runs/a+gradients: return the first, with the others beside it."""
+    from dino_vit.config.commands import side_by_side
+
+    each = (config.model_copy(update={"weights": weights}) for weights in side_by_side(config.weights))
+    first, *others = map(frozen_backbone, each)
+    return replace(first, beside=tuple(replace(other, unreadable=first.unreadable) for other in others))
 
 
 def build_baseline(

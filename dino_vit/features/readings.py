@@ -66,15 +66,17 @@ def part_widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[int]:
     ]
 
 
-def fit_levelling(features: Tensor, widths: Sequence[int], whiten: float = LEVELLED) -> Levelling:
+def fit_levelling(
+    features: Tensor, widths: Sequence[int], whiten: float = LEVELLED, images: int = FITTED_IMAGES
+) -> Levelling:
     """Fit what brings each part of features (n, d) to unit length and level; at `whiten` 1 to white.
 
-    On at most 20,000 of the images, in float64, so that all processes get the same.
+    On at most so many of the images, in float64, so that all processes get the same.
     """
     exact = features.cpu() if features.device.type == "mps" else features  # which lacks float64
-    sample = exact[evenly_spaced(len(features), FITTED_IMAGES)].double()
+    sample = exact[evenly_spaced(len(features), images)].double()
     mean = sample.mean(dim=0)
-    matrices = [covariance_power(part, -whiten / 2) for part in (sample - mean).split(list(widths), dim=1)]
+    matrices = [covariance_power(part, -whiten / 2) for part in torch.split(sample - mean, [*widths], dim=1)]
     return Levelling(mean.float(), [matrix.float() for matrix in matrices]).to(features.device)
 
 

@@ -27,6 +27,7 @@ class Levelling(nn.Module):
         return [tensor for name, tensor in self.named_buffers() if name != "mean"]
 
     def forward(self, features: Tensor) -> Tensor:
-        parts = (features - self.mean).split([len(matrix) for matrix in self.matrices], dim=1)
+        widths = [len(matrix) for matrix in self.matrices]
+        parts = torch.split(features - self.mean, widths, dim=1)
         levelled = [part @ matrix for part, matrix in zip(parts, self.matrices, strict=True)]
         return torch.cat([F.normalize(part) for part in levelled], dim=1)

@@ -68,11 +68,10 @@ def test_white_features_have_no_directions_of_more_variance(monkeypatch):
     assert_close_to_scale(torch.cov(white.T, correction=0), torch.eye(6))
 
 
-def test_levelling_is_fitted_on_some_of_many_images(monkeypatch):
-    monkeypatch.setattr(readings, "FITTED_IMAGES", 50)
+def test_levelling_is_fitted_on_some_of_many_images():
     features = torch.randn(100, 4)
     half = fit_levelling(features[evenly_spaced(100, 50)], [4])
-    assert torch.equal(fit_levelling(features, [4])(features), half(features))
+    assert torch.equal(fit_levelling(features, [4], images=50)(features), half(features))
 
 
 def test_features_that_are_all_alike_stay_finite():

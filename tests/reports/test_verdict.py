@@ -139,6 +139,8 @@ def test_what_may_be_chance_on_its_images_is_neither_a_rise_nor_a_fall():
     learned["before"]["gradients"] = 58.0
     below = "It has learned, but gradients without a network are better."
     assert evaluated(**learned).sentence == below
+    read_better = evaluated(**learned, levelled_knn=[30.0, 45.0, 55.0])
+    assert read_better.sentence == "It has learned.", "cells see what the CLS token does not"
     worse = evaluated(knn=[33.0, 28.0, 20.0])
     assert (worse.diagnosis, worse.sentence) == (STUCK, "It is worse than before training.")
 
