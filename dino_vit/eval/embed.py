@@ -28,7 +28,7 @@ from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.remote import is_url
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
-from dino_vit.features.readings import fit_levelling, joined_features, part_widths
+from dino_vit.features.readings import fit_reading, joined_features
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.hub import is_name
 
@@ -82,10 +82,8 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     values, indices = joined_features(
         backbone, source, spec=spec, title=f"embeddings of {public(config.source)}"
     )
-    if config.whiten:
-        features = torch.from_numpy(values).to(backbone.device)
-        level = fit_levelling(features, part_widths(backbone, spec), config.whiten)
-        values = level(features).cpu().numpy()
+    features = torch.from_numpy(values)
+    values = fit_reading(backbone, features, spec, config.whiten)(features).numpy()
     codes = source.codes(indices).tolist()
     rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
     shape = " × ".join(map(str, values.shape))

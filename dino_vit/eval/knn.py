@@ -34,7 +34,7 @@ from dino_vit.eval.statistics import (
     Predictions,
 )
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
-from dino_vit.features.readings import fit_levelling, part_widths
+from dino_vit.features.readings import fit_reading
 from dino_vit.models.backbone import FeatureSpec
 
 
@@ -52,10 +52,9 @@ def evaluate(
     """Evaluate a backbone that is loaded already; with a path write the JSON."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     train, val = features_of_sets(frozen, sets, spec)
-    if config.whiten:
-        level = fit_levelling(train.features, part_widths(frozen, spec), config.whiten)
-        whole, train = train, replace(train, features=level(train.features))
-        val = train if val is whole else replace(val, features=level(val.features))
+    read = fit_reading(frozen, train.features, spec, config.whiten)
+    bank = replace(train, features=read(train.features))
+    train, val = bank, bank if val is train else replace(val, features=read(val.features))
     how = "leave-one-out" if val is train else f"by {plural(len(train), 'image')} of {sets[0].name}"
     heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(val), 'image')} of {sets[1].name}"
     heading += "; k neighbours vote; in brackets 95 % intervals\n"

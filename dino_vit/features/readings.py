@@ -1,13 +1,13 @@
 """What is read of images: tokens of one backbone or of several side by side, as they are or levelled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.features.cache import cached_features
@@ -33,10 +33,7 @@ def joined_features(
     indices: Sequence[int] | None = None,
     title: str = "features",
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the cached features of a backbone, and of those beside it, for the images that all can read.
-
-    With others beside it the features of each are of unit length.
-    """
+    """Return the cached features of a backbone, and of those beside it, for the images that all can read."""
     found = [
         cached_features(each, source, spec=own, indices=indices, title=title)
         for each, own in zip(frozen.side_by_side, _own_specs(frozen, spec), strict=True)
@@ -44,8 +41,7 @@ def joined_features(
     if len(found) == 1:
         return found[0]
     readable = reduce(np.intersect1d, [rows for _, rows in found])
-    parts = [torch.from_numpy(values[np.isin(rows, readable)]) for values, rows in found]
-    joined: NDArray[np.float32] = torch.cat([F.normalize(part) for part in parts], dim=1).numpy()
+    joined = np.concatenate([values[np.isin(rows, readable)] for values, rows in found], axis=1)
     return joined, found[0][1][np.isin(found[0][1], readable)]
 
 
@@ -58,12 +54,27 @@ def _own_specs(frozen: FrozenBackbone, spec: FeatureSpec) -> list[FeatureSpec]:
 
 def part_widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[int]:
     """Return how many of the joined features each part has: the CLS tokens, the cells, another backbone's."""
+    return [width for widths in _widths(frozen, spec) for width in widths]
+
+
+def _widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[list[int]]:
     specs = _own_specs(frozen, spec)
-    return [
-        width
-        for each, own in zip(frozen.side_by_side, specs, strict=True)
-        for width in own.widths(each.model)
-    ]
+    return [own.widths(each.model) for each, own in zip(frozen.side_by_side, specs, strict=True)]
+
+
+def fit_reading(
+    frozen: FrozenBackbone, features: Tensor, spec: FeatureSpec, whiten: float
+) -> Callable[[Tensor], Tensor]:
+    """Return what makes a reading of features: levels them by these, or leaves them as they are.
+
+    Those of several backbones are brought to unit length, so that each has the same say.
+    """
+    if whiten:
+        return fit_levelling(features, part_widths(frozen, spec), whiten)
+    if not frozen.beside:
+        return nn.Identity()
+    widths = [sum(each) for each in _widths(frozen, spec)]
+    return lambda values: torch.cat([*map(F.normalize, torch.split(values, widths, dim=1))], dim=1)
 
 
 def fit_levelling(

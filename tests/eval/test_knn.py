@@ -93,12 +93,8 @@ def test_levelled_features_side_by_side_are_fitted_on_the_bank(tmp_path, weights
     for name, model in parts.items():
         frozen = FrozenBackbone(model=model, transform=model.transform)
         own = spec if name == "model" else CLS
-        sides.append(
-            [
-                F.normalize(frozen.extract(s, range(len(s)), own).values)
-                for s in map(open_source, map(str, (train, val)))
-            ]
-        )
+        sources = [open_source(str(images)) for images in (train, val)]
+        sides.append([frozen.extract(source, range(len(source)), own).values for source in sources])
     bank, queries = (torch.cat(pair, dim=1) for pair in zip(*sides, strict=True))
     level = fit_levelling(bank, [32, 9 * 32, 3 * 32 * 32])
     unit_bank, unit_queries = (F.normalize(level(each)) for each in (bank, queries))
