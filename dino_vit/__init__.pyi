@@ -525,7 +525,7 @@ def knn(
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
       tokens=cls                          CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them [cls|mean|cells|cls+mean|cls+cells]
       blocks=1                            last blocks whose tokens are joined
-      whiten=0                            0: features as they are; 0.5: levelled; 1: whitened; by these images
+      whiten=0                            0: features as they are; 0.5: levelled by their covariance; 1: whitened
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
@@ -753,7 +753,7 @@ def embed(
       output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
       tokens=cls                          CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them; the patches, or all tokens [cls|mean|cells|cls+mean|cls+cells|patches|all]
       blocks=1                            last blocks whose tokens are joined
-      whiten=0                            0: features as they are; 0.5: levelled; 1: whitened; by these images
+      whiten=0                            0: features as they are; 0.5: levelled by their covariance; 1: whitened
     """
 
 def inspect_weights(

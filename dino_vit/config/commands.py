@@ -44,7 +44,7 @@ OVERWRITE: bool = setting(False, "replace files that exist", resumable=True)
 RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {IN_PYTHON}", resumable=True)
 
 
-WHITEN: Whiten = setting(0.0, "0: features as they are; 0.5: levelled; 1: whitened; by these images")
+WHITEN: Whiten = setting(0.0, "0: features as they are; 0.5: levelled by their covariance; 1: whitened")
 TOKENS = "CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them"
 
 

@@ -10,7 +10,7 @@ from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of differences
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
-Figure = Literal["knn", "levelled_knn"]  # by the CLS token, by CLS and levelled cells
+KnnFigure = Literal["knn", "levelled_knn"]  # by the CLS token, by CLS and levelled cells
 
 
 class Reading(NamedTuple):
@@ -51,7 +51,7 @@ class Reading(NamedTuple):
 
 
 def reading_of(
-    metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline, figure: Figure = "knn"
+    metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline, figure: KnnFigure = "knn"
 ) -> Reading:
     """Return the accuracy of a record beside an earlier one, or one without a network."""
 
@@ -100,7 +100,7 @@ def describe_knn(baseline: Baseline) -> str:
     return f"k-NN {kind} on {images}, each labelled by those most similar to it"
 
 
-def knn_text(metrics: MetricsRecord, baseline: Baseline, figure: Figure) -> str:
+def knn_text(metrics: MetricsRecord, baseline: Baseline, figure: KnnFigure) -> str:
     """Return a k-NN accuracy with its 95 % confidence; nothing without labels."""
     knn, error = getattr(metrics, figure), getattr(metrics, f"{figure}_error")
     if knn is None:
