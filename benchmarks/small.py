@@ -10,7 +10,7 @@ same of groceries, hands and cifar10; textures are generated, and the grey sets 
 As many runs go at a time as there are cores for. One that has ended is judged as it is, so the program goes
 on where it was. Judged by k-NN (k = 20) and a logistic regression, with 10,000 training images in the bank
 and 2,000 test images, or with all (--whole); no run has seen a label. What decides between recipes is how far
-k-NN is above the better of pixels and gradients, on average over the sets: the note of the first table
+k-NN is above the better of pixels and edges, on average over the sets: the note of the first table
 says it.
 """
 
@@ -69,7 +69,7 @@ WHAT: dict[str, dict[str, Any]] = {
     "race": {"minutes": [1, 5], "sets": (*PHOTOS, "cifar10"), "peer": True},
     "cifar10": {"minutes": [], "sets": ("cifar10",), "cores": 2, "whole": True, "config": CIFAR10},
 }
-COLOURS = {"trained": "#1f5fbf", PEER: "#b5522b", "pixels": "#555555", "gradients": "#999999"}
+COLOURS = {"trained": "#1f5fbf", PEER: "#b5522b", "pixels": "#555555", "edges": "#999999"}
 Figures = dict[str, dict[str, float]]  # by who is judged, and by figure
 
 

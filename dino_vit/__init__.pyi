@@ -141,7 +141,7 @@ class _Loss(TypedDict, total=False):
     centering: Literal["ema", "sinkhorn"]
     koleo_weight: float
     patch_weight: float
-    gradient_weight: float
+    edge_weight: float
 
 class _Optim(TypedDict, total=False):
     """The student's optimiser and its schedules."""
@@ -168,11 +168,10 @@ class _Teacher(TypedDict, total=False):
     momentum: float
 
 class _Budget(TypedDict, total=False):
-    """How long to train: in exactly one of four units."""
+    """How long to train: in exactly one of three units."""
 
     epochs: int | None
     steps: int | None
-    images: int | None
     minutes: float | None
 
 class _Compute(TypedDict, total=False):
@@ -183,7 +182,6 @@ class _Compute(TypedDict, total=False):
     sharded: bool
     log_every: int
     eval_every: float | None
-    eval_every_steps: int | None
     checkpoint_every: int
     keep_every: int | None
     verbose: bool
@@ -402,7 +400,7 @@ def pretrain(
       loss.centering=ema                  a mean over steps, or Sinkhorn-Knopp over the micro-batch [ema|sinkhorn]
       loss.koleo_weight=0                 weight of KoLeo, which keeps images apart; 0.1 in DINOv2
       loss.patch_weight=0                 weight of the loss of masked patches (iBOT); 1 in DINOv2
-      loss.gradient_weight=0              weight of predicting the gradients around each patch
+      loss.edge_weight=0                  weight of predicting the edges around each patch
       optim.name=adamw                    optimiser [adamw|sgd]
       optim.lr=0.0005                     peak learning rate at a global batch of 256
       optim.lr_scaling=linear             how lr grows with global batch / 256 [linear|sqrt|none]
@@ -421,14 +419,12 @@ def pretrain(
       teacher.momentum=0.996              EMA momentum at the start; 1 at the end, after a cosine
       budget.epochs=100                   passes over the images
       budget.steps=null                   optimiser steps
-      budget.images=null                  images drawn, counted with repeats
       budget.minutes=null                 minutes of training and evaluations; the schedules follow
       compute.precision=auto              auto: bf16 where it is native [auto|no|bf16|fp16]
       compute.compile=auto                torch.compile the networks; auto: their blocks, in long runs on CUDA
       compute.sharded=false               each process has a part of the weights (FSDP2)
       compute.log_every=50                steps between log lines
       compute.eval_every=10               epochs between evaluations; null: never
-      compute.eval_every_steps=null       steps between evaluations
       compute.checkpoint_every=1000       steps between checkpoints
       compute.keep_every=null             steps between checkpoints that are kept
       compute.verbose=false               print each chosen setting at the start, with its reason
@@ -508,7 +504,7 @@ def knn(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, gradients; several: runs/a+gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -560,7 +556,7 @@ def linear(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, gradients; several: runs/a+gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -595,6 +591,9 @@ def predict(
     labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     output: str | os.PathLike[str] | None = None,
+    confident: float | None = None,
+    tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells"] | None = None,
+    blocks: int = 1,
     classifier: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | PredictConfig | None = None,
     verbose: bool = True,
@@ -608,7 +607,7 @@ def predict(
     The settings and their defaults:
 
       source=...                          images to label: those without a label, or all if train is given
-      weights=...                         run folder, weights file, gradients, or a file that classifier= wrote
+      weights=...                         run folder, weights file, edges, or a file that classifier= wrote
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -622,6 +621,9 @@ def predict(
       labels=null                         CSV, JSON or Parquet with the labels, or none; null: the images' own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
+      confident=null                      also write the labels with at least this confidence, beside the table; null: no
+      tokens=null                         tokens as of knn; null: cls+mean, or cls without patches [cls|mean|cells|cls+mean|cls+cells]
+      blocks=1                            last blocks whose tokens are joined
       classifier=null                     file to keep the classifier and its backbone in [FILE.safetensors]
     """
 
@@ -656,7 +658,7 @@ def compare(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folders, weights files, gradients, pixels, untrained (the network of the first)
+      weights=...                         run folders, weights files, edges, pixels, untrained (the network of the first)
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -738,7 +740,7 @@ def embed(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, gradients; several: runs/a+gradients
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]

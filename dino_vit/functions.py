@@ -160,5 +160,5 @@ def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
             if not names_sources(value):
                 source = wrap(value)
                 digest = hashlib.sha256(source.fingerprint.encode()).hexdigest()
-                named[key] = pass_object(source, f"{title_of(value)}-{digest[:12]}")
+                named[key] = pass_object(value, f"{title_of(value)}-{digest[:12]}")
     return named

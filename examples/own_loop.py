@@ -6,6 +6,7 @@ The backbone goes to own.safetensors, which every command takes for `weights=`.
 """
 
 import argparse
+from functools import partial
 from itertools import islice
 
 import torch
@@ -13,8 +14,12 @@ import torch
 from dino_vit import save_backbone
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.open import open_source
+from dino_vit.method.centering import Center
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import ema_update
+from dino_vit.method.term import Sizes
+from dino_vit.method.terms.cls import Cls
+from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import build_networks
 from dino_vit.views.build import build_augment, build_loader
 
@@ -31,30 +36,21 @@ if __name__ == "__main__":  # which DataLoader workers on macOS must not run aga
     )
     augment = build_augment(config).to(device)
     shape = {"image_size": 96, "patch_size": 8, "width": 192, "depth": 6, "heads": 3}
-    student, teacher = (
-        n.to(device) for n in build_networks(backbone=shape, drop_path=0.1, head={"prototypes": 4096})
-    )
-    objective = Objective(
-        device,
-        prototypes=4096,
-        views=10,
-        global_views=2,
-        global_size=(96, 96),
-        grid=(12, 12),
-        student_temperature=0.1,
-        centering="ema",
-    )
+    heads = {"head": partial(DINOHead, prototypes=4096)}
+    networks = build_networks(backbone=shape, drop_path=0.1, heads=heads)
+    student, teacher = (network.to(device) for network in networks)
+    sizes = Sizes(views=10, global_views=2, grid=(12, 12))
+    term = Cls(1.0, sizes, Center(prototypes=4096).to(device), student_temperature=0.1)
+    objective = Objective([term], global_views=2, global_size=(96, 96))
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4, weight_decay=0.04)
     for step, batch in enumerate(islice(loader.batches(), options.steps)):
         views = [augment(batch.views[size].to(device), batch.augment[size]) for size in batch.views]
-        terms, _ = objective(
-            student, teacher, views, None, images=len(batch.samples), teacher_temperature=0.04
-        )
+        losses = objective(student, teacher, views, None, images=len(batch.samples), teacher_temperature=0.04)
         optimizer.zero_grad()
-        terms.loss.backward()
+        losses.total.backward()
         optimizer.step()
         ema_update(list(teacher.parameters()), list(student.parameters()), momentum=0.996)
         objective.update()
         if step % 10 == 0:
-            print(f"step {step}: loss {terms.loss:.3f}")
+            print(f"step {step}: loss {losses.total:.3f}")
     save_backbone(teacher.backbone, "own.safetensors", **norm)

@@ -36,7 +36,7 @@ def run(config: DemoConfig) -> DemoResult:
     record = read_run(folder)
     baseline = record.baseline
     levels = {"untrained": baseline.knn, "trained": record.latest("knn")}
-    levels |= {"pixels": baseline.pixels, "gradients": baseline.gradients, "chance": baseline.chance}
+    levels |= {"pixels": baseline.pixels, "edges": baseline.edges, "chance": baseline.chance}
     knn = {network: percent for network, percent in levels.items() if percent is not None}
     percents = ", ".join(f"{network} {percent:.1f} %" for network, percent in knn.items())
     lines = [

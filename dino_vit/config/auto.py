@@ -4,21 +4,23 @@ Every formula runs through two points: the published recipe (1.28 million images
 1024, where nothing changes) and what learns from 20,000 images of 32 pixels within minutes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil, log2, sqrt
 from typing import NamedTuple
 
+from dino_vit.config.cost import forward_flops
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import Facts, ImageFacts
 from dino_vit.config.inherited import choose_channels
-from dino_vit.config.length import SEEN_IN_SHORT, SHORT, global_batch, may_see_less, run_length
-from dino_vit.config.pretrain import PretrainConfig, scaled_lr
+from dino_vit.config.length import Length, global_batch, run_length
+from dino_vit.config.pretrain import PretrainConfig, needing_all_patches, scaled_lr
 from dino_vit.config.sections import REDUCTION, START_TEACHER_TEMPERATURE, stem_problem
 from dino_vit.config.settings import values
 from dino_vit.core import height_width
 from dino_vit.core.text import plural
 
 IMAGENET = 1_280_000  # images
+SHORT = 30_000  # steps; shorter runs get `_choose_for_short`
 PUBLISHED_STEPS = 125_000  # 100 epochs of ImageNet at batch 1024
 PUBLISHED_LR = 1e-3  # at batch 512
 PUBLISHED_HALF_LIFE = 173  # steps; an EMA of 0.996
@@ -34,83 +36,87 @@ PATCHES = (2, 4, 8, 16)
 TIMM_PATCH = 32  # pixels of a cell of the last feature map, of nearly all of timm's models
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
-# Images that a run must see to train the smallest network well. A network r times as slow needs r times as
-# many to learn better features.
+# Images that a run must see to train the smallest network well. One with r times the operations needs r times
+# as many to learn better features.
 ENOUGH_IMAGES = 300_000
 
 
-def choose_all(draft: Draft, facts: Facts) -> None:
-    """Fit to the images and to the length of the run whatever is open (`recipe=auto`)."""
-    images, method = facts.images, draft["method"]
-    _choose_network(draft, facts)
-    _choose_sizes(draft, images)
-    steps = _choose_schedule(draft, facts)
-    _choose_head(draft, images.count)
-    if steps < SHORT:
-        _choose_for_short(draft, images.likeness)
-    if method == "dino" or steps < SHORT:  # a short DINOv2 run takes DINO's
-        _choose_rates(draft, steps, global_batch(draft, facts))
+def choose_all(draft: Draft, facts: Facts) -> Draft:
+    """Return the settings with whatever is open fitted to the images and to the length of the run."""
+    choose_channels(draft, facts.images.channels, "as the images have")
+    _choose_epochs(draft, facts)
+    draft, length, is_short = _choose_network(draft, facts)
+    _choose_schedule(draft, facts, length)
+    if draft["method"] == "dino" or is_short:  # a short DINOv2 run takes DINO's
+        _choose_rates(draft, length.steps, global_batch(draft, facts))
     elif "loss.teacher_temp" in draft.given and draft["loss.teacher_temp"] <= START_TEACHER_TEMPERATURE:
         reason = f"a temperature is given that does not rise from {START_TEACHER_TEMPERATURE}"
         draft.choose("loss.warmup_teacher_temp_epochs", 0, reason)
-    choose_channels(draft, images.channels, "as the images have")
+    return draft
 
 
-def _choose_network(draft: Draft, facts: Facts) -> None:
-    """Choose the largest network that sees ENOUGH_IMAGES.
+class _Fitted(NamedTuple):
+    """Settings on which the time of a step depends, and the length of the run with them."""
 
-    Before a step is timed, and where none does, the smallest.
-    """
-    minutes, time = draft["budget.minutes"], facts.step_time
+    draft: Draft
+    length: Length
+    is_short: bool
+
+
+def _choose_network(draft: Draft, facts: Facts) -> _Fitted:
+    """Choose the largest network that sees enough images, where `budget.minutes` may choose one."""
+    minutes, batch = draft["budget.minutes"], global_batch(draft, facts)
     ladder = network_ladder(draft, facts.images.size) if minutes and not facts.checkpoint else []
     if not ladder:
-        return
-    rung, reason = ladder[0], "the smallest, of which a step is timed"
-    if time:
-        images = 60 * minutes / time.step_seconds * global_batch(draft, facts)  # that the smallest sees
-        seeing = [each for each in ladder if images * (ladder[0].cost / each.cost) ** 2 >= ENOUGH_IMAGES]
-        rung = max(seeing, key=lambda each: each.cost, default=ladder[0])
-        draft.slowdown = rung.cost / ladder[0].cost
-        count = float(f"{run_length(draft, facts).steps * global_batch(draft, facts):.2g}")
-        reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
-        if rung is ladder[0] and count < ENOUGH_IMAGES:
-            reason = f"the smallest: {reason}, fewer than the {ENOUGH_IMAGES:,} it needs"
-    for key, value in rung.settings.items():
-        draft.choose(key, value, reason)
+        return _fit(draft, facts, {})
+    smallest = forward_flops(_fit(draft, facts, ladder[0]).draft.config)
+    for rung in reversed(ladder):
+        fitted = _fit(draft, facts, rung)
+        images, larger = fitted.length.steps * batch, forward_flops(fitted.draft.config) / smallest
+        if images >= ENOUGH_IMAGES * larger:
+            break
+    count = float(f"{images:.2g}")
+    reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
+    if rung is ladder[0] and count < ENOUGH_IMAGES:
+        reason = f"the smallest: {reason}, fewer than the {ENOUGH_IMAGES:,} it needs"
+    return _fit(draft, facts, rung, reason)
 
 
-class Rung(NamedTuple):
-    """A size of the network and of its views, and what an image costs with it, in any unit."""
+def _fit(draft: Draft, facts: Facts, network: Mapping[str, object], reason: str = "") -> _Fitted:
+    """Choose what a step's time depends on as for a long run, or for a short one if that would be one."""
+    for is_short in (False, True):
+        fitted = draft.copy()
+        for key, value in network.items():
+            fitted.choose(key, value, reason)
+        _choose_sizes(fitted, facts.images)
+        _choose_head(fitted, facts.images.count)
+        if is_short:
+            _choose_for_short(fitted, facts.images.likeness)
+        if (length := run_length(fitted, facts)).steps >= SHORT:
+            break
+    return _Fitted(fitted, length, is_short)
 
-    settings: dict[str, object]
-    cost: float
 
-
-def network_ladder(draft: Draft, image_size: int) -> list[Rung]:
+def network_ladder(draft: Draft, image_size: int) -> list[dict[str, object]]:
     """Return the sizes that `budget.minutes` chooses from, the smallest first; none if one was given."""
     config = draft.config
     is_open = all(map(draft.is_open, ("model.arch", "model.width", "model.depth")))
     if config.recipe != "auto" or config.init or not is_open:
         return []
-    views, rungs, its_own = config.views, list[Rung](), not draft.is_open("model.patch_size")
+    rungs = list[dict[str, object]]()
     for largest, width, depth in LADDER:
         side = min(3 * image_size // 4, largest)  # images are read whole, and smaller views take less time
-        settings: dict[str, object] = {
+        rung: dict[str, object] = {
             "model.arch": None,
             "model.width": width,
             "model.depth": depth,
             "model.heads": width // (32 if depth < 12 else 64),  # at depth 12 those of published ViTs
         }
-        if not draft.is_open("views.global_size"):
-            side = max(views.global_shape)
-        else:
-            patch = config.model.patch_size if its_own else _nearest_patch(_patches(config), side)
-            settings["views.global_size"] = max(side // patch, 2) * patch
-        tokens = (side / (config.model.patch_size if its_own else _fitting_patch(side))) ** 2
-        # Of the views of a long run: 8 local ones, and all patches (`config/length.py`). Those of a short run
-        # cost less, but on each rung alike: the ratios between rungs differ by at most 2%.
-        passes = 4 * views.global_count * (1 + tokens / (6 * width)) + 3 * views.local_count * (3 / 7) ** 2
-        rungs.append(Rung(settings, tokens * passes * width**2 * depth))
+        if draft.is_open("views.global_size"):
+            is_given = not draft.is_open("model.patch_size")
+            patch = config.model.patch_size if is_given else _nearest_patch(_patches(config), side)
+            rung["views.global_size"] = max(side // patch, 2) * patch
+        rungs.append(rung)
     return rungs
 
 
@@ -161,22 +167,23 @@ def _fitting_patch(image_size: int) -> float:
     return 16 * (min(image_size, 224) / 224) ** (2 / 3)
 
 
-def _choose_schedule(draft: Draft, facts: Facts) -> int:
-    """Choose the length of the run, its warm-up, the freeze and evaluations; return the steps."""
-    images, batch = facts.images.count, global_batch(draft, facts)
-    if all(map(draft.is_open, ("budget.epochs", "budget.steps", "budget.images", "budget.minutes"))):
+def _choose_epochs(draft: Draft, facts: Facts) -> None:
+    """Choose the length of a run that was given none."""
+    images = facts.images.count
+    if all(map(draft.is_open, ("budget.epochs", "budget.steps", "budget.minutes"))):
         passes = 10 * round(10 * (IMAGENET / images) ** 0.25)
         reason = f"more passes over fewer images: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
         draft.choose("budget.epochs", min(max(passes, 30), 800), reason)
-    steps, evaluations, _ = run_length(draft, facts)
-    epochs = steps / max(1, images // batch)
+
+
+def _choose_schedule(draft: Draft, facts: Facts, length: Length) -> None:
+    """Choose warm-up, freeze and evaluations by the length of the run."""
+    epochs = length.steps / max(1, facts.images.count // global_batch(draft, facts))
     warmup, freeze = _round(min(10.0, epochs / 10)), _round(min(1.0, epochs / 20))
     draft.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
     draft.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
-    if draft.is_open("compute.eval_every_steps"):
-        reason = f"{plural(evaluations, 'time')} in a run, at least every 10 epochs"
-        draft.choose("compute.eval_every", _round(min(10.0, epochs / evaluations)), reason)
-    return steps
+    reason = f"{plural(length.evaluations, 'time')} in a run, at least every 10 epochs"
+    draft.choose("compute.eval_every", _round(min(10.0, epochs / length.evaluations)), reason)
 
 
 def _choose_head(draft: Draft, images: int) -> None:
@@ -198,19 +205,20 @@ def _choose_for_short(draft: Draft, likeness: float) -> None:
     draft.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
     draft.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     if not (draft["init.weights"] or draft.config.model.timm):
-        reason = "patches learn shapes from the gradients around them, before CLS tokens do"
-        draft.choose("loss.gradient_weight", 2.0, reason)
+        reason = "patches learn shapes from the edges around them, before CLS tokens do"
+        draft.choose("loss.edge_weight", 2.0, reason)
     reason = "a short run learns faster from views with more of the image"
     draft.choose("views.global_scale", (0.25, 1.0), reason)
     draft.choose("views.local_scale", (0.1, 0.4), reason)
     config = draft.config
     if likeness >= ALIKE:
         _choose_stem(draft, config, likeness)
-    if may_see_less(config):
+    same_size = config.views.global_shape == config.views.local_shape
+    if not (config.model.timm or needing_all_patches(config) or same_size):
         reason = "a short run sees more images where most of their patches are left out"
-        draft.choose("model.patch_drop", SEEN_IN_SHORT["model.patch_drop"], reason)
+        draft.choose("model.patch_drop", 0.75, reason)
         reason = "a short run learns more from more images than from more views of each"
-        draft.choose("views.local_count", SEEN_IN_SHORT["views.local_count"], reason)
+        draft.choose("views.local_count", 4, reason)
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     draft.choose("head.batch_norm", True, reason)
     defaults = values(PretrainConfig())

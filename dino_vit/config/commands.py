@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import BASELINES, ResizeMode, Sources, Tokens, WeightsFormat
+from dino_vit.config.sections import BASELINES, PositiveShare, ResizeMode, Sources, Tokens, WeightsFormat
 from dino_vit.config.settings import (
     Count,
     Dimension,
@@ -25,6 +25,7 @@ from dino_vit.config.settings import (
 Network = Literal["teacher", "student"]
 Whiten = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["auto", "no", "bf16", "fp16"]
+Pooled = Literal["cls", "mean", "cells", "cls+mean", "cls+cells"]
 # Inverse penalties of logistic regressions on standardised features.
 STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))
 LOGISTIC_IMAGES = 100_000  # of more, `predict` learns from k-NN alone
@@ -49,7 +50,7 @@ TOKENS = "CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them
 
 
 def side_by_side(weights: str) -> list[str]:
-    """Return the weights that are read side by side, as in runs/a+gradients; a path may have a + in it."""
+    """Return the weights that are read side by side, as in runs/a+edges; a path may have a + in it."""
     return [weights] if os.path.exists(weights) else weights.split("+")
 
 
@@ -58,7 +59,7 @@ class BackboneConfig(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("source", "weights")
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
-    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME, timm:NAME, or gradients")
+    weights: str = Field(description="run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     resize_mode: ResizeMode | None = setting(
@@ -74,7 +75,7 @@ class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
     weights: str = Field(
-        description="run folder, weights file, hf:OWNER/NAME, timm:NAME, gradients; several: runs/a+gradients"
+        description="run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges"
     )
     cache: str | None = setting(None, "folder of features; null: features/ in DINO_VIT_CACHE", resumable=True)
     cache_gb: NonNegative = setting(50.0, "largest size of cached features and indexes", resumable=True)
@@ -108,7 +109,7 @@ class KnnConfig(LabelledConfig, CachedConfig):
     writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is reported in detail")
-    tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells"] = setting("cls", TOKENS)
+    tokens: Pooled = setting("cls", TOKENS)
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     whiten: Whiten = WHITEN
     output: JsonFile | None = RESULTS
@@ -132,13 +133,18 @@ class PredictConfig(CachedConfig):
     )
     writes: ClassVar = "predictions.csv"
     source: str = Field(description="images to label: those without a label, or all if train is given")
-    weights: str = Field(description="run folder, weights file, gradients, or a file that classifier= wrote")
+    weights: str = Field(description="run folder, weights file, edges, or a file that classifier= wrote")
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV, JSON or Parquet with the labels, or none; null: the images' own")
     several: bool = SEVERAL
     output: TableFile | None = setting(
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
+    confident: PositiveShare | None = setting(
+        None, "also write the labels with at least this confidence, beside the table; null: no"
+    )
+    tokens: Pooled | None = setting(None, "tokens as of knn; null: cls+mean, or cls without patches")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
     classifier: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
 
     def contradictions(self) -> Iterator[str]:
@@ -152,11 +158,11 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 
     examples: ClassVar = (
         "compare photos runs/a runs/b",
-        "compare photos runs/a gradients pixels untrained output=baselines.json",
+        "compare photos runs/a edges pixels untrained output=baselines.json",
     )
     # Several, where the other commands take one.
     weights: NonEmpty[str] = Field(  # type: ignore[assignment]
-        description="run folders, weights files, gradients, pixels, untrained (the network of the first)"
+        description="run folders, weights files, edges, pixels, untrained (the network of the first)"
     )
     output: JsonFile | None = setting(None, f"JSON file; null: comparison.json, {IN_PYTHON}")
     writes: ClassVar = "comparison.json"
@@ -167,7 +173,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
         if len(set(self.weights)) < len(self.weights):
             yield "weights are given twice; give each once"
         if len(self.weights) < 2:
-            yield f"give two weights or more, such as {self.weights[0]} gradients pixels untrained"
+            yield f"give two weights or more, such as {self.weights[0]} edges pixels untrained"
         if UNTRAINED in self.weights and not self.trained:
             yield "untrained has the network of other weights: give these too"
 

@@ -1,8 +1,6 @@
 """Decide every setting of a run, each with its reason: what was given, what a checkpoint keeps, what weights
 decide, `recipe=auto`, the defaults, in this order. The first that decides on a setting counts: `Draft.choose`
 respects what was decided, `Draft.override` does not.
-
-A run of some minutes is decided twice: for the trial that times a step (`sketch`), then with its time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 
 from dino_vit.config.auto import choose_all, network_ladder
 from dino_vit.config.draft import Choice, Draft
-from dino_vit.config.facts import Facts, check_global_batch, check_images, refused_by_facts
+from dino_vit.config.facts import Facts, check_images, refused_by_facts
 from dino_vit.config.inherited import (
     check_settings,
     choices_since,
@@ -18,7 +16,7 @@ from dino_vit.config.inherited import (
     choose_by_teacher,
     choose_by_weights,
 )
-from dino_vit.config.length import SHORT, Length, global_batch, run_length
+from dino_vit.config.length import global_batch, run_length
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase
 from dino_vit.config.settings import ConfigError
@@ -48,46 +46,29 @@ class DecidedRun:
 
 def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     """Decide every setting, and refuse a run that cannot be."""
-    draft, images = decide(config, facts), facts.images
+    draft = decide(config, facts)
     if facts.checkpoint:
         check_settings(draft, facts.checkpoint)
-    check_images(draft.config, images)
+    check_images(draft.config, facts.images)
     completed, batch = load(PretrainConfig, None, draft.values), global_batch(draft, facts)
     length = run_length(draft, facts)
     if problems := list(refused_by_facts(completed, facts, length.steps, batch)):
         raise ConfigError(problem.text for problem in problems)
-    return _as_run(draft, completed, facts, length)
-
-
-def sketch(config: PretrainConfig, facts: Facts, changes: Mapping[str, object]) -> DecidedRun:
-    """Return a run to time a step of, with some other settings: of the smallest network, unvalidated."""
-    draft = decide(config, facts)
-    check_images(draft.config, facts.images)
-    if problems := list(check_global_batch(draft.config, facts, global_batch(draft, facts))):
-        raise ConfigError(problem.text for problem in problems)
-    for key, value in changes.items():
-        draft.override(key, value, "to time a step")
-    return _as_run(draft, draft.config, facts, Length(SHORT))
-
-
-def _as_run(draft: Draft, config: PretrainConfig, facts: Facts, length: Length) -> DecidedRun:
-    steps, launch, batch = length.steps, facts.launch, global_batch(draft, facts)
-    per_epoch = facts.images.count // batch
-    precision = launch.precision if config.compute.precision == "auto" else config.compute.precision
+    launch, news = facts.launch, draft.choices.values()
+    precision = launch.precision if completed.compute.precision == "auto" else completed.compute.precision
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}
-    shared |= {"compute.precision": precision, "the length of the run": str(steps)}
+    shared |= {"compute.precision": precision, "the length of the run": str(length.steps)}
     shared |= {f"the version of {name}": version for name, version in launch.versions.items()}
     shared |= {f"the image {name}": digest for name, digest in facts.samples.items()}
-    news = choices_since(draft, facts.checkpoint) if facts.checkpoint else draft.choices.values()
     return DecidedRun(
-        config=config,
-        choices=tuple(news),
+        config=completed,
+        choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else news),
         chosen=frozenset(draft.choices),
-        notes=tuple(_notes(draft, config, facts, steps)),
+        notes=tuple(_notes(draft, completed, facts, length.steps)),
         precision=precision,
         global_batch=batch,
-        steps_per_epoch=per_epoch,
-        length=steps,
+        steps_per_epoch=facts.images.count // batch,
+        length=length.steps,
         evaluated_images=length.images,
         shared=shared,
     )
@@ -105,7 +86,7 @@ def decide(config: PretrainConfig, facts: Facts) -> Draft:
     if config.init:
         _choose_gentle_rates(draft)
     if config.recipe == "auto":
-        choose_all(draft, facts)
+        draft = choose_all(draft, facts)
     if not facts.checkpoint:
         _shorten_phases(draft, facts)
     _choose_reading(draft, facts)
@@ -153,7 +134,7 @@ def _choose_reading(draft: Draft, facts: Facts) -> None:
 
 def _notes(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> Iterator[str]:
     """Yield what a user should know of images, network and minutes before the first step."""
-    measured, minutes, time = facts.images.measured, config.budget.minutes, facts.step_time
+    measured, minutes = facts.images.measured, config.budget.minutes
     per_epoch, is_new = facts.images.count // global_batch(draft, facts), not facts.checkpoint
     if measured and measured.highest < 0.25:
         yield (
@@ -165,7 +146,7 @@ def _notes(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> It
             "the network is the published ViT-S, which is slow on a CPU; with budget.minutes recipe=auto "
             "chooses one that this machine can train in the time"
         )
-    if minutes and time and steps < per_epoch:
+    if minutes and is_new and steps < per_epoch:
         needed = float(f"{minutes * per_epoch / steps:.2g}")
         yield (
             f"budget.minutes={minutes:g} has time for about {plural(steps, 'step')} of the {per_epoch:,} in "

@@ -1,6 +1,7 @@
 """The settings of a run while they are decided: the first that decides on one counts, the user before all."""
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 from dino_vit.config.pretrain import PretrainConfig
@@ -27,8 +28,13 @@ class Draft:
         self.given, self.before = config.given, before
         self.values: dict[str, Any] = values(config)
         self.choices: dict[str, Choice] = {}
-        self.slowdown = 1.0  # of a step, by the network that was chosen instead of the smallest
         self._config = config
+
+    def copy(self) -> "Draft":
+        """Return a draft of the same values, which may be decided in another way."""
+        copied = copy(self)
+        copied.values, copied.choices = {**self.values}, {**self.choices}
+        return copied
 
     def __getitem__(self, key: str) -> Any:
         """Return the value in force; None in an optional section that is null."""

@@ -1,4 +1,4 @@
-"""What a run is decided by beside its settings: images, launch, checkpoint, weights, a measured step.
+"""What a run is decided by beside its settings: images, launch, checkpoint, weights, the speed of the device.
 
 Facts are plain values, measured once by `training.facts`; where all ranks must agree they are rank 0's.
 """
@@ -28,6 +28,7 @@ class ImageFacts:
     shards: int = 0
     is_remote: bool = False  # some of the shards are
     measured: ChannelStatistics | None = None  # as the run reads them
+    seconds: float = 0.0  # to read and decode one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +78,34 @@ class TeacherFacts:
     image_size: Size
 
 
-class StepTime(NamedTuple):
-    """How long a step and an evaluation take."""
+class BlockTimes(NamedTuple):
+    """Seconds that a transformer block takes, forward, and forward and backward (`trained`)."""
 
-    step_seconds: float
-    evaluation_seconds: float = 0.0
-    measuring_seconds: float = 0.0  # that it took to measure them
-    evaluated_images: int = EVALUATED_IMAGES  # by that evaluation
+    width: int
+    token: float
+    pair: float  # of a token and one that it attends to
+    trained: float
+    trained_pair: float
+
+
+class Speed(NamedTuple):
+    """Seconds of what steps consist of in a process, and its cores; the defaults are those of some server."""
+
+    blocks: tuple[BlockTimes, ...] = (
+        BlockTimes(96, 3e-6, 1e-8, 9e-6, 3e-8),
+        BlockTimes(384, 2.5e-5, 3e-8, 7.5e-5, 1e-7),
+    )
+    augment: float = 3e-8  # of a pixel of a view
+    stem: float = 1e-8  # of a pixel of a view, in a stem of patches
+    conv: float = 3e-9  # of a pixel and a channel of the first map, in one of convolutions
+    edges: float = 1e-7  # of a pixel of a global view
+    crop: float = 5e-8  # of a pixel of a view, in a worker
+    byte: float = 1e-10  # that is read or written
+    launch: float = 0.0  # of a block, forward and backward, at least
+    cores: int = 1
+    threads: int = 1  # of the network, on these cores
+    workers: int = 0
+    keeps_images: bool = False  # decoded, as there is room for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +117,7 @@ class Facts:
     checkpoint: CheckpointFacts | None = None
     weights: WeightsFacts | None = None
     teacher: TeacherFacts | None = None
-    step_time: StepTime | None = None  # of the smallest rung, or of the network that was given
+    speed: Speed = field(default_factory=Speed)  # measured for a run of some minutes
     samples: Mapping[str, str] = field(default_factory=dict)  # digests of some images, by name
 
 

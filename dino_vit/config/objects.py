@@ -1,11 +1,16 @@
 """Objects that a program passes to a function in the place of a setting's text."""
 
-_passed: dict[str, object] = {}
+from weakref import WeakValueDictionary
+
+# Of objects that the program still holds: they may be large.
+_passed = WeakValueDictionary[str, object]()
+_lists: dict[str, object] = {}  # nothing can refer to these weakly
 
 
 def pass_object(value: object, name: str) -> str:
     """Return the text by which `find` returns an object in this process; the same name replaces the last."""
-    _passed[f"object:{name}"] = value
+    kept = _lists if isinstance(value, list | tuple) else _passed
+    kept[f"object:{name}"] = value
     return f"object:{name}"
 
 
@@ -21,7 +26,7 @@ def is_object(spec: str) -> bool:
 
 def find(spec: str) -> object:
     """Return the object of a name."""
-    if spec not in _passed:
+    if (value := _passed.get(spec, _lists.get(spec))) is None:
         text = f"{spec} is an object of a Python program, and not known here"
         raise ValueError(f"{text}: run that program, or pass the object to the function in Python")
-    return _passed[spec]
+    return value

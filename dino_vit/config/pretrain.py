@@ -171,7 +171,7 @@ def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
         for name in (name for name in keys if name in changed and not is_there):
             yield Problem(f"{name} has no effect without {needed}; remove it, or set that", [name, key])
     if config.model.timm:
-        needless = [*VIT_SETTINGS, "loss.patch_weight", "loss.gradient_weight"]
+        needless = [*VIT_SETTINGS, "loss.patch_weight", "loss.edge_weight"]
         if unused := [key for key in needless if key in changed]:
             text = f"model.arch={config.model.arch} is built as timm defines it, without masked patches"
             remedy = " ".join(f"{key}={write_yaml(default[key])}" for key in unused)

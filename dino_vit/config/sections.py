@@ -35,7 +35,7 @@ WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "hugging
 ResizeMode = Literal["crop", "whole"]  # how an evaluation resizes an image
 Interpolation = Literal["bicubic", "bilinear"]
 Tokens = Literal["cls", "mean", "cells", "cls+mean", "cls+cells", "patches", "all"]
-BaselineName = Literal["pixels", "gradients"]  # features that nothing has learned, in the place of weights
+BaselineName = Literal["pixels", "edges"]  # features that nothing has learned, in the place of weights
 BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 Stem = Literal["patch", "conv", "hybrid"]
 REDUCTION, GROUPS = 16, 32  # of the feature map of the ResNet of a hybrid stem, and of its norms
@@ -249,7 +249,7 @@ class Loss(Settings):
     )
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
-    gradient_weight: NonNegative = setting(0.0, "weight of predicting the gradients around each patch")
+    edge_weight: NonNegative = setting(0.0, "weight of predicting the edges around each patch")
 
 
 class Gram(Settings):
@@ -288,12 +288,11 @@ class Teacher(Settings):
 
 
 class Budget(Settings):
-    """How long to train: in exactly one of four units."""
+    """How long to train: in exactly one of three units."""
 
-    one_of: ClassVar = (("epochs",), ("steps",), ("images",), ("minutes",))
+    one_of: ClassVar = (("epochs",), ("steps",), ("minutes",))
     epochs: Count | None = setting(100, "passes over the images")
     steps: Count | None = setting(None, "optimiser steps")
-    images: Count | None = setting(None, "images drawn, counted with repeats")
     minutes: Positive | None = setting(None, "minutes of training and evaluations; the schedules follow")
 
     @property
@@ -301,17 +300,10 @@ class Budget(Settings):
         """The unit that is given."""
         return next(name for (name,) in self.one_of if getattr(self, name) is not None)
 
-    def total_steps(self, images: int, batch: int) -> int:
-        """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch."""
-        if self.images:
-            return max(1, self.images // batch)
-        return self.steps or (self.epochs or 0) * (images // batch)
-
 
 class Compute(Settings):
     """How the run computes, logs and saves."""
 
-    one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     compile: bool | Literal["auto"] = setting(
         "auto", "torch.compile the networks; auto: their blocks, in long runs on CUDA", resumable=True
@@ -319,7 +311,6 @@ class Compute(Settings):
     sharded: bool = setting(False, "each process has a part of the weights (FSDP2)", resumable=True)
     log_every: Count = setting(50, "steps between log lines", resumable=True)
     eval_every: Positive | None = setting(10.0, "epochs between evaluations; null: never", resumable=True)
-    eval_every_steps: Count | None = setting(None, "steps between evaluations", resumable=True)
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
     keep_every: Count | None = setting(None, "steps between checkpoints that are kept", resumable=True)
     verbose: bool = setting(False, "print each chosen setting at the start, with its reason", resumable=True)
@@ -328,10 +319,6 @@ class Compute(Settings):
     resume: Literal["same", "changed"] = setting(
         "same", "same: only with the same settings; changed: with any", resumable=True
     )
-
-    @property
-    def is_evaluated(self) -> bool:
-        return bool(self.eval_every or self.eval_every_steps)
 
 
 class Init(Settings):

@@ -1,12 +1,13 @@
 """Inspect images of a source: format, size, channels, depth and damage; and measure mean and std."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
-from statistics import median
+from statistics import mean, median
 from typing import Literal
 
 import torch
@@ -43,6 +44,7 @@ class ImageInfo:
     low: float
     high: float
     other_colors: bool  # a colour profile other than sRGB, which is not applied
+    seconds: float = 0.0  # of a core, to read and decode it
     layout: Tensor | None = field(
         default=None, repr=False, compare=False
     )  # of LAYOUT², of mean 0 and length 1
@@ -74,6 +76,11 @@ class ImageSummary:
     def image_size(self) -> int:
         """Return the shorter side of a typical image."""
         return int(median(min(image.height, image.width) for image in self.images))
+
+    @property
+    def seconds(self) -> float:
+        """Return what reading and decoding an image takes on average."""
+        return mean(image.seconds for image in self.images)
 
     @property
     def likeness(self) -> float:
@@ -148,8 +155,10 @@ def _inspect(
 ) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
+        start = time.thread_time()  # other threads of this process take turns
         item = read_item(source, index, max_pixels)
         image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
+        seconds = time.thread_time() - start
         (channels, height, width), kind = image.shape[:3], kind_of(image)
         values = image.numpy()  # NumPy has min and max of more types than torch
         low, high = float(values.min()), float(values.max())
@@ -174,6 +183,7 @@ def _inspect(
         high=high,
         other_colors=not isinstance(item, Tensor) and has_other_colors(item),
         layout=layout,
+        seconds=seconds,
     )
 
 

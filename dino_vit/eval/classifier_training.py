@@ -1,6 +1,6 @@
-"""Train the classifier of `predict`: say how good it is, and which of the given labels look wrong."""
+"""Train the classifier of `predict`, and say how good its labels will be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,99 +16,113 @@ from dino_vit.eval.cross_validation import (
     calibrate,
     candidates,
     cross_validate,
+    of_kind,
     tested_images,
     train_candidate,
 )
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.eval.statistics import Figure, trivial_baselines
+from dino_vit.eval.wrong_labels import Doubts, find_wrong_labels
 from dino_vit.features.frozen import FrozenBackbone, baseline_like
 from dino_vit.models.backbone import CLS, FeatureSpec
-from dino_vit.weights.classifier import ClassifierFacts, ImageClassifier
+from dino_vit.weights.classifier import ClassifierFacts, ImageClassifier, activate, confidences_of
 
 BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
+FEW_OF_CLASS = 5  # labelled images of a class that are too few to learn it well
 FEW = 10  # labelled images that are too few to say how good a classifier is
-DOUBTFUL = 0.8  # how much more probable another label is than one that looks wrong
+SURE = 0.8  # confidence
 _ALIKE = "if these images are like the labelled ones"
 
 
 def describe(
-    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], untested: Sequence[str] = ()
+    learned: LabelledFeatures,
+    trials: Trials,
+    baselines: Mapping[str, Figure],
+    temperature: float | None = 1.0,
 ) -> list[str]:
-    """Say how good the labels will be: in a plain sentence, then by figures."""
+    """Say how good the labels will be: in plain sentences, then by figures."""
     figure = trials.figure
     if figure is None:
-        return ["How good these labels are cannot be said, as no class has two labelled images: label more"]
+        text = "How good these labels are cannot be said: label two or more images of a class"
+        return [f"{text}, not taken one after the other"]
     tested = trials.targets[trials.tested]
-    others = [f"k-NN of {name} {each.value:.1f} %" for name, each in baselines.items()]
+    by_neighbours = {"k-NN": of_kind(trials, neighbours=True).figure}
+    by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
+    others = [f"{name} {each.value:.1f} %" for name, each in by_neighbours.items() if each]
     if learned.task == "multiclass":
         guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
-        name, percent = brief(guess["name"]), guess["percent"]
-        others.append(f"always guessing {name} {percent:.1f} %")
+        others.append(f"always guessing {brief(guess['name'])} {guess['percent']:.1f} %")
         what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
-        plain = f"About {figure.value:.0f} of 100 labels will be right"
-        if not trials.tested.all():  # of the other classes fewer will be
-            plain += f" among the {what} with two labelled images or more"
-        plain += f", {_ALIKE}"
-        if len(tested) < FEW:
-            labelled = plural(len(learned), "labelled image")
-            plain = f"{labelled} are too few to say how many labels will be right: label more images"
-        elif figure.low <= percent:
-            plain = f"These labels may be no better than always guessing {name}: label more images"
+        plain = _how_many_are_right(learned, trials, figure, what, guess)
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
         right = 100 * float(trials.right.double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {_ALIKE}"
+    if len(tested) < FEW:
+        labelled = plural(len(learned), "labelled image")
+        plain = f"{labelled} are too few to say how many labels will be right: label more images"
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
     images = f"{plural(len(tested), 'labelled image')} of {what}"
-    figures = f"cross-validated {metric} {interval} on {images}"
-    lines = [plain, "; ".join([figures, *([", ".join(others)] if others else [])])]
-    if untested:
-        classes = plural(len(untested), "class", "classes")
-        text = f"Nothing can be said of {classes} with a single labelled image"
-        lines.append(f"{text}: {brief(', '.join(untested), 200)}")
-    return lines
+    figures = f"Cross-validated {metric} {interval} on {images}; {', '.join(others)}"
+    return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials), figures]
+
+
+def _how_many_are_right(
+    learned: LabelledFeatures, trials: Trials, figure: Figure, classes: str, guess: Mapping[str, Any]
+) -> str:
+    """Say how many labels will be right, if they are better than a guess."""
+    if figure.low <= guess["percent"]:
+        name = brief(guess["name"])
+        return f"These labels may be no better than always guessing {name}: label more images"
+    among = "" if trials.tested.all() else f" among the {classes} that could be tested"
+    return f"About {figure.value:.0f} of 100 labels will be right{among}, {_ALIKE}"
+
+
+def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
+    """Say how many of the labels that are sure are right."""
+    if temperature is None:
+        return
+    best, rows = trials.best(trials.tested), trials.tested
+    outputs = activate(trials.scores[best][rows], trials.task, temperature)
+    sure = confidences_of(outputs, trials.task) >= SURE
+    if sure.any():
+        count, total = int(trials.hits[best][rows][sure].sum()), int(sure.sum())
+        share = f"{count:,} of {total:,} were right in cross-validation"
+        yield f"Of labels with a confidence of {100 * SURE:.0f} % or more, {share}"
+
+
+def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
+    """Name the classes with few labels, those that cannot be tested, and those that are mostly wrong."""
+    targets, size, rows = learned.targets, len(learned.classes), trials.tested
+    counts = targets.bincount(minlength=size) if targets.ndim == 1 else targets.sum(dim=0).long()
+    named = dict(zip(learned.classes, counts.tolist(), strict=True))
+    few = sorted((count, name) for name, count in named.items() if count < FEW_OF_CLASS)
+    groups = {f"with fewer than {FEW_OF_CLASS} labels": [f"{name}: {count:,}" for count, name in few]}
+    if learned.task == "multiclass":
+        tests = trials.targets[rows].bincount(minlength=size).tolist()
+        right = trials.targets[rows & trials.right].bincount(minlength=size).tolist()
+        scored = [
+            each for each in zip(right, tests, learned.classes, strict=True) if named[each[2]] >= FEW_OF_CLASS
+        ]
+        # Photos taken one after the other are held out together.
+        groups["whose labels are of photos that follow each other"] = [
+            name for _, total, name in scored if not total
+        ]
+        weak = [f"{name}: {n:,} of {total:,} right" for n, total, name in sorted(scored) if 2 * n < total]
+        groups["mostly labelled wrongly"] = weak
+    parts = [
+        f"of {plural(len(names), 'class', 'classes')} {what} ({brief(', '.join(names), 100)})"
+        for what, names in groups.items()
+        if names
+    ]
+    if parts:
+        yield f"Label more images: {'; '.join(parts)}"
 
 
 def untested_classes(learned: LabelledFeatures, folds: Tensor) -> list[str]:
-    """Return the classes with one labelled image, which the other folds never have."""
+    """Return the classes with one labelled image or run, which the other folds never have."""
     untested = learned.targets[~tested_images(learned, folds)]
     return [learned.classes[target] for target in torch.unique(untested).tolist()]
-
-
-def doubtful_labels(
-    learned: LabelledFeatures, trials: Trials, temperature: float, names: Sequence[str]
-) -> dict[str, Any]:
-    """Return the labels that look wrong as a table, the surest first: confident learning (Northcutt, 2021).
-
-    Out of fold, another label is at least as probable as it is on average for the images that have it, and
-    far more probable than the given one.
-    """
-    if learned.task != "multiclass":
-        return {}
-    rows = trials.tested.nonzero()[:, 0]
-    scores, targets = trials.scores[trials.best(trials.tested)][rows], trials.targets[rows]
-    outputs = (scores.double() / temperature).softmax(dim=1)
-    given = outputs.gather(1, targets[:, None])
-    usual = outputs.new_zeros(outputs.shape[1]).scatter_reduce(
-        0, targets, given[:, 0], "mean", include_self=False
-    )
-    probable = outputs.masked_fill(outputs < usual, 0).scatter(1, targets[:, None], 0).max(dim=1)
-    margins = probable.values - given[:, 0]
-    order = margins.argsort(descending=True, stable=True)
-    chosen = order[margins[order] > DOUBTFUL]
-    if not len(chosen):
-        return {}
-
-    def labels(numbers: Tensor) -> list[str]:
-        return [learned.classes[number] for number in numbers[chosen].tolist()]
-
-    return {
-        "name": [names[trials.rows[row]] for row in rows[chosen].tolist()],
-        "label": labels(targets),
-        "probability": given[chosen, 0].cpu().numpy().round(4),
-        "other": labels(probable.indices),
-        "other_probability": probable.values[chosen].cpu().numpy().round(4),
-    }
 
 
 @dataclass(frozen=True)
@@ -120,24 +134,28 @@ class TrainedClassifier:
     names: list[str]  # of the images that it learned from
     details: dict[str, Any]
     lines: list[str]
-    doubts: dict[str, Any]  # labels that look wrong, as columns
+    doubts: Doubts
 
 
-def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> TrainedClassifier:
+def train_classifier(
+    frozen: FrozenBackbone, labelled: LabelledSubset, spec: FeatureSpec
+) -> TrainedClassifier:
     """Choose and fit a classifier."""
-    spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")
     learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
     task = learned.task
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
     folds = folds_of(labelled, learned)
-    trials = cross_validate(learned, folds, candidates(task, len(learned)), "Cross-validation, folds")
-    baselines = _try_baselines(frozen, labelled) if len(learned) <= BASELINE_IMAGES else {}
+    trials = cross_validate(learned, folds, candidates(folds), "Cross-validation, folds")
+    baselines, better = dict[str, Figure](), None
+    if len(learned) <= BASELINE_IMAGES:
+        baselines, better = _try_baselines(frozen, labelled, trials)
     best = trials.best(trials.tested)
     candidate = trials.tried[best]
-    temperature = calibrate(trials.scores[best][trials.tested], trials.targets[trials.tested], task)
+    scores, targets = trials.scores[best][trials.tested], trials.targets[trials.tested]
+    temperature = float(calibrate(scores, targets, task)) if len(targets) >= FEW else None
     untested = untested_classes(learned, folds)
-    lines = describe(learned, trials, baselines, untested)
+    lines = describe(learned, trials, baselines, temperature)
     percents = [round(100 * share, 4) for share in trials.figures(trials.tested)] if trials.figure else []
     details = {
         "labelled": len(learned),
@@ -145,8 +163,9 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
         "classifier": str(candidate),
         "cross_validated": trials.figure,
         "baselines": baselines,
+        "better_baseline": better,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
-        "temperature": round(temperature, 4),
+        "temperature": None if temperature is None else float(f"{temperature:.4g}"),
         "untested": untested,
     }
     names = labelled.source.distinct_names(learned.indices.tolist())
@@ -158,23 +177,42 @@ def train_classifier(frozen: FrozenBackbone, labelled: LabelledSubset) -> Traine
     model: Any = frozen.model
     classifier = ImageClassifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
     classifier = classifier.to(frozen.device).eval()
-    doubts = doubtful_labels(learned, trials, temperature, names)
+    doubts = find_wrong_labels(trials, learned.classes, names)
     return TrainedClassifier(classifier, learned, names, details, lines, doubts)
 
 
-def _try_baselines(frozen: FrozenBackbone, labelled: LabelledSubset) -> dict[str, Figure]:
-    """Cross-validate k-NN on the baselines that are not the backbone itself."""
-    figures = {}
+def _try_baselines(
+    frozen: FrozenBackbone, labelled: LabelledSubset, trials: Trials
+) -> tuple[dict[str, Figure], str | None]:
+    """Cross-validate k-NN on the baselines that are not the backbone itself, and name one that does better.
+
+    All classifiers take long on them, so they are tried on one whose k-NN is as good as that of the backbone.
+    """
+    figures, sets = dict[str, Figure](), dict[str, LabelledFeatures]()
     for name in BASELINES:
         if name != frozen.model.architecture.get("name"):
-            features = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
-            tried = candidates(features.task, len(features), neighbours_only=True)
-            folds = folds_of(labelled, features)
-            figures[name] = cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
-    return {name: figure for name, figure in figures.items() if figure}
+            sets[name] = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
+            if figure := _try(labelled, sets[name], name, neighbours_only=True):
+                figures[name] = figure
+    alone = of_kind(trials, neighbours=True).figure
+    if not figures or trials.figure is None or alone is None:
+        return figures, None
+    better = max(figures, key=lambda each: figures[each].value)
+    if figures[better].value < alone.value:
+        return figures, None
+    rival = _try(labelled, sets[better], better)
+    return figures, better if rival and rival.value >= trials.figure.value else None
+
+
+def _try(
+    labelled: LabelledSubset, features: LabelledFeatures, name: str, *, neighbours_only: bool = False
+) -> Figure | None:
+    folds = folds_of(labelled, features)
+    tried = candidates(folds, neighbours_only=neighbours_only)
+    return cross_validate(features, folds, tried, f"{name.capitalize()}, folds").figure
 
 
 def folds_of(labelled: LabelledSubset, images: LabelledFeatures) -> Tensor:
     """Return the folds of those images of a subset that could be read."""
     readable = labelled.part(np.isin(labelled.indices, images.indices), labelled.name)
-    return torch.from_numpy(readable.folds(FOLDS, seed=0)).to(images.features.device)
+    return torch.from_numpy(readable.folds(FOLDS, seed=0, whole_runs=True)).to(images.features.device)

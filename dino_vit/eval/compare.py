@@ -73,7 +73,7 @@ def run(config: CompareConfig) -> ComparisonResult:
         load_backbone(weights, network=config.network, verbose=False)
     if config.output:
         check_outputs(config, Path(config.output))
-    sets = open_sets(config, blocks=None) if has_classes else None
+    sets = open_sets(config, None, source) if has_classes else None
     ranks, measured = dict[str, float](), dict[str, dict[str, PerImageMetric]]()
     unreadable = set[str]()  # images that cannot be read are said once
     for number, weights in enumerate(config.weights, 1):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,12 +29,15 @@ from dino_vit.models.classifiers import (
     score_in_blocks,
     vote,
 )
+from dino_vit.weights.classifier import activate
 
-FOLDS = 5
+FOLDS = 10
+LARGEST_C = 0.2  # what is larger is slow, and no better with few labels
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
-TEMPERATURES = torch.logspace(-1.3, 1.3, 105, dtype=torch.double)
 JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
-_ABSENT = -30.0  # score of a class that no image learned from has
+CALIBRATED = 1000  # images for the one temperature of a candidate
+_ABSENT = -1e4  # score of a class that no image learned from has, at any temperature
+_LARGEST = 16.0  # logarithm of a temperature
 
 
 class Candidate(NamedTuple):
@@ -66,14 +69,24 @@ class Trials:
             return torch.stack([scores.argmax(dim=1) == self.targets for scores in self.scores])
         return torch.stack([((scores > 0) == (self.targets > 0.5)).all(dim=1) for scores in self.scores])
 
-    @cached_property
-    def losses(self) -> Tensor:
-        return torch.stack([losses_of(scores, self.targets, self.task) for scores in self.scores])
-
     def best(self, rows: Tensor) -> int:
-        """Return the candidate with the best figure on some images; ties go to the lowest loss."""
-        figures, losses = self.figures(rows), self.losses[:, rows].mean(dim=1).tolist()
-        return max(range(len(self.tried)), key=lambda number: (figures[number], -losses[number]))
+        """Return the simplest candidate that some images do not show to be worse than the best.
+
+        What tells is the loss of calibrated probabilities, as many candidates are right as often. Within one
+        standard error of the lowest they count as equal: else the luckiest would be chosen. Of no images
+        nothing can be told, and the nearest one decides.
+        """
+        if not rows.any():
+            return self.tried.index(Candidate("k-NN", 1))
+        rows = rows.nonzero()[:, 0]
+        some = rows[evenly_spaced(len(rows), CALIBRATED)]
+        scores = torch.stack([each[some] for each in self.scores])
+        temperatures = calibrate(scores, self.targets[some], self.task)
+        calibrated = (each[rows].double() / t for each, t in zip(self.scores, temperatures, strict=True))
+        losses = torch.stack([losses_of(each, self.targets[rows], self.task) for each in calibrated])
+        excess = losses - losses[losses.mean(dim=1).argmin()]
+        errors = excess.std(dim=1, correction=0) / math.sqrt(len(rows))
+        return int((excess.mean(dim=1) <= errors).nonzero()[0])
 
     def figures(self, rows: Tensor) -> list[float]:
         """Return the accuracy, or mAP, of each candidate, from 0 to 1."""
@@ -106,11 +119,28 @@ class Trials:
         if not self.tested.any():
             return None
         if self.task == "multiclass":
-            return accuracy(int(self.right[self.tested].sum()), int(self.tested.sum()))
+            return _widened(accuracy(int(self.right[self.tested].sum()), int(self.tested.sum())))
         # By ranks, as scores of different candidates do not compare.
         ranks = [_ranks(scores) for scores in self.scores]
         scores = torch.stack([ranks[number][row] for row, number in enumerate(self.chosen.tolist())])
-        return measure(self.task, np.arange(len(scores)), scores, self.targets)[0].figure
+        return _widened(measure(self.task, np.arange(len(scores)), scores, self.targets)[0].figure)
+
+
+def _widened(figure: Figure) -> Figure:
+    """Return a figure with the interval of one by folds, which are alike in what they learn from.
+
+    After Nadeau and Bengio (2003): each fold adds to the variance what it judges by over what it learns from.
+    """
+    wider = math.sqrt(1 + FOLDS / (FOLDS - 1))
+    low, high = (figure.value + wider * (bound - figure.value) for bound in (figure.low, figure.high))
+    return replace(figure, low=max(low, 0.0), high=min(high, 100.0))
+
+
+def of_kind(trials: Trials, *, neighbours: bool) -> Trials:
+    """Return the trials of k-NN alone, or those of the regressions."""
+    chosen = [number for number, each in enumerate(trials.tried) if (each.kind == "k-NN") == neighbours]
+    tried, scores = [trials.tried[number] for number in chosen], [trials.scores[number] for number in chosen]
+    return replace(trials, tried=tried, scores=scores)
 
 
 def _ranks(scores: Tensor) -> Tensor:
@@ -119,15 +149,13 @@ def _ranks(scores: Tensor) -> Tensor:
     return torch.searchsorted(columns.sort(dim=1).values, columns).T.to(scores.dtype)
 
 
-def candidates(task: Task, images: int, *, neighbours_only: bool = False) -> list[Candidate]:
+def candidates(folds: Tensor, *, neighbours_only: bool = False) -> list[Candidate]:
     """Return what is tried, the simplest of each kind first."""
-    least = images - math.ceil(images / FOLDS)  # that are learned from
+    least = len(folds) - int(torch.bincount(folds).max())  # that are learned from
     found = [Candidate("k-NN", k) for k in sorted(NEIGHBOURS, reverse=True) if k <= max(1, least)]
-    if neighbours_only:
+    if neighbours_only or len(folds) > LOGISTIC_IMAGES:  # regressions would take longer than all else
         return found
-    if images > LOGISTIC_IMAGES:  # regressions would take longer than all else
-        return found
-    return [Candidate("logistic regression", c) for c in STANDARD_CS] + found
+    return [Candidate("logistic regression", c) for c in STANDARD_CS if c < LARGEST_C] + found
 
 
 def train_candidate(candidate: Candidate, learned: LabelledFeatures) -> Scores:
@@ -194,6 +222,8 @@ def cross_validate(
         for fold in torch.unique(folds):
             held = (folds[judged] == fold).nonzero()[:, 0]
             others = (folds != fold).nonzero()[:, 0]
+            if not len(others):  # one run is all there is
+                continue
             found = score_all(tried, learned, others, learned.features[judged[held]])
             for each, by_candidate in found.items():
                 scores[each][held] = by_candidate
@@ -204,26 +234,46 @@ def cross_validate(
 
 def tested_images(learned: LabelledFeatures, folds: Tensor) -> Tensor:
     """Return whether other folds have the class of an image, (n,): otherwise nobody could tell it."""
-    if learned.task == "multilabel":
-        return torch.ones_like(folds, dtype=torch.bool)
-    unseen = folds.new_full((len(learned.classes),), FOLDS)
-    lowest = unseen.scatter_reduce(0, learned.targets, folds, "amin")
-    highest = (unseen - FOLDS).scatter_reduce(0, learned.targets, folds, "amax")
-    return (lowest < highest)[learned.targets]
+    kinds = learned.targets if learned.task == "multiclass" else torch.zeros_like(folds)
+    seen = torch.zeros(int(kinds.max()) + 1, FOLDS, dtype=torch.bool, device=folds.device)
+    seen[kinds, folds] = True
+    return (seen.sum(dim=1) > 1)[kinds]
 
 
-def losses_of(scores: Tensor, targets: Tensor, task: Task, temperature: float = 1.0) -> Tensor:
+def losses_of(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
     """Return the cross-entropy of each image, (n,)."""
-    scores = scores.double() / temperature
     if task == "multilabel":
         losses = F.binary_cross_entropy_with_logits(scores, targets.double(), reduction="none")
         return losses.mean(dim=1)
     return F.cross_entropy(scores, targets, reduction="none")
 
 
-def calibrate(scores: Tensor, targets: Tensor, task: Task) -> float:
-    """Return the temperature that gives probabilities the lowest loss."""
-    if not len(scores):
-        return 1.0
-    losses = [float(losses_of(scores, targets, task, each).mean()) for each in TEMPERATURES.tolist()]
-    return float(TEMPERATURES[int(np.argmin(losses))])
+def calibrate(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
+    """Return the temperature that gives probabilities of scores (..., n, c) the lowest cross-entropy.
+
+    That is convex in 1 / temperature, so its slope says on which side the optimum lies.
+    """
+    scores = scores.double()
+    smooth = smoothed(scores, targets, task)
+    high = scores.new_full(scores.shape[:-2], _LARGEST)  # of the logarithm
+    low = -high
+    for _ in range(24):
+        middle = (low + high) / 2
+        outputs = activate(scores, task, middle.exp()[..., None, None])
+        sharp = ((outputs - smooth) * scores).sum(dim=(-2, -1)) > 0
+        low, high = torch.where(sharp, middle, low), torch.where(sharp, high, middle)
+    return high.exp()
+
+
+def smoothed(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
+    """Return targets (..., n, c) that are not certain, after Platt (1999), as there will be more images.
+
+    A label that n images have is there with probability (n + 1) / (n + 2); a class with that of all n images
+    together, and else it is the next by the scores.
+    """
+    if task == "multilabel":
+        with_label = targets.double().sum(dim=0)
+        return torch.where(targets > 0.5, 1 - 1 / (with_label + 2), 1 / (len(targets) - with_label + 2))
+    wrong, given = 1 / (len(targets) + 2), targets[:, None].expand(*scores.shape[:-1], 1)
+    second = scores.scatter(-1, given, -torch.inf).argmax(dim=-1, keepdim=True)
+    return torch.zeros_like(scores).scatter(-1, given, 1 - wrong).scatter(-1, second, wrong)

@@ -36,14 +36,16 @@ from dino_vit.eval.statistics import (
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import fit_reading
 from dino_vit.models.backbone import FeatureSpec
+from dino_vit.weights.read_file import check_weights
 
 
 def run(config: KnnConfig) -> EvaluationResult:
     """Classify; with an output, write the JSON. The figures are those of the first k."""
     start_processes()
+    check_weights(config.weights)
     sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
     frozen = frozen_backbones(config)
-    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
+    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
 
 
 def evaluate(

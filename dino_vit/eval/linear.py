@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
@@ -22,6 +23,7 @@ from dino_vit.config.commands import STANDARD_CS, LinearConfig
 from dino_vit.config.settings import Task
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
+from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.results import (
     METRIC,
@@ -34,14 +36,16 @@ from dino_vit.eval.results import (
     has_two_classes,
     score,
 )
-from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, hold_out, open_sets
+from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.models.backbone import FeatureSpec, simple_specs
 from dino_vit.models.classifiers import Columns, LinearHeads, on_standardised
+from dino_vit.weights.read_file import check_weights
 
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
 _MEANING = {"C": "a weaker penalty on the weights if higher", "rate": "the learning rate"}
+_HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _MAX_SCORES = 1 << 24  # in memory at a time
 
 
@@ -57,9 +61,10 @@ class Grid(NamedTuple):
 def run(config: LinearConfig) -> EvaluationResult:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     start_processes()
+    check_weights(config.weights)
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
     frozen = frozen_backbones(config)
-    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source))
+    return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
 
 
 def evaluate(
@@ -78,6 +83,15 @@ def evaluate(
     grid = Grid("C", STANDARD_CS, inputs, _train(train, columns, frozen.device))
     details = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     return conclude_best("linear", path, grid, train, val, held_out, details)
+
+
+def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
+    """Split off a tenth in blocks for model selection; return the rest and the held-out part."""
+    if len(train) == 1:
+        raise ValueError("there is one image to train on, and none to choose the best head by: give more")
+    series = train.targets.tolist() if train.task == "multiclass" else [0] * len(train)
+    chosen = choose_folds(series, _HELD_OUT_SHARE, seed) == 0
+    return train[np.flatnonzero(~chosen)], train[np.flatnonzero(chosen)]
 
 
 def _train(train: LabelledFeatures, columns: Sequence[Columns], device: torch.device) -> list[LinearHeads]:

@@ -33,6 +33,11 @@ def train_logistic(
     Works on the device and in the precision of `features` (images, width). Targets are
     classes from 0 on, or a 0 or 1 for each of several labels, (images, classes).
     """
+    if len(features) < features.shape[1]:  # no optimal weight leaves the span of the centred features
+        axes = torch.linalg.svd(features - features.mean(dim=0), full_matrices=False).Vh
+        train = partial(train_logistic, cs=cs, classes=classes, max_iterations=max_iterations)
+        heads = train(features @ axes.T, targets, tolerance=tolerance)
+        return LinearHeads(heads.weight @ axes, heads.bias)
     # L-BFGS takes far fewer steps on centred features, with each weight measured in a unit as large as its
     # curvature allows. Neither moves the optimum: the free bias absorbs the centering, and the penalty is
     # computed from the weights themselves.

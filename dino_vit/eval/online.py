@@ -67,7 +67,7 @@ class Guesses:
 
     metric: Title = "top-1"  # what all accuracies are
     pixels: float | None = None  # k-NN by the baselines, as they are or levelled, whichever is better
-    gradients: float | None = None
+    edges: float | None = None
     colours: float | None = None  # a probe of the mean and std of each channel
     largest_class: float | None = None  # always guessed
     chance: float | None = None  # of several labels: always guessing their mean

@@ -29,7 +29,7 @@ from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.label_files import SEPARATOR
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
-from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
+from dino_vit.eval.classifier_training import SURE, TrainedClassifier, train_classifier
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
@@ -39,17 +39,20 @@ from dino_vit.eval.sets import (
     labelled_features,
     open_subset,
 )
+from dino_vit.eval.wrong_labels import Doubts
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.classifier import (
     ImageClassifier,
+    confidences_of,
     labels_of,
     read_classifier,
     read_classifier_facts,
     save_classifier,
 )
+from dino_vit.weights.read_file import check_weights
 
 Columns = dict[str, Any]  # lists of texts, arrays of numbers
-SHOWN = 0.5, 0.8  # confidences
 _ROWS = 2**13  # of the table that are computed at a time
 
 
@@ -59,7 +62,7 @@ class LabelPredictions(Result):
 
     names: list[str]
     labels: list[str] | list[list[str]]  # of each image its class, or several
-    confidence: NDArray[np.float64]  # probability that a label is right
+    confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
     classifier: ImageClassifier
     features: Tensor  # (images, d)
     columns: Columns  # of the table, for pandas.DataFrame
@@ -81,43 +84,40 @@ class LabelPredictions(Result):
 def run(config: PredictConfig) -> LabelPredictions:
     """Label images; with an output, write the table and JSON."""
     start_processes()
-    output, files = _files(config)
-    check_outputs(config, *files)
+    files = _files(config)
+    check_outputs(config, *files.values())
+    check_weights(config.weights)
     learned, images = agree("images", lambda: open_images(config), _describe)
     names = images.source.distinct_names(images.indices.tolist())
-    joined = next((name for name in images.classes if SEPARATOR in name), None)
-    if joined and images.task == "multilabel" and output and output.suffix == ".csv":
-        text = f"the label {brief(joined)!r} contains {SEPARATOR!r}, which separates labels in a CSV"
-        raise ValueError(f"{text}; give output={output.with_suffix('.parquet')}")
+    output = files.get("table")
+    if output and output.suffix == ".csv" and images.task == "multilabel":
+        _refuse_separators(images.classes, output)
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
-    fitted = _read(config, frozen) if learned is None else train_classifier(frozen, learned)
+    if learned is None:
+        fitted = _read(config, frozen)
+    else:
+        tokens = config.tokens or ("cls+mean" if frozen.model.has_patches else "cls")
+        fitted = train_classifier(frozen, learned, FeatureSpec(tokens=tokens, blocks=config.blocks))
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
     names = [names[row] for row in np.searchsorted(images.indices, features.indices).tolist()]
     columns = {"name": names, **tabulate(queries, fitted)}
-    lines = [*fitted.lines, *_better_baseline(config, fitted.details), _summary(columns, facts.task)]
-    if fitted.doubts:
-        where = f"; {files[2]} lists them" if output else ""
-        given = plural(len(fitted.names), "given label")
-        doubts = f"{len(fitted.doubts['name']):,} of {given} may be wrong, as another is far more probable"
-        lines.append(f"{doubts}: look at them{where}")
-    elif fitted.learned is not None and facts.task == "multiclass":
-        lines.append("No given label looks wrong, but poor features miss most of those that are")
+    lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     details = to_jsonable({**origin, **fitted.details, "images": len(names)})
     if output and is_main_process():
         with after_figures():
             _write(files, columns, details, fitted)
-            lines.append(f"{output}: {plural(len(names), 'image')} with labels")
+    lines += _summary(columns, facts.task, files, config.confident)
     if config.classifier and is_main_process():
         with after_figures():
-            save_classifier(fitted.classifier, Path(config.classifier), frozen.transform)
+            save_classifier(fitted.classifier, files["classifier"], frozen.transform)
             what = "the classifier with its backbone, as weights of predict and of export"
             lines.append(f"{config.classifier}: {what}")
     return LabelPredictions(
         names=names,
         labels=columns["label"],
-        confidence=np.array(columns["confidence"]),
+        confidence=columns.get("confidence"),
         classifier=fitted.classifier,
         features=queries,
         columns=columns,
@@ -127,27 +127,56 @@ def run(config: PredictConfig) -> LabelPredictions:
     )
 
 
+def _refuse_separators(labels: Sequence[str], table: Path) -> None:
+    """Raise for a label that would be read from a CSV as two."""
+    if joined := next((name for name in labels if SEPARATOR in name), None):
+        text = f"the label {brief(joined)!r} contains {SEPARATOR!r}, which separates labels in a CSV"
+        raise ValueError(f"{text}; give output={table.with_suffix('.parquet')}")
+
+
+def _files(config: PredictConfig) -> dict[str, Path]:
+    """Return the files to write."""
+    files = dict[str, Path]()
+    if config.output is not None:
+        table = Path(config.output)
+        files = {"table": table, "about": table.with_suffix(".json")}
+        files["doubtful"] = table.with_name(f"{table.stem}-doubtful.csv")
+    if config.confident is not None:
+        if config.output is None:
+            raise ValueError("confident writes a table beside output, which is not given")
+        files["sure"] = table.with_name(f"{table.stem}-sure{table.suffix}")
+    return files | ({"classifier": Path(config.classifier)} if config.classifier else {})
+
+
 def _write(
-    files: Sequence[Path],
-    columns: Columns,
-    details: Mapping[str, Any],
-    fitted: TrainedClassifier,
+    files: Mapping[str, Path], columns: Columns, details: Mapping[str, Any], fitted: TrainedClassifier
 ) -> None:
-    """Write the table, its JSON and the labels that look wrong."""
-    table, about, doubtful = files[:3]
-    _write_table(table, columns)
-    write_results(about, details)
-    doubtful.unlink(missing_ok=True)  # of an earlier call
-    if fitted.doubts:
-        _write_table(doubtful, fitted.doubts)
+    """Write the table, its sure rows, its JSON and the labels that look wrong."""
+    _write_table(files["table"], columns)
+    if "sure" in files:
+        _write_table(files["sure"], _sure_rows(columns, details["settings"]["confident"]))
+    write_results(files["about"], details)
+    files["doubtful"].unlink(missing_ok=True)  # of an earlier call
+    if fitted.doubts.columns:
+        _write_table(files["doubtful"], fitted.doubts.columns)
 
 
-def _files(config: PredictConfig) -> tuple[Path | None, list[Path]]:
-    """Return the table, and all files to write: the table, its JSON and the labels that look wrong first."""
-    output = None if config.output is None else Path(config.output)
-    beside = [output.with_suffix(".json"), output.with_name(f"{output.stem}-doubtful.csv")] if output else []
-    files = [output, *beside] if output else []
-    return output, files + ([Path(config.classifier)] if config.classifier else [])
+def _sure_rows(columns: Columns, least: float) -> Columns:
+    """Return the rows of a table with a confidence of at least so much."""
+    rows = np.flatnonzero(
+        columns.get("confidence", np.zeros(len(columns["name"]))) >= least
+    )  # too few labels: none
+    return {
+        title: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
+        for title, values in columns.items()
+    }
+
+
+def _doubts(fitted: TrainedClassifier, files: Mapping[str, Path]) -> Iterator[str]:
+    """Say whether given labels look wrong, where anybody looked."""
+    if line := fitted.doubts.line:
+        listed = bool(fitted.doubts.columns) and "doubtful" in files
+        yield f"{line}; {files['doubtful']} lists them" if listed else line
 
 
 def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledSubset]:
@@ -155,8 +184,9 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
     name = public(config.source)
     is_labelled = config.train is not None or config.labels not in (None, NO_LABELS)
     if not is_labelled and (facts := read_classifier_facts(config.weights)):
-        if config.several:
-            raise ValueError("several=true is of labels to learn from; the classifier in weights has its own")
+        if given := sorted({"several", "tokens", "blocks"} & config.given):
+            text = f"{' and '.join(given)} are of labels to learn from"
+            raise ValueError(f"{text}; the classifier in weights has its own: leave them out")
         source = open_source(config.source, NO_LABELS)
         none = np.full(len(source), -1)
         return None, LabelledSubset(name, source, np.arange(len(source)), none, facts.classes, facts.task)
@@ -196,7 +226,8 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
         f"{config.weights} knows {plural(len(facts.classes), 'class', 'classes')}: {names}",
         *facts.tested,
     ]
-    return TrainedClassifier(classifier, None, [], {"classifier": facts.model_dump(mode="json")}, lines, {})
+    details = {"classifier": facts.model_dump(mode="json")}
+    return TrainedClassifier(classifier, None, [], details, lines, Doubts())
 
 
 def tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
@@ -217,16 +248,17 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
         return np.array([round(value, 4) for value in values.tolist()])
 
     columns: Columns = {"label": [*labels_of(outputs, facts.classes, facts.task)]}
+    columns["confidence"] = rounded(confidences_of(outputs, facts.task))
     if facts.task == "multiclass":
         top = outputs.topk(min(2, len(facts.classes)), dim=1)
-        columns["confidence"] = rounded(top.values[:, 0])
         columns["second"] = [facts.classes[number] for number in top.indices[:, -1].tolist()]
         columns["second_confidence"] = rounded(top.values[:, -1])
     else:
         apart = (outputs - 0.5).abs()
-        columns["confidence"] = rounded(0.5 + apart.min(dim=1).values)  # of the decision that is least sure
         columns["second"] = [facts.classes[number] for number in apart.argmin(dim=1).tolist()]
         columns["second_confidence"] = rounded(outputs.gather(1, apart.argmin(dim=1, keepdim=True))[:, 0])
+    if facts.temperature is None:  # too few labels to say how sure they are
+        del columns["confidence"], columns["second_confidence"]
     if fitted.learned is not None:
         cosines, rows = nearest(fitted.learned.features, queries, k=1)
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
@@ -235,10 +267,9 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
 
 
 def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the command to label by the better baseline, if it is as good as the features."""
-    figure, baselines = details.get("cross_validated"), details.get("baselines") or {}
-    name = max(baselines, key=lambda each: baselines[each].value, default=None)
-    if figure is None or name is None or baselines[name].value < figure.value:
+    """Yield the command to label by a baseline that is as good as the features."""
+    name = details.get("better_baseline")
+    if name is None:
         return
     options = {"train": config.train, "labels": config.labels, "output": f"{name}.csv"}
     given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
@@ -250,16 +281,19 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
     )
 
 
-def _summary(columns: Columns, task: Task) -> str:
-    """Say how many images have which label, and how sure that is."""
-    count = plural(len(columns["name"]), "image")
-    sure = np.array(columns["confidence"])
-    text = f"{count} labelled: mean confidence {100 * sure.mean():.0f} %"
-    if task == "multiclass":
-        shares = (f"{int((sure >= least).sum()):,} with {100 * least:.0f} % or more" for least in SHOWN)
-        text = ", ".join([text, *shares])
+def _summary(columns: Columns, task: Task, files: Mapping[str, Path], least: float | None) -> Iterator[str]:
+    """Say how many images have which label, how sure that is, and where."""
+    text = f"{plural(len(columns['name']), 'image')} labelled"
+    if (sure := columns.get("confidence")) is not None:
+        text += f": mean confidence {100 * sure.mean():.0f} %"
+        if task == "multiclass":
+            text += f", {int((sure >= SURE).sum()):,} with {100 * SURE:.0f} % or more"
     counts = [f"{name}: {number:,}" for name, number in Counter(_cells(columns["label"])).most_common()]
-    return f"{text}; {brief(', '.join(counts), 200)}"
+    where = f"{files['table']}: " if "table" in files else ""
+    yield f"{where}{text}; {brief(', '.join(counts), 200)}"
+    if least is not None:
+        count = plural(len(_sure_rows(columns, least)["name"]), "image")
+        yield f"{files['sure']}: the {count} with a confidence of {100 * least:.0f} % or more"
 
 
 def _write_table(path: Path, columns: Columns) -> None:

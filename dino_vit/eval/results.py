@@ -23,7 +23,7 @@ from dino_vit.core.distributed import is_main_process
 from dino_vit.core.invocation import after_figures, on_console
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import Result, brief, format_table, plural, public, public_values
-from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.eval.sets import LabelledFeatures, LabelledSubset
 from dino_vit.eval.statistics import (
     TITLES,
     Figure,
@@ -39,22 +39,22 @@ _SHOWN = 10
 METRIC = TITLES | {"multiclass": "Accuracy"}  # at the head of a table
 
 
-def output_of(config: Settings, loaded: str) -> Path:
+def output_of(config: Settings, loaded: str, sets: Sequence[LabelledSubset] = ()) -> Path:
     """Return the file for the results of weights that were loaded from a file: as given, or by default."""
     given = get(config, "output")
-    path = default_output(config, loaded) if given is None else Path(str(given))
+    path = default_output(config, loaded, sets) if given is None else Path(str(given))
     if given is not None or path.parent.name != RESULTS_FOLDER:  # what lies in eval/ of a run is its own
         check_outputs(config, path)
     return path
 
 
-def asked_output(config: Settings, loaded: str) -> Path | None:
+def asked_output(config: Settings, loaded: str, sets: Sequence[LabelledSubset] = ()) -> Path | None:
     """Return the file for results (`output_of`); in Python none unless `output` is given."""
-    return output_of(config, loaded) if get(config, "output") or on_console() else None
+    return output_of(config, loaded, sets) if get(config, "output") or on_console() else None
 
 
-def default_output(config: Settings, loaded: str) -> Path:
-    """Return a file for results that is the same for the same weights, data and settings only.
+def default_output(config: Settings, loaded: str, sets: Sequence[LabelledSubset] = ()) -> Path:
+    """Return a file for results that is the same for the same weights, images, labels and settings only.
 
     It is in eval/ of the run of the weights, or beside them. Its name has the step that was loaded: the
     newest checkpoint of a run may be another one by now.
@@ -67,7 +67,8 @@ def default_output(config: Settings, loaded: str) -> Path:
             value = given[key]
             is_file = isinstance(value, str) and info.takes_text and os.path.exists(value)
             facts[key] = os.path.abspath(str(value)) if is_file else value
-    mark = hashlib.sha256(json.dumps([name, facts], sort_keys=True).encode()).hexdigest()[:6]
+    inputs = [name, facts, [images.fingerprint for images in sets]]
+    mark = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:6]
     source = public(str(given[config.positional[0]]))
     data = re.sub(r"[^\w.-]+", "-", "/".join(Path(source).parts[-2:])).strip("-.")[-40:]
     file, path, weights = f"{name}-{data}-{mark}.json", Path(loaded), str(given["weights"])

@@ -21,7 +21,7 @@ from dino_vit.core.text import brief, plural, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.open import has_cells, open_source
-from dino_vit.eval.holdout import choose_folds, numbers_of, series_of
+from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
 from dino_vit.eval.statistics import Predictions
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import joined_features
@@ -30,7 +30,6 @@ from dino_vit.models.backbone import CLS, FeatureSpec
 Rows = NDArray[np.int64]
 
 VAL_SHARE = 5  # one in so many images is for validation where no training set is given
-_HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
 
 
@@ -66,9 +65,10 @@ class LabelledSubset:
     @property
     def fingerprint(self) -> str:
         """Tell the images and their classes from others."""
-        return f"{self.images.fingerprint}-{hashlib.sha256(self.targets.tobytes()).hexdigest()[:16]}"
+        labels = hashlib.sha256("\0".join(self.classes).encode() + self.targets.tobytes())
+        return f"{self.images.fingerprint}-{labels.hexdigest()[:16]}"
 
-    def folds(self, count: int, seed: int) -> Rows:
+    def folds(self, count: int, seed: int, *, whole_runs: bool = False) -> Rows:
         """Return the fold of each image, by blocks of neighbours in the order of their names."""
 
         def name(row: int) -> str:
@@ -76,7 +76,8 @@ class LabelledSubset:
 
         series = (series_of(name(row)) for row in range(len(self)))
         classes = self.targets.tolist() if self.task == "multiclass" else None
-        return choose_folds(series, count, seed, lambda row: numbers_of(name(row)), classes)
+        runs = find_runs([*map(name, range(len(self)))], len(self.source), classes) if whole_runs else None
+        return choose_folds(series, count, seed, lambda row: numbers_of(name(row)), classes, runs)
 
     def require_two_classes(self) -> None:
         """Raise an error unless there is something to predict."""
@@ -186,8 +187,11 @@ def _with_same_names(train: LabelledSubset, val: LabelledSubset) -> Sets:
     return train.with_columns(names), val.with_columns(names)
 
 
-def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE) -> Sets:
-    """Open the images to learn from and those to judge by; all processes must see the same."""
+def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE, source: ImageSet | None = None) -> Sets:
+    """Open the images to learn from and those to judge by, but for a source that is open already.
+
+    All processes must see the same.
+    """
 
     def describe(sets: Sets) -> str:
         counts = (
@@ -198,12 +202,12 @@ def open_sets(config: LabelledConfig, blocks: int | None = VAL_SHARE) -> Sets:
             f"{images} of {classes} ({fingerprint})" for images, classes, fingerprint in counts
         )
 
-    return agree("labelled images", lambda: _open_sets(config, blocks), describe)
+    return agree("labelled images", lambda: _open_sets(config, blocks, source), describe)
 
 
-def _open_sets(config: LabelledConfig, blocks: int | None) -> Sets:
+def _open_sets(config: LabelledConfig, blocks: int | None, source: ImageSet | None) -> Sets:
     several = config.several and (config.train is None or has_cells(config.source, config.labels))
-    source, train = open_source(config.source, config.labels, several=several), None
+    source, train = source or open_source(config.source, config.labels, several=several), None
     if config.train is not None:
         several = config.several and has_cells(config.train, config.train_labels)
         train_source = open_source(config.train, config.train_labels, several=several, setting="train_labels")
@@ -339,12 +343,3 @@ def features_of_sets(
     if not (len(train) and len(val)):
         raise ValueError(f"none of the {len(second if len(train) else first):,} images of a set can be read")
     return train, val
-
-
-def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
-    """Split off a tenth in blocks for model selection; return the rest and the held-out part."""
-    if len(train) == 1:
-        raise ValueError("there is one image to train on, and none to choose the best head by: give more")
-    series = train.targets.tolist() if train.task == "multiclass" else [0] * len(train)
-    chosen = choose_folds(series, _HELD_OUT_SHARE, seed) == 0
-    return train[np.flatnonzero(~chosen)], train[np.flatnonzero(chosen)]

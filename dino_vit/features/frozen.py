@@ -167,7 +167,7 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
 
 
 def frozen_backbones(config: "BackboneConfig") -> FrozenBackbone:
-    """Do the same with weights such as runs/a+gradients: return the first, with the others beside it."""
+    """Do the same with weights such as runs/a+edges: return the first, with the others beside it."""
     from dino_vit.config.commands import side_by_side
 
     each = (config.model_copy(update={"weights": weights}) for weights in side_by_side(config.weights))

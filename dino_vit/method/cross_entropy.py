@@ -7,8 +7,9 @@ k prototypes, d bottleneck features
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from torch.autograd.function import once_differentiable
 # Of a chunk's logits in float32; a CPU needs about three times that memory, CUDA half of that. There the
 # kernels of small chunks would take the host longer to start than the GPU to compute.
 CHUNK_BYTES, CUDA_CHUNK_BYTES = 2**25, 2**28
+# Of rows in float32 that a CPU takes from the logits to their gradient at a time: they stay in the cache of a
+# core, where a whole chunk would go through memory once for each operation.
+BLOCK_BYTES = 2**20
 Index = Any  # of a tensor
 
 # Given the index of a chunk, the student's logits (rows, k), a factor and a dtype, return the loss summed
-# over the chunk and, if there is a factor, the gradient of the logits times the factor, in the dtype. It may
-# overwrite the logits.
-ChunkLoss = Callable[[Index, Tensor, float | None, torch.dtype], tuple[Tensor, Tensor]]
+# over the chunk, and the gradient of the logits times the factor, in the dtype. It may overwrite the logits.
+ChunkLoss = Callable[[Index, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
 
 
 def teacher_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
@@ -134,9 +137,6 @@ def chunked_cross_entropy(
             chunk = features[index].flatten(0, -2)
             scaled = (chunk / temperature).to(dtype)
             logits = _matmul(scaled, weight.T, accurate)
-            if not (needs_features or needs_weight):
-                total += chunk_loss(index, logits, None, dtype)[0]
-                continue
             # The backward products use the autocast dtype too.
             loss, gradient = chunk_loss(index, logits, grad_scale, dtype)
             del logits
@@ -167,6 +167,45 @@ class _Loss(torch.autograd.Function):
         factor = grad_loss * ctx.factor
         grads = (None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors)
         return (*grads, None, None, None, None)
+
+
+def loss_and_gradient(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    logits: Tensor,  # (..., rows, k)
+    aligned: Sequence[Tensor],  # with the same rows
+    common: Sequence[Any],
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    dynamic: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the gradient, in a dtype, by a function of a chunk of logits.
+
+    Compiled for CUDA it is a kernel or two. A CPU takes a few rows at a time, and overwrites the logits.
+    """
+    if compiled:
+        loss, gradient = compile_kernel(function, dynamic=dynamic)(logits, *aligned, *common, dtype)
+        return loss, gradient
+    rows, losses = max(1, logits.shape[-2]), []
+    block = rows if logits.is_cuda else max(1, BLOCK_BYTES * rows // (4 * max(1, logits.numel())))
+    for start in range(0, rows, block):
+        part = [each[..., start : start + block, :] for each in (logits, *aligned)]
+        loss, gradient = function(*part, *common, logits.dtype)
+        part[0].copy_(gradient)
+        losses.append(loss)
+    return torch.stack(losses).sum(), logits.to(dtype)
+
+
+@cache
+def compile_kernel(function: Callable[..., Any], *, dynamic: bool | None = False) -> Callable[..., Any]:
+    """Compile the operations on a large tensor into a kernel or two.
+
+    In a step of ViT-S/16 with DINOv2's losses and 64 images, those on logits read and write 7.7 GB instead of
+    27.6, which saves 6.6 of about 47 ms on an H100 (estimated from the bytes, not measured). `dynamic`: the
+    number of masked patches differs from step to step.
+    """
+    # Rows are long, but many enough for a block of threads each: in parts, each sum would be a kernel itself.
+    return torch.compile(function, dynamic=dynamic, options={"split_reductions": False})
 
 
 def log_softmax(logits: Tensor) -> Tensor:

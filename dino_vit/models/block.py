@@ -99,8 +99,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.
 class Block(nn.Module):
     """Attention, then an MLP, each with a LayerNorm before it and a residual connection."""
 
-    compiled = False  # `compile_networks` sets it
-
     def __init__(
         self,
         width: int,

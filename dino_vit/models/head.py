@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dino_vit.config.constructors import build
 from dino_vit.config.settings import STRICT, Dimension, PrototypeCount
-from dino_vit.core.distributed import all_reduce_sum, world_size
+from dino_vit.core.distributed import all_gather_equal, all_reduce_sum, world_size
 from dino_vit.models.layers import init_linear
 
 
@@ -90,13 +90,9 @@ class FeatureHead(nn.Module):
         self.linear = nn.Linear(in_dim, out_dim)
         init_linear(self.linear)
 
-    def project(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return L2-normalised features (..., out_dim), at least in float32."""
         return _unit(self.linear(x))
-
-    @property
-    def prototypes(self) -> Tensor:
-        return self.linear.weight[:0]
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -113,16 +109,19 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
         values, over, shape = x.float(), [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
-        count = values.new_full((1,), values.numel() / values.shape[1])
-        sums = all_reduce_sum(torch.cat([values.sum(over), count]))
-        rows = sums[-1].clamp(min=1)  # a pass may have no masked patch
-        mean = sums[:-1] / rows
-        centred = values - mean.view(shape)
-        variance = all_reduce_sum(centred.square().sum(over)) / rows
+        count = values.numel() // values.shape[1]
+        own_mean = values.sum(over) / max(1, count)  # a pass may have no masked patch
+        own_squares = (values - own_mean.view(shape)).square().sum(over)
+        # Gathered by process, as sums of squares would lose the digits of a variance below a large mean.
+        parts = all_gather_equal(torch.stack([own_mean, own_squares, torch.full_like(own_mean, count)])[None])
+        means, squares, counts = parts.unbind(1)  # (processes, channels) each
+        rows = counts.sum(0).clamp(min=1)
+        mean = (counts * means).sum(0) / rows
+        variance = (squares + counts * (means - mean).square()).sum(0) / rows
         scale = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale, rows)
         ctx.mark_non_differentiable(mean, variance, rows)
-        out = centred * (scale * weight).view(shape) + bias.view(shape)
+        out = (values - mean.view(shape)) * (scale * weight).view(shape) + bias.view(shape)
         return out.to(x.dtype), mean, variance, rows
 
     @staticmethod

@@ -1,6 +1,4 @@
-"""Layers of a block, whose weights are cast together."""
-
-from typing import Any
+"""Layers of a block."""
 
 import torch
 import torch.nn.functional as F
@@ -58,55 +56,6 @@ def add_residual(x: Tensor, branch: Tensor, layer_scale: LayerScale | None, drop
 def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
     """Drop entries in training, if there is a rate."""
     return F.dropout(x, rate) if rate and training else x
-
-
-def call_with_cast_weights(module: nn.Module, *arguments: Any) -> Any:
-    """Call a module with the weights of its linear layers as autocast casts them, by one kernel for all.
-
-    The cast tensors take the place of the parameters during the call, so this is not thread-safe: training
-    alone calls modules in this way.
-    """
-    device = next(module.parameters()).device.type
-    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device):
-        return module(*arguments)  # a compiled module casts them itself
-    weights = [
-        (layer._parameters, name, parameter)
-        for layer in module.modules()
-        if isinstance(layer, nn.Linear)
-        for name in ("weight", "bias")  # not those that a weight is computed from
-        if (parameter := layer._parameters.get(name)) is not None and parameter.dtype == torch.float32
-        if not hasattr(parameter, "full_tensor")  # FSDP casts those that it shards
-    ]
-    if not weights:
-        return module(*arguments)
-    cast = _CastTogether.apply(*(parameter for *_, parameter in weights))
-    try:  # `torch.func.functional_call` would take three times as long
-        for (parameters, name, _), tensor in zip(weights, cast, strict=True):
-            parameters[name] = tensor
-        return module(*arguments)
-    finally:
-        for parameters, name, parameter in weights:
-            parameters[name] = parameter
-
-
-class _CastTogether(torch.autograd.Function):
-    """Cast float32 tensors to the dtype of autocast, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # an optimiser decays weights whose gradient is zero, but not None
-        return _cast(tensors, torch.get_autocast_dtype(tensors[0].device.type))
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        cast = iter(_cast(tuple(grad for grad in grads if grad is not None), torch.float32))
-        return tuple(None if grad is None else next(cast) for grad in grads)
-
-
-def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    cast = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
-    torch._foreach_copy_(cast, tensors)
-    return cast
 
 
 def init_linear(layer: nn.Linear, std: float = 0.02) -> None:

@@ -63,7 +63,7 @@ def reading_of(
 
 
 def better_baseline(baseline: Baseline) -> tuple[str, float] | None:
-    """Return the name and the k-NN accuracy of the better of pixels and gradients, if any is known."""
+    """Return the name and the k-NN accuracy of the better of pixels and edges, if any is known."""
     levels = baseline.figures()
     known = [(levels[name], name) for name in BASELINES if name in levels]
     return max(known)[::-1] if known else None

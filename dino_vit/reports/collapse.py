@@ -82,7 +82,7 @@ def _symptom(metrics: MetricsRecord) -> Diagnosis | None:
         return UNIFORM if output > MAXIMAL * most else IMAGES_ALIKE
     if excess > -STUCK * most:
         return STUCK_AT_LN
-    patch_gap, patches = metrics.patch_entropy_gap, metrics.patch_rows or 0
+    patch_gap, patches = metrics.terms.get("patch_entropy_gap"), metrics.terms.get("patch_rows", 0)
     if patch_gap is None or patches < FEW_ROWS:
         return None
     return PATCHES_ALIKE if patch_gap < ALIKE * min(most, math.log(patches)) else None

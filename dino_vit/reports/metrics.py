@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -51,21 +51,14 @@ class MetricsRecord(OnlineFigures):
     images_per_second: Number
     data_wait: Number  # share of the time
     nonfinite_steps: Count  # since the start of the run
-    koleo: Number | None = None  # at this step, summed over the global views
-    gram: Number | None = None  # at this step
-    gradient_loss: Number | None = None  # at this step
-    patch_loss: Number | None = None  # at this step, like the entropies of the teacher's masked patches
-    patch_mean_output_entropy: Number | None = None
-    patch_output_entropy: Number | None = None
-    patch_entropy_gap: Number | None = None
-    patch_prototypes_in_use: Count | None = None
-    patch_rows: Count | None = None
+    # Of the other terms of the loss at this step, before their weights: `koleo`, `patch_entropy_gap`, ...
+    terms: dict[str, Number] = field(default_factory=dict)
     diagnosis: str = ""  # what the records so far say about the run
 
     def to_record(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`, the evaluation at its end."""
         record = asdict(self)
-        evaluated = {field.name: record.pop(field.name) for field in fields(OnlineFigures)}
+        evaluated = {each.name: record.pop(each.name) for each in fields(OnlineFigures)}
         return {**record, "excess": self.excess, **evaluated}
 
     def figures(self) -> dict[str, Any]:
@@ -79,8 +72,9 @@ class MetricsRecord(OnlineFigures):
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars for trackers, those of an evaluation in a group of their own."""
-        record = {name: value for name, value in self.to_record().items() if isinstance(value, int | float)}
-        evaluated = {field.name for field in fields(OnlineFigures)}
+        record = {**self.to_record(), **self.terms}
+        record = {name: value for name, value in record.items() if isinstance(value, int | float)}
+        evaluated = {each.name for each in fields(OnlineFigures)}
         return {f"{'eval' if name in evaluated else 'train'}/{name}": record[name] for name in record}
 
 
@@ -132,8 +126,13 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 def to_json(record: Mapping[str, Any]) -> bytes:
     """Return a record as JSON, null for what is not finite."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite, allow_nan=False).encode()
+    return json.dumps(_finite(record), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_records(path: Path, kind: TypeAdapter[T]) -> list[T]:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
+from dino_vit.method.terms import all_terms
 from dino_vit.reports.accuracies import accuracies, describe_knn, evaluations_of
 from dino_vit.reports.record import RecordedRun, changed_settings, facts, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
@@ -36,13 +37,7 @@ SINGLE = [  # field of a record, title, caption
     ("colour", "Explained by colour", "Share of the features' variance that the images' colours explain."),
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
-    ("koleo", "KoLeo", "Part of the loss: minus the mean log distance of an image to the most similar one."),
-    (
-        "gram",
-        "Gram",
-        "Part of the loss: how far patches are from being as alike as in an earlier network.",
-    ),
-    ("gradient_loss", "Gradients around patches", "Part of the loss: 1 minus the cosine to true edges."),
+    *((name, term.title, term.caption) for name, term in all_terms().items() if term.title),
     ("gradient_norm", "Gradient norm", "Length of the student's gradient, before clipping."),
     ("lr", "Learning rate", ""),
     ("momentum", "Teacher momentum", "At 1 the teacher does not change."),
@@ -141,7 +136,7 @@ def charts(record: RecordedRun) -> list[dict[str, Any]]:
         (f"k-NN {metric}", KNN, {"CLS token": "knn", "with levelled cells": "levelled_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
-        ("Loss of masked patches", loss, {"loss": "patch_loss"}, alike_patches, ""),
+        ("Loss of masked patches", loss, {"loss": "patch"}, alike_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, patch_entropies, alike, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
@@ -157,8 +152,9 @@ def charts(record: RecordedRun) -> list[dict[str, Any]]:
 
 def curve(record: RecordedRun, field: str) -> list[tuple[int, float]]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
-    values = [(metrics.step, getattr(metrics, field)) for metrics in record.history]
-    values = [(0, getattr(record.baseline, field, None)), *values]
+    values = [(metrics.step, getattr(metrics, field, metrics.terms.get(field))) for metrics in record.history]
+    if record.history and hasattr(record.history[0], field):  # a term of the loss may be named as a baseline
+        values = [(0, getattr(record.baseline, field, None)), *values]
     return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
 
 

@@ -181,7 +181,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     if collapsed is STUCK_AT_LN and run.has_few_steps:  # healthy runs pass there, too
         collapsed = None
     if gain is None:
-        unknown = run.finished and not run.config.compute.is_evaluated
+        unknown = run.finished and not run.config.compute.eval_every
         return collapsed or _too_early(run, "learning" if unknown else "too early to tell")
     features, is_measured = _judge_ranks(run), math.isfinite(gain.rise)
     if is_measured and (gain.rose or features.name != "collapsed"):
@@ -234,7 +234,7 @@ def _judge_ranks(run: JudgedRun) -> Diagnosis:
 
 
 def _too_early(run: JudgedRun, name: DiagnosisName = "too early to tell") -> Diagnosis:
-    if not run.config.compute.is_evaluated:
+    if not run.config.compute.eval_every:
         return Diagnosis(name, "Nothing is evaluated (compute.eval_every=null).")
     is_measured = "Too little has been measured to judge by." if run.evaluations else ""
     return Diagnosis(name, is_measured or "There is no evaluation yet.")

@@ -104,7 +104,7 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
 
 
 def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Facts:
-    """Return the facts that `complete` needs; how long a step takes is measured by `training.trial`."""
+    """Return the facts that `complete` needs."""
     source = inputs.source
     facts = Facts(
         images=image_facts(source, inputs.summary),
@@ -129,7 +129,14 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Fac
     is_open = reading["data.mean"] is None or reading["data.std"] is None
     indices = evenly_spaced(len(source), MEASURED_IMAGES if is_open else INSPECTED_IMAGES)
     measured = _from_rank_0(lambda: channel_statistics(source, indices, build_pixels(reading.config)))
-    return replace(facts, images=replace(facts.images, measured=measured))
+    facts = replace(facts, images=replace(facts.images, measured=measured))
+    if config.budget.minutes is None or inputs.checkpoint:
+        return facts
+    from dino_vit.training.probe import measure_speed  # other runs measure nothing
+
+    # On all ranks at the same time, as the run will compute.
+    speed = measure_speed(reading.config, inputs.summary, len(source), device)
+    return replace(facts, speed=_from_rank_0(lambda: speed))
 
 
 def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
@@ -138,6 +145,7 @@ def image_facts(source: ImageSet, summary: ImageSummary) -> ImageFacts:
     return ImageFacts(
         count=len(source),
         size=summary.image_size,
+        seconds=summary.seconds,
         channels=summary.channels,
         readable_channels=frozenset(
             channels

@@ -67,7 +67,7 @@ def open_teacher(backbone: Backbone) -> TrainedTeacher:
             with torch.device("meta"):
                 heads[name] = DINOHead(in_dim=backbone.width, **sizes)
             heads[name].load_state_dict(tensors, assign=True)
-    network = Network(backbone, heads["head"], heads.get("patch_head")).eval().requires_grad_(False)
+    network = Network(backbone, heads).eval().requires_grad_(False)
     return TrainedTeacher(backbone, network, centers, config)
 
 

@@ -31,6 +31,10 @@ class Interval:
     def restart(self) -> None:
         """Start a new interval; skipped steps and `loading` carry over."""
         self.loss, self.finite, self.norm = torch.zeros(3, device=self.device).unbind()
+        self.start_timing()
+
+    def start_timing(self) -> None:
+        """Leave out of the times what was no training."""
         self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:

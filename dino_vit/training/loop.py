@@ -14,7 +14,6 @@ from dino_vit.core.distributed import DelayedVote, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import StorageError
-from dino_vit.method.objective import output_statistics, output_sums
 from dino_vit.method.optim import (
     clip_gradients,
     ema_update,
@@ -46,7 +45,8 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(evaluations.evaluate_baseline(state.teacher))
         clock.reserve = evaluations.seconds
-        state.interval.restart()
+        clock.skip_evaluation()
+    state.interval.start_timing()
     interruption.in_steps, first, vote = True, state.step, DelayedVote()
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while not state.is_done:
@@ -73,7 +73,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 return False
             intervals = state.config.compute.checkpoint_every, state.config.compute.keep_every
             is_due = any(every and state.step % every == 0 for every in intervals)
-            if is_due or evaluations.is_best(state.step):
+            if is_due or clock.is_save_due or evaluations.is_best(state.step):
                 save(state, reporter)
         vote.result()
         save(state, reporter, last=True)
@@ -96,7 +96,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         batch = state.interval.next_batch(batches)
         state.unreadable.count(batch)
         # What networks draw is a function of (seed, step, part of the batch), so that a resumed run draws the
-        # same: patches and stochastic depth from a generator of their own, the rest from PyTorch's.
+        # same: stochastic depth from a generator of its own, the rest from PyTorch's.
         # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
         seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
@@ -131,19 +131,20 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
     # Processes exchange gradients once per step, in its last backward pass; sharded ones in each.
     with contextlib.nullcontext() if last or state.sharded else state.accelerator.no_sync(state.wrapped):
         with state.autocast():
-            terms, teacher_out = state.objective(
+            losses = state.objective(
                 state.wrapped,
                 state.teacher,
                 views,
                 masks,
                 images=len(batch.samples),
                 teacher_temperature=rates.teacher_temp,
+                kept=state.kept_of(batch),
             )
-        torch.autograd.backward(state.scaler.scale(terms.loss / accumulate))
+        torch.autograd.backward(state.scaler.scale(losses.total / accumulate))
     if state.position.is_logged:
-        for name, value in output_sums(terms, teacher_out, rates.teacher_temp).items():
+        for name, value in state.objective.sums(losses).items():
             state.output_sums[name] = state.output_sums.get(name, 0) + value
-    return terms.cls.detach() / accumulate
+    return losses.main.detach() / accumulate
 
 
 def drop_unlearned_gradients(state: TrainingState) -> None:
@@ -166,6 +167,7 @@ def log_step(state: TrainingState, reporter: Reporter) -> None:
     if state.position.is_evaluated:
         figures = state.evaluations.evaluate(state.teacher, state.step)
         state.clock.reserve = state.evaluations.seconds
+        state.clock.skip_evaluation()
         metrics = dataclasses.replace(metrics, **dataclasses.asdict(figures))
     reporter.log(metrics)
     check_skipped(state)
@@ -174,16 +176,17 @@ def log_step(state: TrainingState, reporter: Reporter) -> None:
 
 def read_interval(state: TrainingState) -> MetricsRecord:
     """Return the numbers of a log line; the host waits for the device here."""
-    statistics = output_statistics(state.output_sums, state.config.optim.accumulate)
-    outputs: dict[str, Any] = {name: value.item() for name, value in statistics.items()}
+    statistics = state.objective.figures(state.output_sums, state.config.optim.accumulate)
+    figures: dict[str, Any] = {name: value.item() for name, value in statistics.items()}
+    fields = {name: figures.pop(name) for name in figures.keys() & MetricsRecord.__annotations__.keys()}
     return MetricsRecord(
         step=state.step,
         total_steps=state.total_steps,
         epoch=state.step / state.plan.steps_per_epoch,
-        prototypes=state.objective.prototypes,
         **state.interval.read(),
         **state.rates._asdict(),
-        **outputs,
+        **fields,
+        terms={name: float(value) for name, value in figures.items()},
     )
 
 

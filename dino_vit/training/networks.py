@@ -5,6 +5,7 @@ import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +15,17 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.method.feature_losses import AROUND
+from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.objective import Objective
+from dino_vit.method.term import Sizes, Term
+from dino_vit.method.terms import all_terms
+from dino_vit.method.terms.cls import Cls
+from dino_vit.method.terms.gram import Gram
+from dino_vit.method.terms.imitation import Imitation, PatchImitation
+from dino_vit.method.terms.patch import Patch
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.student_teacher import Network, build_networks
+from dino_vit.models.head import DINOHead, FeatureHead
+from dino_vit.models.student_teacher import HeadBuilder, Network, build_networks
 from dino_vit.models.vit import VisionTransformer, ViTConfig
 from dino_vit.training.facts import Inputs
 from dino_vit.training.state import TrainingState
@@ -45,18 +53,23 @@ def build_untrained(
         rotary = keywords["positions"] == "rotary"
         keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
         keywords["mask_token"] = config.hides_patches
-    patch_head = bool(config.loss.patch_weight) and not config.head.shared
+    has_patch_head = bool(config.loss.patch_weight) and not config.head.shared
+    head: HeadBuilder = partial(DINOHead, **config.head.model_dump(exclude={"shared"}))
     if feature_teacher is not None:
-        patch_head = feature_teacher.has_patches and config.teacher.patch_weight > 0
+        has_patch_head = feature_teacher.has_patches and config.teacher.patch_weight > 0
+        head = partial(FeatureHead, out_dim=feature_teacher.width)
     return build_networks(
         backbone=keywords,
         drop_path=config.model.drop_path,
-        patch_drop=config.model.patch_drop,
-        head=config.head.model_dump(exclude={"shared"}),
-        patch_head=patch_head,
-        feature_dim=None if feature_teacher is None else feature_teacher.width,
-        gradients=AROUND if config.loss.gradient_weight else 0,
+        heads={"head": head} | ({"patch_head": head} if has_patch_head else {}),
+        student_heads={kind.head_name: kind.build_head for kind in _weighted(config) if kind.build_head},
     )
+
+
+def _weighted(config: PretrainConfig) -> dict[type[Term], float]:
+    """Return the terms that nothing but their weight decides on, in the order of their settings."""
+    kinds = {kind.setting: kind for kind in all_terms().values()}
+    return {kinds[name]: weight for name, weight in config.loss if name in kinds and weight}
 
 
 def _architecture(config: PretrainConfig) -> dict[str, Any]:
@@ -93,8 +106,7 @@ def build_objective(
     config: PretrainConfig, inputs: Inputs, student: Backbone, device: torch.device
 ) -> Objective:
     """Build the objective with the networks that it compares the student with, beside its average."""
-    views, loss = config.views, config.loss
-    teacher = inputs.fixed_teacher
+    views, teacher = config.views, inputs.fixed_teacher
     if teacher or inputs.gram_teacher:
         from dino_vit.training.fixed_networks import check_fixed_teacher, check_gram_teacher
 
@@ -102,28 +114,44 @@ def build_objective(
             check_gram_teacher(config, inputs.gram_teacher, student)
         if teacher:
             check_fixed_teacher(config, teacher.backbone, student)
-    has_heads = teacher is None or teacher.network is not None
-    objective = Objective(
-        device,
-        prototypes=config.head.prototypes,
+    sizes = Sizes(
         views=views.global_count + views.local_count,
         global_views=views.global_count,
-        global_size=views.global_shape,
         grid=student.grid_of(*views.global_shape),
-        student_temperature=STUDENT_TEMPERATURE,
-        centering=loss.centering,
-        patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
-        koleo_weight=loss.koleo_weight,
-        gram_weight=config.gram.weight if config.gram else 0.0,
-        gradient_weight=loss.gradient_weight,
-        gram_teacher=inputs.gram_teacher,
-        fixed_teacher=teacher and (teacher.network or teacher.backbone),
+    )
+    fixed = teacher and (teacher.network or Network(teacher.backbone, {}).eval())
+    objective = Objective(
+        _build_terms(config, inputs, sizes, device),
+        global_views=views.global_count,
+        global_size=views.global_shape,
+        fixed_teacher=fixed and fixed.to(device),
     )
     if teacher:
         for name, center in teacher.centers.items():
-            if (own := objective.centers.get(name.removesuffix(".center"))) is not None:
-                own.center.copy_(center)
+            if (own := objective.state.get(name.removesuffix(".center"))) is not None:
+                own.get_buffer("center").copy_(center)
     return objective
+
+
+def _build_terms(config: PretrainConfig, inputs: Inputs, sizes: Sizes, device: torch.device) -> list[Term]:
+    """Return the terms of the loss; the first one is that of CLS tokens."""
+    build = SinkhornCenter if config.loss.centering == "sinkhorn" else Center
+    weight, terms = config.loss.patch_weight, list[Term]()
+    if (backbone := inputs.feature_teacher) is not None:
+        terms.append(Imitation(1.0, sizes))
+        if config.teacher.patch_weight:
+            grid = backbone.grid_of(*config.views.global_shape)
+            terms.append(PatchImitation(config.teacher.patch_weight, sizes, grid))
+    else:
+        centers = (build(prototypes=config.head.prototypes).to(device) for _ in range(2))
+        terms.append(Cls(1.0, sizes, next(centers), STUDENT_TEMPERATURE))
+        if weight:
+            head = "head" if config.head.shared else "patch_head"
+            terms.append(Patch(weight, sizes, next(centers), STUDENT_TEMPERATURE, head))
+    terms += [kind(weight, sizes) for kind, weight in _weighted(config).items()]
+    if inputs.gram_teacher and config.gram:
+        terms.append(Gram(config.gram.weight, sizes, inputs.gram_teacher.to(device)))
+    return terms
 
 
 def make_sharded(
@@ -156,7 +184,8 @@ def compile_run(state: TrainingState) -> Iterator[str]:
         yield "the first step compiles the blocks, so that others are faster; compute.compile=false avoids it"
     # FSDP gathers the weights of a block outside of its graph.
     compile_networks((state.student, state.teacher), whole=not auto and not state.sharded)
-    state.objective.compiled = state.device.type == "cuda"  # a CPU computes them part by part, in its cache
+    if state.device.type == "cuda":  # a CPU computes the losses part by part, in its cache
+        state.objective.compile()
 
 
 def choose_compile(wanted: bool | Literal["auto"], device: torch.device, steps: int) -> bool:
@@ -181,8 +210,10 @@ def missing_for_compile() -> str | None:
 
 def compile_networks(networks: Sequence[Network], *, whole: bool) -> None:
     """Compile whole networks, or their blocks, which are alike: their few graphs compile in seconds."""
-    from torch._dynamo import config  # slow
+    from torch._dynamo import config, reset  # slow
 
+    # Graphs of all runs of a process would count towards the limit of a function, beyond which it is eager.
+    reset()
     config.optimize_ddp = False  # graphs would be split after every 25 MB of DistributedDataParallel's
     network: Any
     for network in networks:
@@ -190,4 +221,4 @@ def compile_networks(networks: Sequence[Network], *, whole: bool) -> None:
             network.run_backbone = torch.compile(network.run_backbone, dynamic=False)
             continue
         for block in network.backbone.blocks:
-            block.forward, block.compiled = torch.compile(block.forward, dynamic=False), True
+            block.forward = torch.compile(block.forward, dynamic=False)

@@ -12,9 +12,11 @@ from typing import NamedTuple
 from dino_vit.config.complete import DecidedRun
 from dino_vit.config.pretrain import in_steps, scaled_lr
 from dino_vit.config.sections import START_TEACHER_TEMPERATURE
+from dino_vit.core.distributed import broadcast_int
 from dino_vit.method.optim import warmup_constant, warmup_cosine
 
 LOG_LINES = 20  # at least, of a run of some minutes
+SAVE_SECONDS = 300.0  # between checkpoints of such a run, at most
 
 
 class ScheduleValues(NamedTuple):
@@ -40,11 +42,12 @@ class Clock:
     """Seconds of training and evaluations, in all starts of a run."""
 
     budget: float | None = None  # of a run of some minutes
-    before: float = 0.0  # seconds of earlier starts, and of measuring a step in this one
+    before: float = 0.0  # seconds of earlier starts
     began: float | None = None  # when this start began to train
     elapsed: float = 0.0  # as all ranks know it
     steps: tuple[float, float] = (0.0, 0.0)  # seconds of the last two
     reserve: float = 0.0  # for the evaluation at the end: as long as the last one took
+    saved: float = 0.0  # the time of the last checkpoint
 
     @property
     def seconds(self) -> float:
@@ -69,14 +72,23 @@ class Clock:
         # The shorter of two, as one may have waited for images or for an evaluation.
         return self.budget is not None and self.elapsed + min(self.steps) >= self.budget - self.reserve
 
+    @property
+    def is_save_due(self) -> bool:
+        """Whether a run of some minutes saves now, the same on all ranks: the next step might be too late."""
+        return self.budget is not None and self.elapsed + self.steps[1] - self.saved > SAVE_SECONDS
+
     def start(self) -> None:
         """Begin to train."""
         self.began = time.monotonic()
 
     def agree(self, seconds: float) -> None:
-        """Go to a time of rank 0, after a step."""
-        self.steps = self.steps[1], max(0.0, seconds - self.elapsed)
-        self.elapsed = max(self.elapsed, seconds)
+        """Go to a time of rank 0, after a step; one from before an evaluation says nothing new."""
+        if seconds > self.elapsed:
+            self.steps, self.elapsed = (self.steps[1], seconds - self.elapsed), seconds
+
+    def skip_evaluation(self) -> None:
+        """Go to the time of rank 0 after an evaluation, for which all ranks wait; it is no step."""
+        self.elapsed = max(self.elapsed, broadcast_int(round(1e6 * self.seconds)) / 1e6)
 
 
 class Plan:
@@ -93,10 +105,8 @@ class Plan:
 
     @property
     def steps_between_evaluations(self) -> Fraction | None:
-        compute = self.config.compute
-        if compute.eval_every_steps:
-            return Fraction(compute.eval_every_steps)
-        return in_steps(compute.eval_every, self.steps_per_epoch) if compute.eval_every else None
+        every = self.config.compute.eval_every
+        return in_steps(every, self.steps_per_epoch) if every else None
 
     def position(self, step: int) -> Position:
         """Return the position of a step, counted from 0, in a run whose length is in steps."""

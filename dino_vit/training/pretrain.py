@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +71,12 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> TrainingState:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
     inputs = open_inputs(config, find_checkpoint(config))
     facts = inspect(config, inputs, accelerator.device)
-    if config.budget.minutes is not None and not inputs.checkpoint:
-        from dino_vit.training.trial import time_step  # other runs measure nothing
-
-        build = partial(build_state, inputs=inputs, accelerator=accelerator)
-        facts = replace(facts, step_time=time_step(config, facts, build))
     run = complete(config, facts)
     check_alike(run.shared)
     if facts.checkpoint and inputs.checkpoint:
         check_same_run(run, facts.checkpoint, inputs)
     state = build_state(run, inputs, accelerator)
     state.run = replace(run, notes=(*run.notes, *_prepare(state, inputs)))
-    if facts.step_time:
-        state.clock.before = state.clock.elapsed = facts.step_time.measuring_seconds
     return state
 
 
@@ -102,7 +94,6 @@ def build_state(run: DecidedRun, inputs: Inputs, accelerator: Accelerator) -> Tr
     groups = parameter_groups(
         student.backbone,
         *student.heads,
-        *([student.gradient_head] if student.gradient_head else []),
         layer_decay=config.optim.layer_decay,
         patch_embed_lr=config.optim.patch_embed_lr,
     )

@@ -52,9 +52,9 @@ COLUMNS_HELP = (
 TITLES = {"colours": "colours alone", "largest_class": "always the largest class", "chance": "chance"}
 GUESSES = {name: TITLES.get(name, name) for name in (*BASELINES, *TITLES)}
 FEW_CHOICES = 3  # each gets a line at the start
-# Images that a run must see to catch up with far better baselines, with `loss.gradient_weight` and without.
+# Images that a run must see to catch up with far better baselines, with `loss.edge_weight` and without.
 # On photos of hands 70,000 were too few and 150,000 enough with it, 60,000 and 800,000 without.
-CATCHES_UP, CATCHES_UP_WITHOUT_GRADIENTS = 100_000, 500_000
+CATCHES_UP, CATCHES_UP_WITHOUT_EDGES = 100_000, 500_000
 SAMPLE = 1000  # images that are looked at for some without a label
 
 
@@ -209,7 +209,7 @@ class Reporter:
             return (
                 f"{text}`dino-vit embed {images}` writes features; `dino-vit predict {images} "
                 "labels=few.csv` labels all by those of a few, and says first whether the features are "
-                "better than pixels and gradients"
+                "better than pixels and edges"
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
@@ -259,7 +259,7 @@ def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]
         f"without a network: {guesses}"
     )
     name, percent = better_baseline(baseline) or ("", 0.0)
-    needed = CATCHES_UP if config.loss.gradient_weight else CATCHES_UP_WITHOUT_GRADIENTS
+    needed = CATCHES_UP if config.loss.edge_weight else CATCHES_UP_WITHOUT_EDGES
     behind = percent - baseline.levelled_knn
     if behind >= FAR and images < needed:
         yield (

@@ -19,11 +19,12 @@ from dino_vit.core.distributed import full_tensor
 from dino_vit.core.runtime import DTYPES
 from dino_vit.data.image_set import ImageSet
 from dino_vit.method.objective import Objective
-from dino_vit.models.student_teacher import Masks, Network
+from dino_vit.models.student_teacher import Network
 from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.interval import Interval
 from dino_vit.training.plan import Clock, Plan, Position, ScheduleValues
 from dino_vit.views.loader import Batch, Loader, UnreadableImages
+from dino_vit.views.masks import Masks
 
 
 @dataclass(kw_only=True)
@@ -110,6 +111,10 @@ class TrainingState:
         """Return a batch's masks on the device."""
         return None if batch.masks is None else batch.masks.to(self.device)
 
+    def kept_of(self, batch: Batch) -> Tensor | None:
+        """Return the patches that the student sees of a batch, on the device."""
+        return None if batch.kept is None else batch.kept.to(self.device, non_blocking=True)
+
     @property
     def is_done(self) -> bool:
         """Whether all steps were taken: as many as were planned, or the last one of the minutes."""
@@ -138,6 +143,7 @@ class TrainingState:
     def begin_save(self) -> None:
         """Begin to write a checkpoint on rank 0; the state may change as soon as this returns."""
         main = self.accelerator.is_main_process
+        self.clock.saved = self.clock.elapsed
         if main or self.sharded:  # then all processes must give their parts
             tensors = collect(self._modules(), self.optimizer)
             # One at a time, since the device may not hold all gathered ones.
@@ -184,7 +190,7 @@ class TrainingState:
         self.interval.restore(metadata["interval"], metadata["nonfinite_steps"])
         self.evaluations.best = self.evaluations.best_written = metadata["best"]
         self.evaluations.measured_on = metadata["evaluated_by"]
-        self.clock.before = self.clock.elapsed = metadata["seconds"]
+        self.clock.before = self.clock.elapsed = self.clock.saved = metadata["seconds"]
         self.clock.reserve = metadata["evaluation_seconds"]
         self.position = Position(*metadata["position"])
         if self.config.budget.minutes not in (None, metadata["config"]["budget"]["minutes"]):
@@ -192,4 +198,4 @@ class TrainingState:
             self.position = Position(share * self.plan.length, is_last=share >= 1)
 
     def _modules(self) -> dict[str, nn.Module]:
-        return {"student": self.student, "teacher": self.teacher, **self.objective.centers}
+        return {"student": self.student, "teacher": self.teacher, **self.objective.state}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, prod, sqrt
 from shutil import disk_usage
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from einops import rearrange
@@ -21,7 +21,7 @@ from dino_vit.core.cache import below_home
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
 from dino_vit.data.image_set import ImageSet
-from dino_vit.data.images.decoded import expected_bytes, room_for
+from dino_vit.data.images.decoded import DecodedImages, expected_bytes, has_room
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.open import open_source
 from dino_vit.data.shards import Prefetch, RemoteShards
@@ -30,6 +30,7 @@ from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader
+from dino_vit.views.masks import Masking, PatchDrop
 from dino_vit.views.sampler import (
     BatchSpec,
     Sampler,
@@ -37,9 +38,6 @@ from dino_vit.views.sampler import (
     WindowOrder,
 )
 from dino_vit.views.workers import choose_workers
-
-if TYPE_CHECKING:
-    from dino_vit.views.masks import Masking
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
@@ -131,10 +129,8 @@ def build_eval_transform(config: PretrainConfig) -> EvalTransform:
     return EvalTransform(size=config.image_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
-def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":
+def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
     """Return how the patches of global views are masked."""
-    from dino_vit.views.masks import Masking
-
     height, width = config.views.global_shape
     return Masking(
         seed=config.seed,
@@ -143,6 +139,18 @@ def build_masking(config: PretrainConfig, global_batch: int) -> "Masking":
         batch=global_batch,
         probability=MASKED_VIEWS,
         ratio=MASKED_PATCHES,
+    )
+
+
+def build_patch_drop(config: PretrainConfig, global_batch: int) -> PatchDrop:
+    """Return how the patches of global views that the student sees are drawn."""
+    patches = prod(side // config.model.patch_size for side in config.views.global_shape)
+    return PatchDrop(
+        seed=config.seed,
+        patches=patches,
+        kept=max(1, round(patches * (1 - config.model.patch_drop))),
+        views=config.views.global_count,
+        batch=global_batch,
     )
 
 
@@ -185,22 +193,34 @@ def build_loader(
         pixels=build_pixels(config),
         prefetch=[prefetch for prefetch in prefetches if prefetch],
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
+        patch_drop=build_patch_drop(config, global_batch) if config.model.patch_drop else None,
         scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config.data.workers, world_size),
         pin=pin,
     )
 
 
+def decoded_bytes(
+    images: int, summary: ImageSummary, pixels: Pixels, *, scaled: bool, workers: int
+) -> int | None:
+    """Return the memory that decoded images take; None where there is no room, or nothing to keep."""
+    # Arrays are decoded already, and deeper images are four times as large.
+    if pixels.bits != 8 or not any(image.file_bytes for image in summary.images):
+        return None
+    sizes = [(image.height, image.width) for image in summary.images]
+    expected = expected_bytes(images, sizes, pixels.channels, scaled=scaled)
+    return expected if has_room(expected, workers=workers) else None
+
+
 def keep_decoded(loader: Loader, summary: ImageSummary) -> str | None:
     """Let a loader keep what it decodes, if there is room; return a note on it, if so."""
-    images, sizes = len(loader.source), [(image.height, image.width) for image in summary.images]
-    # Arrays are decoded already, and deeper images are four times as large.
-    if loader.pixels.bits != 8 or not any(image.file_bytes for image in summary.images):
+    images, scaled = len(loader.source), loader.scaled_decoding
+    expected = decoded_bytes(images, summary, loader.pixels, scaled=scaled, workers=loader.workers)
+    if expected is None:
         return None
-    expected = expected_bytes(images, sizes, loader.pixels.channels, scaled=loader.scaled_decoding)
-    loader.decoded = room_for(images, expected, workers=loader.workers)
+    loader.decoded = DecodedImages(images, expected)
     text = f"decoded images stay in memory, about {expected / 1e6:,.0f} MB"
-    return f"{text} (data.keep_decoded=false decodes them each time)" if loader.decoded else None
+    return f"{text} (data.keep_decoded=false decodes them each time)"
 
 
 def shard_starts(parts: Sequence[ImageSet]) -> NDArray[np.int64]:

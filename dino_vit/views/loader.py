@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +29,11 @@ from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
-from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
+from dino_vit.views.masks import Masking, Masks, PatchDrop
 from dino_vit.views.sampler import BatchSpec, Sampler
 from dino_vit.views.workers import init_worker, signals_blocked
-
-if TYPE_CHECKING:
-    from dino_vit.views.masks import Masking
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
@@ -66,12 +63,13 @@ class Batch:
     augment: dict[Size, Tensor]  # float32 (views · images, columns)
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
     masks: Masks | None = None  # of the global views, view by view
+    kept: Tensor | None = None  # int64 (global views · images, kept): the patches that the student sees
     times: dict[str, float] = field(default_factory=dict)  # seconds, by what was done with the images
 
     def share_memory(self) -> "Batch":
         """Move the tensors to shared memory, and return the batch."""
         tensors = self.samples, self.read, *self.views.values(), *self.augment.values(), *(self.masks or ())
-        for tensor in tensors:
+        for tensor in tensors if self.kept is None else (*tensors, self.kept):
             tensor.share_memory_()
         return self
 
@@ -82,6 +80,7 @@ class Batch:
             views={size: tensor.pin_memory() for size, tensor in self.views.items()},
             augment={size: tensor.pin_memory() for size, tensor in self.augment.items()},
             masks=self.masks and self.masks.pin_memory(),
+            kept=None if self.kept is None else self.kept.pin_memory(),
         )
 
 
@@ -96,7 +95,8 @@ class Loader(Dataset[Any]):
     views: Sequence[View]
     sampler: Sampler
     pixels: Pixels = RGB
-    masking: "Masking | None" = None
+    masking: Masking | None = None
+    patch_drop: PatchDrop | None = None
     scaled_decoding: bool = False
     decoded: DecodedImages | None = None
     prefetch: Sequence[Prefetch] = ()  # one for each remote source
@@ -192,6 +192,7 @@ class Loader(Dataset[Any]):
             },
             unreadable=tuple(unreadable),
             masks=self.masking.draw(*place) if self.masking else None,
+            kept=self.patch_drop.draw(*place) if self.patch_drop else None,
             times=times,
         )
 

@@ -1,23 +1,63 @@
-"""Which patches of the global views the student does not see: rectangles of patches, as in BEiT.
+"""Which patches of the global views the student does not see: masked rectangles, as in BEiT, or any patches.
 
-The masks of a step are a function of the seed, the step, and the position of each image in the global batch.
+Those of a step are a function of the seed, the step, and the position of each image in the global batch.
 So they do not depend on the number of processes or micro-batches.
 """
 
 from dataclasses import dataclass
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.models.student_teacher import Masks
 
 TRIES = 10  # rectangles in a row that add nothing, before a view is left as it is
 SMALLEST = 4  # patches of a rectangle
 NARROWEST = 0.3  # height : width, or the other way round
+
+
+class Masks(NamedTuple):
+    """The masked patches of some views, of which each has N patches."""
+
+    mask: Tensor  # bool (views, N)
+    mask_indices: Tensor  # int64 (masked,): indices into the flattened mask
+    weights: Tensor  # float32 (masked,): 1 / number of masked patches of the same view
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "Masks":
+        """Return the masks of a boolean mask (views, N)."""
+        weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return cls(mask, mask.flatten().nonzero().squeeze(1), weights[mask])
+
+    def to(self, device: torch.device) -> "Masks":
+        """Return the masks on a device, which the host does not wait for."""
+        return Masks(*(part.to(device, non_blocking=True) for part in self))
+
+    def pin_memory(self) -> "Masks":
+        """Return the masks in pinned memory."""
+        return Masks(*(part.pin_memory() for part in self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchDrop:
+    """How the patches that a student sees are drawn: as many of each view, all equally likely."""
+
+    seed: int
+    patches: int  # of a view
+    kept: int
+    views: int  # global views of an image
+    batch: int  # images of a step, over all processes and micro-batches
+
+    def draw(self, epoch: int, step: int, first: int, images: int) -> Tensor:
+        """Draw the indices (views · images, kept) for so many images, from a position in the batch on."""
+        indices = np.arange(self.views)[:, None] * self.batch + np.arange(first, first + images)
+        keys = self.seed, RngPurpose.KEPT_PATCHES, epoch, step, indices.reshape(-1, 1)
+        order = random_bits(*keys, np.arange(self.patches)).argpartition(self.kept - 1, axis=1)
+        return torch.from_numpy(np.sort(order[:, : self.kept], axis=1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dino_vit.config.sections import Tokens
 from dino_vit.models.backbone import Backbone, FeatureSpec, eval_mode
-from dino_vit.models.baselines import Baseline
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.weights.baselines import Baseline
 
 if TYPE_CHECKING:
     from dino_vit.views.eval_transform import EvalTransform
@@ -78,4 +78,4 @@ class LoadedTimmBackbone(LoadedBackbone, TimmBackbone):
 
 
 class LoadedBaseline(LoadedBackbone, Baseline):
-    """Pixels or gradients, which have no weights."""
+    """Pixels or edges, which have no weights."""

@@ -32,7 +32,7 @@ class ClassifierFacts(Stated):
     classes: tuple[str, ...] = Field(min_length=1)  # or the names of labels
     tokens: Tokens
     blocks: Few
-    temperature: Positive = 1.0
+    temperature: Positive | None = None  # None: too few labels were there to say how sure it is
     k: Count | None = None
     tested: tuple[str, ...] = ()  # how well it did in cross-validation, in sentences
 
@@ -75,10 +75,10 @@ class ImageClassifier(nn.Module):
         return labels_of(outputs, self.classes, self.facts.task), outputs
 
 
-def activate(scores: Tensor, task: Task, temperature: float) -> Tensor:
+def activate(scores: Tensor, task: Task, temperature: float | Tensor | None) -> Tensor:
     """Return probabilities from scores."""
-    calibrated = scores / temperature
-    return calibrated.sigmoid() if task == "multilabel" else calibrated.softmax(dim=1)
+    calibrated = scores if temperature is None else scores / temperature
+    return calibrated.sigmoid() if task == "multilabel" else calibrated.softmax(dim=-1)
 
 
 def labels_of(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str] | list[list[str]]:
@@ -86,6 +86,11 @@ def labels_of(outputs: Tensor, classes: Sequence[str], task: Task) -> list[str] 
     if task == "multiclass":
         return [classes[number] for number in outputs.argmax(dim=1).tolist()]
     return [[name for name, p in zip(classes, row, strict=True) if p > 0.5] for row in outputs.tolist()]
+
+
+def confidences_of(outputs: Tensor, task: Task) -> Tensor:
+    """Return the probability that the label of each image is right; of several, the least sure one's."""
+    return outputs.amax(dim=1) if task == "multiclass" else 0.5 + (outputs - 0.5).abs().amin(dim=1)
 
 
 def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTransform) -> None:
@@ -99,6 +104,7 @@ def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTran
     pixels = {"bits": transform.pixels.bits, "range": transform.pixels.range}
     prepared: dict[str, Any] = {"mean": transform.mean, "std": transform.std, **pixels}
     prepared |= {"size": transform.size, "preparation": preparation}
+    prepared["config"] = {}  # that of a run has local paths, which exports leave out too
     metadata = about_backbone(classifier.backbone, prepared)
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
     parts = {"backbone": classifier.backbone, CLASSIFIER: classifier.scores}

@@ -19,7 +19,6 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.core import height_width, log
 from dino_vit.core.text import log_shown, plural
 from dino_vit.models.backbone import Provenance
-from dino_vit.models.baselines import BaselineConfig
 from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.models.stems import FIRST_KERNEL, inflate
 from dino_vit.models.timm_backbone import TimmConfig
@@ -30,6 +29,7 @@ from dino_vit.weights.backbones import (
     LoadedTimmBackbone,
     LoadedTransformer,
 )
+from dino_vit.weights.baselines import BaselineConfig
 from dino_vit.weights.formats.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.metadata import OtherArchitecture, WeightsError
 from dino_vit.weights.read_file import PROVENANCE_FACTS, RawWeights, check_finite, read_weights
@@ -50,7 +50,7 @@ def load_backbone(
     """Return the backbone of a run folder, a hub folder, a file or a dict, in evaluation mode.
 
     Names work too: `hf:OWNER/NAME` of the Hugging Face Hub, `timm:NAME` of timm's models there, and the
-    baselines `pixels` and `gradients`, which have no weights.
+    baselines `pixels` and `edges`, which have no weights.
     `network` selects the teacher or the student of a training checkpoint; `format` decides where files of
     DINO and of timm look alike; `verbose` shows what was loaded and converted. Any keyword of
     `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions, other

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dino_vit.config.commands import side_by_side
 from dino_vit.config.constructors import build
 from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size, height_width, log
@@ -32,9 +33,9 @@ from dino_vit.core.storage import (
 )
 from dino_vit.core.text import brief, did_you_mean, plural, public_values
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.baselines import BaselineConfig
 from dino_vit.models.timm_backbone import TimmConfig
 from dino_vit.models.vit import ViTConfig
+from dino_vit.weights.baselines import BaselineConfig
 from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 from dino_vit.weights.metadata import Edges, Facts, HubFacts, PretrainedCfg, WeightsError, check, parse
 
@@ -80,6 +81,32 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
     return _unwrap(content, raw, network)
 
 
+def find_weights(source: str | Path) -> Path:
+    """Return the file of weights, or the folder with checkpoints, that a path leads to; nothing is read."""
+    path, advice = Path(source), "give a weights file or a run folder"
+    if not path.suffix:
+        advice = f"train a network first (`dino-vit pretrain IMAGES {path}`), or give a weights file"
+    if path.is_dir():
+        files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
+        if Checkpoints(path).paths():
+            return path
+        if not files:
+            names = ", ".join(("checkpoints/step-*.safetensors", *WEIGHT_FILES))
+            raise WeightsError(f"{path} holds no weights, none of {names}; {advice}")
+        return files[0]
+    if not path.is_file():
+        wrong = "is not a file" if path.exists() else "does not exist"
+        raise WeightsError(f"{path} {wrong}{did_you_mean(str(path), f'; {advice}')}")
+    return path
+
+
+def check_weights(source: str) -> None:
+    """Raise WeightsError for a path without weights: what cannot work is said before labels are read."""
+    for part in side_by_side(source):
+        if not is_name(part):
+            find_weights(part)
+
+
 def _sha256(path: Path) -> str:
     """Return the SHA-256 of a file; of weights in several files that of all of them, one after the other."""
     checksum = hashlib.sha256()
@@ -91,19 +118,10 @@ def _sha256(path: Path) -> str:
 
 def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     """Return the file that was read, its content, and the fields of `RawWeights` that say more about it."""
-    if path.is_dir():
-        if checkpoint := Checkpoints(path).newest():
-            metadata = _check_metadata(checkpoint.path, checkpoint.metadata)
-            return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
-        files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
-        if not files:
-            names = ", ".join(("checkpoints/step-*.safetensors", *WEIGHT_FILES))
-            raise WeightsError(f"{path} holds no weights: none of {names}")
-        path = files[0]
-    elif not path.is_file():
-        wrong = "is not a file" if path.exists() else "does not exist"
-        advice = did_you_mean(str(path), "; give a weights file or a run folder")
-        raise WeightsError(f"{path} {wrong}{advice}")
+    path = find_weights(path)
+    if path.is_dir() and (checkpoint := Checkpoints(path).newest()):
+        metadata = _check_metadata(checkpoint.path, checkpoint.metadata)
+        return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
     if path.suffix == ".onnx":
         raise WeightsError(f"{path} is an ONNX graph, which has no weights to load; give the original")
     about = {"facts": _read_hub_facts(path)}

@@ -1,5 +1,6 @@
 """What a command reads stays, and what exists is replaced with `overwrite=true` alone."""
 
+import json
 import os
 from pathlib import Path
 
@@ -131,6 +132,15 @@ def test_what_a_run_has_of_its_own_is_replaced(folder, capsys):
     ):
         assert main(command) == 2
         assert "already exists; give overwrite=true" in capsys.readouterr().err
+
+
+def test_results_of_other_labels_are_another_file(folder):
+    """A few more labels in the same file of labels do not replace what the first were worth."""
+    assert main(arguments(Path("trained"), SHORT)) == 0
+    for label in "aab":
+        Path("l.json").write_text(json.dumps({"cat/1.png": "a", "dog/2.png": "b", "3.png": label}))
+        assert main(["knn", "photos", "trained", "labels=l.json", "k=1"]) == 0
+    assert len([*Path("trained/eval").glob("*.json")]) == 2
 
 
 LONG = "a" * 239  # which leaves no room for the name of the partial file beside it

@@ -1,18 +1,20 @@
 """How every setting of a run is decided, and why; nothing here reads an image."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dino_vit.config.auto import network_ladder
+from dino_vit.config.auto import ENOUGH_IMAGES, SHORT, network_ladder
 from dino_vit.config.complete import DecidedRun, complete, decide
+from dino_vit.config.cost import evaluation_seconds, step_seconds
 from dino_vit.config.draft import Draft
-from dino_vit.config.facts import CheckpointFacts, Facts, StepTime, TeacherFacts, WeightsFacts
+from dino_vit.config.facts import CheckpointFacts, Facts, TeacherFacts, WeightsFacts
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, values
-from tests.support.facts import facts_of, run_of
+from tests.support.facts import facts_of, run_of, slowed
 
 CIFAR = {"size": 32, "images": 50_000, "processes": 2}
 
@@ -111,7 +113,7 @@ def test_what_auto_leaves_contradictory_is_refused() -> None:
         ),
         (
             ["budget.minutes=1", "optim.warmup_epochs=50"],
-            {"step_time": StepTime(1.0)},
+            {"speed": slowed(10)},
             "or a larger budget.minutes",
         ),
     ],
@@ -124,72 +126,89 @@ def test_what_only_shows_with_the_facts_is_refused(
         run_of(*overrides, *colours, **facts)
 
 
-def minutes(step: float, *overrides: str, images: int = 400, size: int = 224) -> DecidedRun:
-    """Complete a run of ten minutes, of which a step of the smallest network takes some seconds."""
+def minutes(slowness: float, *overrides: str, images: int = 400, size: int = 224) -> DecidedRun:
+    """Complete a run of ten minutes, on a device that is so many times as slow as by default."""
     given = ["recipe=auto", "budget.minutes=10", "data.batch_size=8", *overrides]
-    return run_of(*given, images=images, size=size, step_time=StepTime(step, 15.0, 5.0))
-
-
-@pytest.mark.parametrize(("speed", "width"), [(10, 96), (1e9, 384)])
-def test_the_network_is_chosen_from_one_measured_step(speed: float, width: int) -> None:
-    run = minutes(8 / speed)
-    assert run.config.model.width == width
-    reasons = {choice.key: choice.reason for choice in run.choices}
-    assert "in 10 minutes on this machine" in reasons["model.width"]
-    if width == 96:
-        assert run.length == pytest.approx((600 - 5 - 4 * 15) * speed / 8, rel=0.02)
-        assert run.config.compute.eval_every == pytest.approx(run.length / run.steps_per_epoch / 2, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("minutes", "images", "evaluations"), [(1, 717, 1), (3, 2151, 1), (10, 5000, 4), (60, 5000, 6)]
-)
-def test_evaluations_take_a_tenth_of_the_minutes(minutes: int, images: int, evaluations: int) -> None:
-    """The first one also evaluates what needs no network."""
-    time = StepTime(0.5, 10.0, 2.0, evaluated_images=3586)
-    run = run_of("recipe=auto", f"budget.minutes={minutes}", images=3586, step_time=time)
-    assert run.evaluated_images == images
-    reasons = {choice.key: choice.reason for choice in run.choices}
-    times = "1 time" if evaluations == 1 else f"{evaluations} times"
-    assert reasons["compute.eval_every"].startswith(f"{times} in a run")
-    slow = run_of("recipe=auto", f"budget.minutes={minutes}", images=3586, step_time=StepTime(5.0, 1e4))
-    assert slow.evaluated_images == 250
-    for given in (f"budget.minutes={minutes}", "budget.minutes=90"):
-        again = resumed(run, "recipe=auto", given, "compute.resume=changed", images=3586)
-        assert again.evaluated_images == images
-    assert run_of("recipe=auto", "budget.steps=9", images=3586).evaluated_images == 5000
-
-
-def test_a_long_run_of_minutes_has_the_steps_that_it_takes_and_not_those_of_a_short_one() -> None:
-    """The step that is timed is a short run's: 4 local views, a quarter of the patches of global ones."""
-
-    def run(step: float, *given: str) -> DecidedRun:
-        return minutes(step, "model.arch=vit_tiny", *given)
-
-    full = ["views.local_count=8", "model.patch_drop=0"]
-    short, long = 1e-4 * run(1e-4, *full).length, 1e-4 * run(1e-4).length
-    passes = {"short": 2 * (1 + 3 / 4) + 4 * 3 * (3 / 7) ** 2, "long": 2 * (1 + 3) + 8 * 3 * (3 / 7) ** 2}
-    assert short / long == pytest.approx(passes["long"] / passes["short"], rel=1e-3)
-    between = run(0.012)  # 44,600 steps of a short run, 20,500 of a long one
-    assert (between.length, between.config.model.patch_drop) == (29_999, 0.75)
-    assert run(0.012, *full).length == run(0.012, "recipe=dino", "compute.eval_every=5").length > 40_000
+    return run_of(*given, images=images, size=size, speed=slowed(slowness))
 
 
 def test_the_network_is_the_largest_that_sees_enough_images() -> None:
+    runs = [minutes(slowness) for slowness in (100, 1, 0.1, 0.01, 1e-3, 1e-6)]
+    widths = [run.config.model.width for run in runs]
+    assert widths == sorted(widths, key=lambda width: width or 0)
+    assert (widths[0], widths[-1]) == (96, 384)
+    seen = [run.length * run.global_batch for run in runs]
+    assert seen[0] < ENOUGH_IMAGES <= min(seen[3:])
+    reasons = [{choice.key: choice.reason for choice in run.choices}["model.width"] for run in runs]
+    assert reasons[0].startswith("the smallest: sees about")
+    assert all("in 10 minutes on this machine" in reason for reason in reasons)
+
+
+def test_a_run_has_the_steps_that_fit_beside_its_evaluations() -> None:
+    run, facts = minutes(0.2), facts_of(images=400, speed=slowed(0.2))
+    step = step_seconds(run.config, facts, are_decoded=False)
+    later, first = (evaluation_seconds(run.config, facts, 400, is_first=first) for first in (False, True))
+    assert run.length == pytest.approx((600 - first - 6 * later) / step, rel=0.01)
+    assert run.config.compute.eval_every == pytest.approx(
+        min(10, run.length / run.steps_per_epoch / 6), rel=0.01
+    )
+    without = minutes(0.2, "compute.eval_every=null")
+    assert without.length == pytest.approx(600 / step, rel=0.01)
+
+
+@pytest.mark.parametrize("keeps_images", [False, True])
+def test_images_that_are_kept_are_decoded_in_the_first_epoch_alone(keeps_images: bool) -> None:
+    given = ["budget.minutes=10", "compute.eval_every=null", "optim.warmup_epochs=0.1", "model.arch=vit_tiny"]
+    known = facts_of(images=6400, speed=slowed(0.1, keeps_images=keeps_images))
+    known = replace(known, images=replace(known.images, seconds=0.05))
+    run = complete(load(PretrainConfig, None, ["data.source=photos", *given]), known)
+    slow, fast = (step_seconds(run.config, known, are_decoded=are) for are in (False, True))
+    assert slow == pytest.approx(fast + 64 * 0.05 / 2)
+    expected = 100 + (600 - 100 * slow) / fast if keeps_images else 600 / slow
+    assert run.length == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("slowness", "evaluations", "images"), [(0.1, 6, 3586), (1, 4, 3586), (20, 1, 417), (1e4, 1, 250)]
+)
+def test_evaluations_take_a_tenth_of_the_minutes(slowness: float, evaluations: int, images: int) -> None:
+    given = ["recipe=auto", "budget.minutes=10"]
+    run = run_of(*given, images=3586, speed=slowed(slowness))
+    assert run.evaluated_images == pytest.approx(images, rel=0.3)
+    reasons = {choice.key: choice.reason for choice in run.choices}
+    times = "1 time" if evaluations == 1 else f"{evaluations} times"
+    assert reasons["compute.eval_every"].startswith(f"{times} in a run")
+    for minutes in ("budget.minutes=10", "budget.minutes=90"):
+        again = resumed(run, "recipe=auto", minutes, "compute.resume=changed", images=3586)
+        assert again.evaluated_images == run.evaluated_images
+    assert run_of("recipe=auto", "budget.steps=9", images=3586).evaluated_images == 5000
+
+
+def test_a_run_is_long_if_it_has_as_many_steps_with_all_views_and_patches() -> None:
+    """Between both it is short, and has the steps that it takes as a short one."""
+
+    def run(slowness: float) -> DecidedRun:
+        return minutes(slowness, "model.arch=vit_tiny", "compute.eval_every=null")
+
+    short, between, long = run(0.1), run(0.013), run(0.001)
+    assert short.length < SHORT < between.length < long.length
+    assert [each.config.model.patch_drop for each in (short, between, long)] == [0.75, 0.75, 0.0]
+    assert [each.config.views.local_count for each in (short, between, long)] == [4, 4, 8]
+
+
+def test_the_ladder_fits_the_images() -> None:
     def ladder(size: int, *given: str) -> list[Any]:
         config = load(PretrainConfig, None, ["recipe=auto", "budget.minutes=10", *given])
         return network_ladder(Draft(config), size)
 
     rungs = ladder(500)
-    assert [one.cost for one in rungs] == sorted(one.cost for one in rungs)
-    assert rungs[0].settings["model.width"] == 96
-    assert rungs[-1].settings["views.global_size"] == 224
+    assert rungs[0]["model.width"] == 96
+    assert rungs[-1]["views.global_size"] == 224
     for size, view in {32: 24, 4: 4, 2: 4}.items():
-        assert {one.settings["views.global_size"] for one in ladder(size)} == {view}
-    assert (rungs[-1].settings["model.width"], rungs[-1].settings["model.heads"]) == (384, 6)  # ViT-S
-    assert all(one.settings["views.global_size"] % 14 == 0 for one in ladder(500, "model.patch_size=14"))
-    costs = [one.cost for one in ladder(500, "views.global_size=224")]
-    assert costs[-1] / costs[0] > 30, "the patches are those of the view, whatever the network"
+        assert {one["views.global_size"] for one in ladder(size)} == {view}
+    assert (rungs[-1]["model.width"], rungs[-1]["model.heads"]) == (384, 6)  # ViT-S
+    assert all(one["views.global_size"] % 14 == 0 for one in ladder(500, "model.patch_size=14"))
+    assert not any("views.global_size" in one for one in ladder(500, "views.global_size=224"))
     assert ladder(500, "model.arch=vit_tiny") == []
 
 
@@ -200,9 +219,9 @@ def test_a_run_that_sees_few_images_says_so() -> None:
         "optim.freeze_last_layer_epochs=0",
         "compute.eval_every=null",
     ]
-    (note,) = minutes(170.0, *given, images=64).notes
-    assert note.startswith("budget.minutes=10 has time for about 3 steps of the 8 in an epoch")
-    assert note.endswith("budget.minutes=27 would be one epoch")
+    (note,) = minutes(30.0, *given, images=64).notes
+    assert re.match(r"budget.minutes=10 has time for about \d steps of the 8 in an epoch", note)
+    assert re.search(r"budget.minutes=\d+ would be one epoch$", note)
 
 
 def test_without_minutes_a_cpu_hears_of_the_network_that_they_would_choose() -> None:
@@ -226,10 +245,10 @@ def test_a_run_that_resumes_keeps_what_was_chosen_and_gives_way_to_what_is_given
     again = resumed(start, "recipe=auto", **CIFAR | {"images": 60_000, "likeness": 0.9})
     assert again.config == start.config, "also what was given then, where auto would choose"
     assert again.choices == ()
-    # An interval in steps instead of epochs, a length in another unit: not both.
-    changes = ["compute.resume=changed", "budget.steps=16000", "compute.eval_every_steps=8"]
+    # A length in another unit: not both.
+    changes = ["compute.resume=changed", "budget.steps=16000"]
     other = resumed(start, "recipe=auto", *changes, **CIFAR)
-    assert (other.config.budget.epochs, other.config.compute.eval_every) == (None, None)
+    assert other.config.budget.epochs is None
     assert (other.length, other.config.teacher.momentum) == (16_000, 0.97)
     reasons = {choice.key: choice.reason for choice in other.choices}
     assert reasons["budget.steps"] == "changed at step 40"

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -6,7 +8,8 @@ from dino_vit.core.storage import StorageError
 from dino_vit.method.centering import Center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
-from dino_vit.models.student_teacher import build_networks
+from dino_vit.models.head import DINOHead
+from dino_vit.models.student_teacher import Need, build_networks
 
 STATE = {"a": torch.arange(4.0)}
 
@@ -106,10 +109,11 @@ def test_what_is_written_in_the_background_is_the_state_at_the_call(tmp_path):
 
 
 def build(optimizer, batch_norm):
+    sizes = {"prototypes": 12, "hidden_dim": 8, "bottleneck_dim": 4, "batch_norm": batch_norm}
     student, teacher = build_networks(
         backbone={"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2},
         drop_path=0.0,
-        head={"prototypes": 12, "hidden_dim": 8, "bottleneck_dim": 4, "batch_norm": batch_norm},
+        heads={"head": partial(DINOHead, **sizes)},
     )
     modules = {"student": student, "teacher": teacher, "loss": Center(prototypes=12)}
     groups = parameter_groups(student.backbone, student.head)
@@ -121,12 +125,11 @@ def train(modules, optimizer, steps):
     for step in range(steps):
         images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
         set_rates(optimizer, lr=0.1, weight_decay=0.04)
-        out = student([images])
-        logits_of(out.features, out.prototypes).pow(2).sum().backward()
+        needs = Need("cls", "head"), Need("prototypes", "head")
+        logits_of(*student([images], needs).values()).pow(2).sum().backward()
         step_if_finite(optimizer, torch.tensor(True))
         optimizer.zero_grad()
-        out = teacher([images])
-        center(LazyLogits(out.features, out.prototypes), 0.04)
+        center(LazyLogits(*teacher([images], needs).values()), 0.04)
         center.update()
 
 

@@ -20,9 +20,9 @@ from dino_vit.core.distributed import (
 )
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.method.centering import Center, sinkhorn_center
-from dino_vit.method.feature_losses import koleo_loss
-from dino_vit.method.loss import loss_statistics, target_sums
 from dino_vit.method.optim import reduce_loss
+from dino_vit.method.targets import target_statistics, target_sums
+from dino_vit.method.terms.koleo import koleo_loss
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
@@ -148,7 +148,7 @@ def _check_statistics(number, logits):
     center = torch.zeros(1, 5)
     loss = torch.tensor([3.0, 5.0])[number]
     sums = target_sums(loss, [logits.chunk(2)[number]], center, teacher_temperature=0.5)
-    statistics = loss_statistics(sums)
+    statistics = target_statistics(sums)
     targets = (logits / 0.5).softmax(-1)
     entropy = -(targets * targets.log()).sum(-1).mean()
     mean = targets.mean(0)

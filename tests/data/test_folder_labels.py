@@ -88,7 +88,7 @@ def test_evaluators_say_it_of_each_of_their_sources(photos, tmp_path, caplog):
 
 
 def test_a_comparison_says_it_once_and_goes_without(photos, tmp_path, caplog):
-    keywords = {"weights": ["pixels", "gradients"], "cache": tmp_path / "cache", **QUIET}
+    keywords = {"weights": ["pixels", "edges"], "cache": tmp_path / "cache", **QUIET}
     assert dino_vit.compare(photos, **keywords).figures
     assert said(caplog) == 1
     assert not dino_vit.compare(photos, labels="none", **keywords).figures

@@ -31,11 +31,11 @@ def others(tmp_path, weights):
 
 
 def test_baselines_are_compared_as_backbones_are(tmp_path, weights):
-    names = [str(weights), "gradients", "pixels", "untrained"]
+    names = [str(weights), "edges", "pixels", "untrained"]
     found = dino_vit.compare("synthetic:60:16", weights=names, cache=tmp_path, **SETTINGS)
     assert [*found.ranks] == names
-    alone = dino_vit.knn("synthetic:60:16", "gradients", k=[20], cache=tmp_path, **SETTINGS)
-    assert found.figures["k-NN top-1"]["gradients"] == alone.figure
+    alone = dino_vit.knn("synthetic:60:16", "edges", k=[20], cache=tmp_path, **SETTINGS)
+    assert found.figures["k-NN top-1"]["edges"] == alone.figure
     best = max(found.figures["k-NN top-1"].values(), key=lambda figure: figure.value)
     assert f"{best}" in str(found)
     assert "k-NN top-1, 60 images   linear top-1, 12 images   effective rank\n" in str(found)
@@ -115,7 +115,7 @@ def test_an_untrained_network_sees_images_as_the_trained_one_does(tmp_path, weig
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weights": ["a"]}, "give two weights or more, such as a gradients pixels untrained"),
+        ({"weights": ["a"]}, "give two weights or more, such as a edges pixels untrained"),
         ({"weights": ["a", "a"]}, "weights are given twice"),
     ],
 )

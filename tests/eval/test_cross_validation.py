@@ -1,7 +1,5 @@
 """A classifier is chosen by cross-validation, judged on what did not choose it, and calibrated."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,9 @@ from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dino_vit.eval.classifier_training import DOUBTFUL, describe, doubtful_labels, untested_classes
+from dino_vit.eval.classifier_training import describe, untested_classes
 from dino_vit.eval.cross_validation import (
+    FOLDS,
     Candidate,
     Trials,
     calibrate,
@@ -70,10 +69,27 @@ def test_what_is_announced_is_chosen_on_the_other_folds():
     folds = np.arange(50) % 5
     trials = trials_of(np.stack([folds != 0, folds == 0]))
     assert trials.best(trials.tested) == 0
-    assert trials.figure == accuracy(40, 50), "not the 50 of the best of each fold"
+    assert trials.figure.correct == 40, "not the 50 of the best of each fold"
     lucky = trials_of(np.stack([folds < 2, (folds > 1) & (folds < 4)]))
     assert lucky.chosen.tolist() == [[1, 1, 0, 0, 0][fold] for fold in folds]
-    assert lucky.figure == accuracy(0, 50)
+    assert lucky.figure.correct == 0
+
+
+def test_the_interval_is_wider_as_folds_learn_from_the_same_images():
+    found, plain = trials_of(np.arange(50)[None] % 5 > 1).figure, accuracy(30, 50)
+    assert (found.value, found.correct, found.images) == (60, 30, 50)
+    for mine, other in ((found.low, plain.low), (found.high, plain.high)):
+        assert (mine - 60) / (other - 60) == pytest.approx((1 + FOLDS * (1 / FOLDS) / (1 - 1 / FOLDS)) ** 0.5)
+    assert trials_of(np.ones((1, 50), bool)).figure.high == 100
+
+
+def test_of_candidates_that_are_as_good_the_simplest_is_chosen():
+    """The last is right about one image more of 100, and the first about 30 fewer."""
+    right = np.stack([np.arange(100) % 10 > 3, np.arange(100) % 10 > 0, np.arange(100) % 10 > 0])
+    right[2, :30:10], right[2, 5:25:10] = True, False
+    trials = trials_of(right)
+    assert trials.best(trials.tested) == 1
+    assert {*trials.chosen.tolist()} == {1}, "the others do not prefer what is worse on the fold itself"
 
 
 def test_the_best_of_many_that_guess_is_announced_as_a_guess():
@@ -94,7 +110,7 @@ def noise(images, classes, seed):
 
 
 def said_of(train, folds):
-    tried = candidates(train.task, len(train), neighbours_only=True)
+    tried = candidates(folds, neighbours_only=True)
     return describe(train, cross_validate(train, folds, tried, ""), {})[0]
 
 
@@ -126,18 +142,45 @@ def test_classes_of_one_image_are_in_no_figure():
     train = LabelledFeatures(values, targets, np.arange(100), tuple(f"{each:02}" for each in range(classes)))
     trials = cross_validate(train, torch.arange(100) // 5 % 5, [Candidate("k-NN", 5)], "")
     assert trials.tested.tolist() == [True] * 50 + [False] * 50
-    assert trials.figure == accuracy(50, 50)
+    assert (trials.figure.correct, trials.figure.images) == (50, 50)
     assert untested_classes(train, torch.arange(100) // 5 % 5) == [f"{each:02}" for each in range(5, 55)]
     said = describe(train, trials, {})
     assert said[0].startswith("About 100 of 100 labels will be right")
-    assert "on 50 labelled images of 5 classes; always guessing 00 20.0 %" in said[1]
+    assert "of 50 classes with fewer than 5 labels (05: 1, 06: 1, " in said[-2]
+    assert "on 50 labelled images of 5 classes; k-NN 100.0 %, always guessing 00 20.0 %" in said[-1]
+
+
+def test_sure_labels_and_weak_classes_are_counted():
+    """Of ten classes the last is told wrong by all, and another has four labels."""
+    classes = [*"abcdefgh", "few", "wrong"]
+    targets = torch.cat([torch.arange(80) // 10, torch.full((4,), 8), torch.full((10,), 9)])
+    told = targets.clone()
+    told[84:], told[:2] = 0, 1
+    scores = 4.0 * F.one_hot(told, 10)
+    scores[::2] /= 100  # half of them are not sure
+    folds, tested = torch.arange(94) % 5, torch.ones(94, dtype=torch.bool)
+    trials = Trials([Candidate("k-NN", 1)], [scores], targets, "multiclass", folds, tested, range(94))
+    train = LabelledFeatures(torch.zeros(94, 1), targets, np.arange(94), tuple(classes))
+    said = describe(train, trials, {})
+    assert said[0].startswith("About 87 of 100 labels will be right, ")
+    assert said[1] == "Of labels with a confidence of 80 % or more, 41 of 47 were right in cross-validation"
+    few, wrong = (
+        "of 1 class with fewer than 5 labels (few: 4)",
+        "of 1 class mostly labelled wrongly (wrong: 0 of 10",
+    )
+    assert said[2] == f"Label more images: {few}; {wrong} right)"
+    confidences = [
+        (row.softmax(0).max(), row.argmax() == target) for row, target in zip(scores, targets, strict=True)
+    ]
+    sure = [bool(is_right) for confidence, is_right in confidences if confidence >= 0.8]
+    assert (sum(sure), len(sure)) == (41, 47)
 
 
 def test_nothing_is_announced_where_no_image_can_be_tested():
     train = features(images=3)
-    trials = cross_validate(train, torch.arange(3), candidates("multiclass", 3), "")
+    trials = cross_validate(train, torch.arange(3), candidates(torch.arange(3)), "")
     assert trials.figure is None
-    assert trials.best(trials.tested) == 0
+    assert trials.tried[trials.best(trials.tested)] == Candidate("k-NN", 1), "the nearest image decides"
     assert "cannot be said" in describe(train, trials, {})[0]
 
 
@@ -170,28 +213,57 @@ def test_a_temperature_makes_confidences_true():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 5, generator=generator) * 1.5
     targets = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    temperature = calibrate(4 * logits, targets, "multiclass")
+    temperature = float(calibrate(4 * logits, targets, "multiclass"))
     assert temperature == pytest.approx(4, rel=0.15)
     confidences, told = (4 * logits / temperature).softmax(1).max(1)
     assert confidences.mean() == pytest.approx(float((told == targets).float().mean()), abs=0.02)
     assert (4 * logits).softmax(1).amax(1).mean() > confidences.mean() + 0.1
 
 
-def test_labels_that_were_exchanged_look_wrong():
-    """Of 200 images that features tell well, ten have the label of the next class."""
-    train, wrong = features(images=200), torch.arange(0, 200, 20)
-    train.features[torch.arange(200), train.targets] += 8
-    targets = train.targets.clone()
-    targets[wrong] = (targets[wrong] + 1) % 3
-    noisy = replace(train, targets=targets)
-    trials = cross_validate(noisy, in_turn(200), [Candidate("k-NN", 10)], "")
-    names = [*map(str, range(200))]
-    doubts = doubtful_labels(noisy, trials, 1.0, names)
-    assert {*doubts["name"]} == {*map(str, wrong.tolist())}
-    assert doubts["other"] == [noisy.classes[train.targets[int(name)]] for name in doubts["name"]]
-    assert (doubts["other_probability"] - doubts["probability"] > DOUBTFUL).all()
-    right = cross_validate(train, in_turn(200), [Candidate("k-NN", 10)], "")
-    assert doubtful_labels(train, right, 1.0, names) == {}
+@pytest.mark.parametrize("size", [1e-5, 1, 1e4])
+@pytest.mark.parametrize("task", ["multiclass", "multilabel"])
+def test_the_temperature_is_the_best_of_a_fine_grid_whatever_the_size_of_scores(task, size):
+    generator = torch.Generator().manual_seed(0)
+    scores = size * torch.randn(40, 4, generator=generator).double()
+    targets = (scores / size + torch.randn(40, 4, generator=generator)).argmax(1)
+    if task == "multilabel":
+        targets = (scores / size + torch.randn(40, 4, generator=generator) > 0).double()
+
+    def loss(temperature):
+        """Return the cross-entropy, image by image, with targets as Platt's."""
+        losses = []
+        for row, target in zip((scores / temperature).tolist(), targets.tolist(), strict=True):
+            if task == "multilabel":
+                for label, (score, there) in enumerate(zip(row, target, strict=True)):
+                    alike = sum(other[label] == there for other in targets.tolist())
+                    margin, sure = score if there else -score, (alike + 1) / (alike + 2)
+                    losses.append(np.logaddexp(0, -margin) * sure + np.logaddexp(0, margin) * (1 - sure))
+            else:
+                second = max((each for each in range(4) if each != target), key=lambda each: row[each])
+                total = np.log(np.exp(np.array(row) - max(row)).sum()) + max(row)
+                losses.append(total - (41 * row[target] + row[second]) / 42)
+        return np.mean(losses)
+
+    best = size * min(np.geomspace(0.05, 20, 200), key=lambda each: loss(size * each))
+    found = calibrate(torch.stack([scores, scores / 7]), targets, task)
+    assert found.tolist() == pytest.approx([best, best / 7], rel=0.04)
+
+
+@pytest.mark.parametrize("images", [10, 100])
+def test_right_answers_without_a_mistake_are_not_called_certain(images):
+    targets = torch.arange(images) % 3
+    scores = 1e-3 * F.one_hot(targets, 3).double()
+    scores[:, 2] -= 1e4 * (targets != 2)  # a class that a fold has not
+    confidences = (scores / calibrate(scores, targets, "multiclass")).softmax(1).amax(1)
+    assert 1 - 3 / images < confidences.mean() < 1 - 0.5 / images
+
+
+def test_scores_that_say_nothing_become_shares():
+    generator = torch.Generator().manual_seed(0)
+    scores, targets = torch.randn(200, 4, generator=generator), torch.arange(200) % 4
+    against = scores.scatter_add(1, targets[:, None], -torch.ones(200, 1))
+    confidences = (against / calibrate(against, targets, "multiclass")).softmax(1).amax(1)
+    assert confidences.max() < 0.26
 
 
 class Allocations(TorchDispatchMode):

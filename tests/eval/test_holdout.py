@@ -9,8 +9,9 @@ import torch
 
 from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.settings import Task
-from dino_vit.eval.holdout import STRETCHES, choose_folds, numbers_of, series_of
-from dino_vit.eval.sets import LabelledFeatures, hold_out, open_sets
+from dino_vit.eval.holdout import STRETCHES, choose_folds, find_runs, numbers_of, series_of
+from dino_vit.eval.linear import hold_out
+from dino_vit.eval.sets import LabelledFeatures, open_sets
 
 
 def series(names):
@@ -96,6 +97,46 @@ def test_folds_are_as_large_and_have_blocks_of_every_class():
             assert sizes.max() - sizes.min() <= 1
             assert apart(members) <= 2 * 5 * (1 if classes else STRETCHES), "neighbours are in one fold"
     assert sorted(choose_folds(["a", "b"], 5, 0, classes=[0, 0])) == [0, 1], "no class is in one fold alone"
+
+
+def bursts(size, count, *, step=1, name="IMG_{number:04d}.jpg"):
+    """Return names and classes of labelled bursts, `count` of each of ten classes, among 2000 numbers."""
+    starts = np.random.default_rng(0).permutation(np.arange(0, 2000, 20))[: 10 * count]
+    rows = [(kind % 10, start + step * place) for kind, start in enumerate(starts) for place in range(size)]
+    return [name.format(kind=kind, number=number) for kind, number in rows], [kind for kind, _ in rows]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "settings"), [(5, {}), (8, {}), (5, {"step": 2}), (5, {"name": "{kind}/IMG_{number:04d}.jpg"})]
+)
+def test_a_burst_is_in_one_fold(size, count, settings):
+    names, classes = bursts(size, count, **settings)
+    images = len(names) if "name" in settings else 2000
+    if (count, settings) == (3, {"step": 2}):
+        images = 6000  # of 150 labels among 2000 images one in eight has a label two numbers on
+    runs = find_runs(names, images, classes)
+    assert len({*zip(runs.tolist(), classes, strict=True)}) == 10 * count
+    folds = choose_folds(series(names), 5, 0, lambda row: numbers_of(names[row]), classes, runs)
+    assert all(len({*folds[runs == run]}) == 1 for run in runs)
+    held = [len({*folds[np.array(classes) == kind]}) for kind in range(10)]
+    assert all((number > 1) == (count > 1) for number in held), "of two bursts one is learned from"
+
+
+@pytest.mark.parametrize(("labelled", "longest"), [(60, 3), (200, 4), (1000, 15), (1500, 1), (2000, 1)])
+@pytest.mark.parametrize("kinds", [None, np.arange(2000) // 100])
+def test_numbers_that_follow_by_chance_are_no_long_runs(labelled, longest, kinds):
+    """Of 2000 photos numbered in turn, in random order or sorted by class."""
+    random = np.random.default_rng(1)
+    rows = np.sort(random.permutation(2000)[:labelled])
+    classes = (random.integers(0, 20, 2000) if kinds is None else kinds)[rows].tolist()
+    runs = find_runs([f"IMG_{row:04d}.jpg" for row in rows], 2000, classes)
+    assert np.bincount(runs).max() <= longest
+
+
+def test_folders_that_each_start_from_one_have_no_runs():
+    names = [f"{kind}/{number:03d}.jpg" for kind in range(10) for number in range(1, 9)]
+    assert len({*find_runs(names, 80, [row // 8 for row in range(80)])}) == 80
 
 
 def test_a_fifth_of_labelled_images_is_a_block_of_each_class():

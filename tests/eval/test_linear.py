@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from dino_vit.eval import linear
-from dino_vit.eval.linear import count_correct, head_losses, top_classes
-from dino_vit.eval.sets import LabelledFeatures, hold_out
+from dino_vit.eval.linear import count_correct, head_losses, hold_out, top_classes
+from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.models.classifiers import LinearHeads
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two

@@ -32,11 +32,13 @@ def objective(features, targets, weight, bias, c):
     return weight.square().sum() / 2 + c * sum(losses)
 
 
-@pytest.mark.parametrize("scores", [1 << 22, 17])
-def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores):
+@pytest.mark.parametrize(("scores", "width"), [(1 << 22, 6), (17, 6), (1 << 22, 90)])
+def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores, width):
     """The objective is convex, so a zero gradient is the optimum, and strictly convex in W."""
     monkeypatch.setattr(logistic, "_MAX_SCORES", scores)
     features, targets = shifted(60)
+    more = torch.randn(60, width - 6, generator=torch.Generator().manual_seed(1))
+    features = torch.cat([features, more], dim=1)
     heads = train_logistic(features, targets, cs=CS[::-1], classes=4, tolerance=1e-10)
     for c, *head in zip(CS, heads.weight, heads.bias, strict=True):
         weight, bias = (part.clone().requires_grad_() for part in head)

@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 
 import numpy as np
 import onnxruntime
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,33 +18,11 @@ from dino_vit import VisionTransformer, save_backbone
 from dino_vit.data.open import open_source
 from dino_vit.weights import WeightsError, load_backbone
 from tests.support.backbones import use_few_penalties
+from tests.support.coloured_photos import COLOURS, IMAGES
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
 
 pytestmark = pytest.mark.usefixtures("few_penalties")
-COLOURS = {"blue": (40, 60, 200), "green": (40, 180, 60), "red": (200, 40, 50), "white": (230, 230, 230)}
-IMAGES = 96
-
-
-@pytest.fixture
-def photos(tmp_path, monkeypatch):
-    """Images of four colours, of which every second has its colour, and whether it is dark, in a file."""
-    monkeypatch.chdir(tmp_path)  # where commands write by default
-    random, names = np.random.default_rng(0), [*COLOURS]
-    (tmp_path / "photos").mkdir()
-    labels, tags = ["name,label"], ["name,tags"]
-    for row in range(IMAGES):
-        colour = names[row // 2 % len(names)]
-        light = random.uniform(0.7, 1.0)
-        pixels = light * np.array(COLOURS[colour]) + random.normal(0, 12, (32, 32, 3))
-        name = f"{row:03}.png"
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(tmp_path / "photos" / name)
-        if row % 2 == 0:
-            labels.append(f"{name},{colour}")
-            tags.append(f"{name},{colour};{'dark' if light < 0.85 else 'light'}")
-    for name, lines in {"labels": labels, "tags": tags}.items():
-        (tmp_path / f"{name}.csv").write_text("\n".join(lines))
-    return tmp_path
 
 
 @pytest.fixture
@@ -86,13 +66,15 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     percent = found["cross_validated"]["percent"]
     assert percent <= max(found["tried"].values())
     assert f"\nAbout {percent:.0f} of 100 labels will be right, if these images are like" in said
-    assert f"\ncross-validated accuracy {percent:.1f} % (95 % interval" in said
-    assert "; k-NN of pixels " in said
-    assert ", k-NN of gradients " in said
-    assert "always guessing" in said
-    sure = [sum(float(row["confidence"]) >= least for row in rows) for least in (0.5, 0.8)]
-    assert f", {sure[0]} with 50 % or more, {sure[1]} with 80 % or more; " in said
-    assert "No given label looks wrong" in said
+    assert f"\nCross-validated accuracy {percent:.1f} % (95 % interval" in said
+    assert re.search(
+        r"; k-NN [\d.]+ %, of pixels [\d.]+ %, of edges [\d.]+ %, always guessing \w+ 25.0 %\n", said
+    )
+    sure = sum(float(row["confidence"]) >= 0.8 for row in rows)
+    assert f"{output}: {len(rows)} images labelled: mean confidence " in said
+    assert f" %, {sure} with 80 % or more; " in said
+    assert "\nMistakes in the given labels cannot be found: " in said, "48 labels are too few"
+    assert not output.with_name("rest-sure.csv").exists()
     before = output.read_bytes()
     predict(photos, weights, f"output={output}")
     assert output.read_bytes() == before, "the same again is the same"
@@ -122,7 +104,7 @@ def test_labelled_images_may_be_a_set_of_their_own(photos, weights):
 def test_a_table_is_a_file_of_labels(photos, weights, labels, suffix):
     table, several = photos / f"rest.{suffix}", labels == "tags.csv"
     said = predict(photos, weights, f"output={table}", labels=labels)
-    assert ("cross-validated mAP" in said) == several
+    assert ("Cross-validated mAP" in said) == several
     read = open_source(str(photos / "photos"), table, several=several)
     given = [sorted(read.labels.names_of(code)) if code >= 0 else None for code in read.codes().tolist()]
     assert given[::2] == [None] * (IMAGES // 2)
@@ -150,13 +132,39 @@ def test_labels_with_a_semicolon_need_a_table_that_keeps_them(photos, weights):
     assert pq.read_table(found.path)["label"].to_pylist() == found.labels
 
 
-def test_a_mistake_in_labels_is_found_before_weights_are_loaded(photos):
+def test_mistakes_are_found_in_the_order_of_a_users_steps(photos):
+    """First that there is no network, then what is wrong with the labels, and at last with the weights."""
+    broken, folder = photos / "broken.safetensors", photos / "photos"
+    broken.touch()
+    (photos / "run").mkdir()
     for command in (dino_vit.predict, dino_vit.knn, dino_vit.linear):
+        for absent, wrong in (("none", "does not exist; "), ("run", "holds no weights, ")):
+            advice = rf"{absent} {wrong}.*train a network first \(`dino-vit pretrain IMAGES .*{absent}`\)"
+            with pytest.raises(WeightsError, match=advice):
+                command(folder, photos / absent, labels=photos / "absent.csv", verbose=False)
         with pytest.raises(ValueError, match=r"absent\.csv does not exist"):
-            command(photos / "photos", photos / "absent", labels=photos / "absent.csv", verbose=False)
+            command(folder, broken, labels=photos / "absent.csv", verbose=False)
     (photos / "rest.csv").touch()
     with pytest.raises(ValueError, match=r"rest\.csv already exists"):
-        dino_vit.predict(photos / "photos", photos / "absent", output=photos / "rest.csv", verbose=False)
+        dino_vit.predict(folder, photos / "none", output=photos / "rest.csv", verbose=False)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_the_sure_labels_are_a_table_of_their_own(photos, weights, suffix):
+    given = {"labels": photos / "labels.csv", "precision": "no", "verbose": False}
+    least = float(np.quantile(dino_vit.predict(photos / "photos", weights, **given).confidence, 0.7))
+    output, again = photos / f"rest.{suffix}", {**given, "confident": least}
+    found = dino_vit.predict(photos / "photos", weights, output=output, **again)
+    read = pq.read_table if suffix == "parquet" else pa.csv.read_csv
+    rows, sure = (read(photos / f"{name}.{suffix}").to_pylist() for name in ("rest", "rest-sure"))
+    assert sure == [row for row in rows if row["confidence"] >= least]
+    assert 10 < len(sure) < 20, len(rows)
+    count = f"the {len(sure)} images with a confidence of {100 * least:.0f} % or more"
+    assert str(found).endswith(f"rest-sure.{suffix}: {count}")
+    with pytest.raises(ValueError, match=r"rest\..* already exists, with 2 other files"):
+        dino_vit.predict(photos / "photos", weights, output=output, **again)
+    with pytest.raises(ValueError, match="confident writes a table beside output, which is not given"):
+        dino_vit.predict(photos / "photos", weights, **again)
 
 
 @pytest.mark.parametrize(
@@ -251,13 +259,14 @@ def test_mistakes_are_said(photos, weights):
         dino_vit.predict(folder, weights, verbose=False)
     (photos / "run").mkdir()
     (photos / "run" / "config.yaml").write_text("data: {source: photos, labels: mine.csv}")
+    (photos / "run" / "backbone.safetensors").write_bytes(weights.read_bytes())
     for command in (dino_vit.predict, dino_vit.knn):
         with pytest.raises(
             ValueError, match=r"run was evaluated with data\.labels=mine\.csv; give labels=mine"
         ):
             command(folder, photos / "run", verbose=False)
     dino_vit.predict(folder, weights, classifier=photos / "classifier.safetensors", **given)
-    with pytest.raises(ValueError, match="several=true is of labels to learn from"):
+    with pytest.raises(ValueError, match="several are of labels to learn from"):
         dino_vit.predict(folder, photos / "classifier.safetensors", several=True, verbose=False)
     with pytest.raises(ValueError, match="classifier would overwrite weights"):
         dino_vit.predict(folder, weights, classifier=str(weights), **given)
@@ -273,38 +282,6 @@ def test_mistakes_are_said(photos, weights):
     other.write_text("mine")
     with pytest.raises(ValueError, match="already exists; give overwrite=true"):
         dino_vit.predict(folder, weights, output=other, **given)
-
-
-def test_a_class_of_one_image_is_named(photos, weights):
-    few = photos / "few.csv"
-    few.write_text("\n".join([*(photos / "labels.csv").read_text().splitlines(), "001.png,odd"]))
-    said = predict(photos, weights, labels="few.csv")
-    assert (
-        " of 100 labels will be right among the 4 classes with two labelled images or more, if these" in said
-    )
-    assert "Nothing can be said of 1 class with a single labelled image: odd\n" in said
-    assert f"on {IMAGES // 2} labelled images of 4 classes" in said
-    assert json.loads((photos / "predictions.json").read_text())["untested"] == ["odd"]
-
-
-def test_labels_at_random_are_said_to_be_chance(photos, weights):
-    assert "no better than always guessing" not in predict(photos, weights)
-    rows = (photos / "labels.csv").read_text().splitlines()[1:]
-    labels = np.random.default_rng(1).permutation([row.partition(",")[2] for row in rows])
-    shuffled = (f"{row.partition(',')[0]},{label}" for row, label in zip(rows, labels, strict=True))
-    (photos / "random.csv").write_text("\n".join(["name,label", *shuffled]))
-    said = predict(photos, weights, labels="random.csv")
-    assert "These labels may be no better than always guessing blue: label more images\n" in said
-    assert "of 100 labels will be right" not in said
-
-
-def test_two_labels_are_enough(photos, weights):
-    (photos / "two.csv").write_text("000.png,blue\n002.png,green")
-    given = {"labels": photos / "two.csv", "output": photos / "rest.csv", "verbose": False}
-    found = dino_vit.predict(photos / "photos", weights, **given)
-    assert {*found.labels} <= {"blue", "green"}
-    assert found.details["cross_validated"] is None, "each is left out once, with its class"
-    assert "cannot be said, as no class has two labelled images: label more" in str(found)
 
 
 def test_labels_that_are_sorted_by_name_are_learned_in_every_fold(photos, weights):

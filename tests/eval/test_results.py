@@ -2,18 +2,29 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from dino_vit.config.commands import KnnConfig, LinearConfig
+from dino_vit.data.open import open_source
 from dino_vit.eval.results import default_output, evaluation
+from dino_vit.eval.sets import LabelledSubset
 from dino_vit.eval.statistics import accuracy
 from dino_vit.reports.record import read_evaluations
 
 GIVEN = {"source": "photos/test", "weights": "runs/first"}
 
 
-def default(loaded="runs/first", **settings):
-    return default_output(KnnConfig(**{**GIVEN, **settings}), str(loaded))
+def labelled(*targets, classes="ab"):
+    images = open_source("synthetic:4:16")
+    return LabelledSubset("images", images, np.arange(4), np.array(targets), tuple(classes))
+
+
+SETS = (labelled(0, 1, 1, 0),) * 2
+
+
+def default(loaded="runs/first", sets=SETS, **settings):
+    return default_output(KnnConfig(**{**GIVEN, **settings}), str(loaded), sets)
 
 
 def test_results_lie_with_the_weights(tmp_path):
@@ -22,7 +33,7 @@ def test_results_lie_with_the_weights(tmp_path):
     assert path.parent == run / "eval"
     assert path.name.startswith("step-00000005.knn-photos-test-")
     checkpoint = str(run / "checkpoints" / "step-00000005.safetensors")
-    path = default_output(LinearConfig(source="photos", weights=checkpoint), checkpoint)
+    path = default_output(LinearConfig(source="photos", weights=checkpoint), checkpoint, SETS)
     assert path.parent == run / "eval"
     assert path.name.startswith("step-00000005.linear-photos-")
     run.mkdir()  # without checkpoints, as one of fine-tuning
@@ -46,9 +57,11 @@ def test_results_lie_with_the_weights(tmp_path):
         {"labels": "a.csv"},
         {"size": 64},
         {"source": "other/photos/test"},
+        {"sets": (SETS[0], labelled(0, 1, 1, 1))},
+        {"sets": (labelled(0, 1, 1, 0, classes="ac"), SETS[1])},
     ],
 )
-def test_another_command_has_another_file(changes):
+def test_another_command_and_other_labels_have_another_file(changes):
     assert default() == default()
     assert default(**changes) != default()
 

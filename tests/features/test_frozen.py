@@ -153,7 +153,7 @@ def test_no_more_than_the_next_batch_is_read_ahead():
     assert seen[-1] == 40
 
 
-@pytest.mark.parametrize(("name", "side"), [("pixels", 32), ("gradients", 48)])
+@pytest.mark.parametrize(("name", "side"), [("pixels", 32), ("edges", 48)])
 def test_a_baseline_has_the_statistics_of_its_images(tmp_path, name, side):
     config = KnnConfig(source="synthetic:40:64", weights=name)
     frozen = frozen_backbone(config)
@@ -170,6 +170,6 @@ def test_a_baseline_has_the_statistics_of_its_images(tmp_path, name, side):
 def test_a_baseline_takes_images_of_any_channels(tmp_path):
     for number in range(4):
         np.save(tmp_path / f"{number}.npy", np.random.default_rng(number).random((40, 40, 5), np.float32))
-    frozen = frozen_backbone(KnnConfig(source=str(tmp_path), weights="gradients"))
+    frozen = frozen_backbone(KnnConfig(source=str(tmp_path), weights="edges"))
     assert (frozen.transform.pixels.channels, frozen.transform.pixels.bits) == (5, 16)
     assert frozen.extract(open_source(str(tmp_path)), range(4)).values.shape == (4, 900)

@@ -89,7 +89,7 @@ def test_five_steps_equal_those_of_the_library(minimal, tmp_path):
     assert losses == pytest.approx(taken, rel=1e-5)
     assert_same_network(dino.student, state.student)
     assert_same_network(dino.teacher, state.teacher)
-    assert_close(dino.center, state.objective.centers["cls"].center, atol=1e-6, rtol=1e-5)
+    assert_close(dino.center, state.objective.state["cls"].center, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folders"])

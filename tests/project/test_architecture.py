@@ -88,10 +88,10 @@ def test_the_calls_from_the_command_line_to_the_loss_are_those_in_the_docs(tmp_p
             frame = frame.f_back
         raise ValueError("seen")
 
-    monkeypatch.setattr("dino_vit.method.objective.dino_loss", raise_with_calls)
+    monkeypatch.setattr("dino_vit.method.terms.cls.dino_loss", raise_with_calls)
     assert main(arguments(tmp_path / "run")) == 2
     named = paths("From the command line to the loss")
-    assert [*calls[::-1], ("dino_loss", "method/loss.py")] == named
+    assert [*calls[::-1], ("dino_loss", "method/terms/cls.py")] == named
     assert len(named) <= 10
 
 

@@ -8,7 +8,7 @@ import pytest
 from dino_vit.training.networks import COMPILED_STEPS
 from tests.support.documents import README, ROOT
 
-BEFORE = "pixels, gradients, untrained"
+BEFORE = "pixels, edges, untrained"
 SETS = ("groceries", "hands")
 # By page and heading of the table: benchmark, table, row, and the columns in the order of the page. What was
 # not measured is an empty cell.

@@ -203,12 +203,10 @@ def test_the_launch_works(place):
 
 
 def test_the_python_of_labels_works(place):
-    sure, kept = blocks((DOCS / "start/predict.md").read_text(), "python")
+    (kept,) = blocks((DOCS / "start/predict.md").read_text(), "python")
     exec(kept.replace("runs/photos", "runs/pretrain"), names := {})
     assert len(names["found"].labels) == 12
-    pandas.DataFrame(names["found"].columns).to_csv("rest.csv")
-    exec(sure.replace("0.8", "0"), names)
-    assert len(Path("sure.csv").read_text().splitlines()) == 13
+    assert len(pandas.DataFrame(names["found"].columns)) == 12
     assert names["labels"][0] in ("sky", "grass")
 
 

@@ -15,8 +15,9 @@ from tests.support.history import HEALTHY
 
 
 def test_scalars_are_grouped_and_hold_every_number():
-    scalars = replace(HEALTHY, knn=47.5).scalars()
+    scalars = replace(HEALTHY, knn=47.5, terms={"koleo": 0.5}).scalars()
     assert (scalars["eval/knn"], scalars["train/excess"]) == (47.5, HEALTHY.excess)
+    assert scalars["train/koleo"] == 0.5
     assert len(scalars) == sum(value is not None for value in HEALTHY.to_record().values())
     assert not {"eval/knn", "eval/rankme", "train/diagnosis"} & set(HEALTHY.scalars())
 
@@ -25,6 +26,7 @@ def test_readings_come_back_from_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_records(path, METRICS) == []
     odd = replace(HEALTHY, step=10_050, loss=math.nan, gradient_norm=math.inf, knn=47.5)
+    odd = replace(odd, terms={"koleo": math.nan, "gram": 0.5})
     append_record(path, HEALTHY.to_record())
     append_record(path, odd.to_record())
     first, second = map(json.loads, path.read_text().splitlines())
@@ -34,6 +36,8 @@ def test_readings_come_back_from_the_file(tmp_path):
     assert same == HEALTHY
     assert math.isnan(back.loss)
     assert math.isnan(back.gradient_norm)
+    assert math.isnan(back.terms["koleo"])
+    assert back.terms["gram"] == 0.5
     assert (back.knn, back.rankme) == (47.5, None)
 
 

@@ -30,11 +30,11 @@ def change_config(folder, old, new):
 
 def test_the_page_lists_the_results_of_a_run(folder):
     assert 'id="evaluations"' not in render(read_run(folder), Pictures())
-    for command in ("knn", "linear"):
-        details = {"settings": {"source": HOSTILE, "k": [3]}}
-        evaluation(command, folder / "eval" / f"{command}.json", "top-1", accuracy(1, 4), details)
+    details = {"settings": {"source": HOSTILE, "k": [3]}}
+    evaluation("knn", folder / "eval" / "knn.json", "top-1", accuracy(1, 4), details)
     name = f"top-1 on {HOSTILE} (4.56 to 69.94), by dino-vit knn"
     assert figures(read_run(folder))[name] == "25.0 %", "among the large figures"
+    evaluation("linear", folder / "eval" / "linear.json", "top-1", accuracy(1, 4), details)
     page = render(read_run(folder), Pictures())
     assert HOSTILE not in page
     rows = page[page.index('id="evaluations"') : page.index('id="run"')]
@@ -190,8 +190,8 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
         "before training": "20.0 %",
         "pixels without a network": "10.0 %",
     }
-    behind = replace(record, baseline=replace(record.baseline, gradients=52.0))
-    assert figures(behind)["gradients without a network"] == "52.0 %"
+    behind = replace(record, baseline=replace(record.baseline, edges=52.0))
+    assert figures(behind)["edges without a network"] == "52.0 %"
     unlabelled = replace(record, history=[replace(last, knn=None)])
     assert figures(unlabelled) == {"ways to tell images apart": "55", "before training": "12"}
     page = render(record, Pictures())

@@ -136,8 +136,8 @@ def test_what_may_be_chance_on_its_images_is_neither_a_rise_nor_a_fall():
         assert (said.diagnosis, said.sentence) == (diagnosis, sentence)
     learned = {"knn": [20.0, 30.0, 40.0], "before": {"knn": 20.0, "pixels": 45.0}}
     assert evaluated(**learned).sentence == "It has learned.", "5 points below pixels may be chance"
-    learned["before"]["gradients"] = 58.0
-    below = "It has learned, but gradients without a network are better."
+    learned["before"]["edges"] = 58.0
+    below = "It has learned, but edges without a network are better."
     assert evaluated(**learned).sentence == below
     read_better = evaluated(**learned, levelled_knn=[30.0, 45.0, 55.0])
     assert read_better.sentence == "It has learned.", "cells see what the CLS token does not"
@@ -240,9 +240,9 @@ FLAT_LOSS = {"loss": FLAT + 0.01}
         ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, None),
         ({**FLAT_OUTPUTS, "entropy_gap": 0.02, "loss": FLAT - 0.03}, None),  # hardly, but on its way
         ({**ALIKE, "rows": 8}, None),  # too few to tell
-        ({"patch_entropy_gap": 0.001, "patch_rows": 900}, collapses.PATCHES_ALIKE),
-        ({"patch_entropy_gap": 0.001, "patch_rows": 1}, None),  # too few to tell
-        ({"patch_entropy_gap": 0.5, "patch_rows": 900}, None),
+        ({"terms": {"patch_entropy_gap": 0.001, "patch_rows": 900}}, collapses.PATCHES_ALIKE),
+        ({"terms": {"patch_entropy_gap": 0.001, "patch_rows": 1}}, None),  # too few to tell
+        ({"terms": {"patch_entropy_gap": 0.5, "patch_rows": 900}}, None),
     ],
 )
 def test_several_records_in_a_row_make_a_collapse(changes, diagnosis):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dino_vit.config.complete import DecidedRun, complete
-from dino_vit.config.facts import Facts, ImageFacts, LaunchFacts
+from dino_vit.config.facts import BlockTimes, Facts, ImageFacts, LaunchFacts, Speed
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import ChannelStatistics
@@ -29,6 +29,14 @@ def facts_of(
         measured=measured,
     )
     return Facts(images=described, launch=LaunchFacts(processes=processes, device=device), **more)
+
+
+def slowed(factor: float, **changes: Any) -> Speed:
+    """Return the default speed, so many times as slow."""
+    speed = Speed()
+    blocks = tuple(BlockTimes(each.width, *(factor * value for value in each[1:])) for each in speed.blocks)
+    names = "augment", "stem", "conv", "edges", "crop", "byte"
+    return speed._replace(blocks=blocks, **{name: factor * getattr(speed, name) for name in names}, **changes)
 
 
 def run_of(*overrides: str, **facts: Any) -> DecidedRun:

@@ -247,10 +247,11 @@ def assert_same_readings(output: Path, other: Path, *keys: str, atol: float = 1e
 
 
 def history(output: Path) -> list[dict[str, object]]:
-    """Return the lines of metrics.jsonl, without what depends on the clock."""
+    """Return the lines of metrics.jsonl, the terms among the others, without what depends on the clock."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         del line["images_per_second"], line["data_wait"]
+        line |= line.pop("terms")
     return lines
 
 

@@ -1,15 +1,14 @@
 """A run of some minutes: its schedules follow the clock, and it resumes where it was."""
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from types import MappingProxyType
 
 import pytest
 
-import dino_vit.training.trial
-from dino_vit.config.facts import StepTime
+import dino_vit.training.probe
+from dino_vit.config import length
+from dino_vit.config.facts import Speed
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training import facts
@@ -17,8 +16,8 @@ from dino_vit.training import plan as plan_module
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_start, start_record
 from tests.support.processes import finish, pair, torchrun_environs
-from tests.support.runs import ROOT, history
-from tests.support.training import configured, opened
+from tests.support.runs import history
+from tests.support.training import configured, opened, trained
 
 SETTINGS = {
     "budget.steps": "null",
@@ -45,7 +44,8 @@ class Played:
     def __init__(self, tmp_path, monkeypatch, settings=MappingProxyType({}), measured=0.5):
         self.now = 100.0
         monkeypatch.setattr(plan_module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(dino_vit.training.trial, "time_step", lambda *_: StepTime(measured))
+        monkeypatch.setattr(dino_vit.training.probe, "measure_speed", lambda *_: Speed())
+        monkeypatch.setattr(length, "step_seconds", lambda *_, **__: measured)
         self.state = opened(tmp_path / "run", TEN | settings)
         self.state.clock.start()
         self.lr, self.positions, self.logged, self.evaluated = [], [], [], []
@@ -118,7 +118,7 @@ def test_a_run_ends_within_a_step_of_its_minutes_with_its_rates_at_their_ends(tm
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0])
 def test_lines_and_evaluations_come_by_share_of_the_time(tmp_path, monkeypatch, seconds):
-    run = Played(tmp_path, monkeypatch, {"compute.eval_every_steps": 200})  # of 1,200 that are expected
+    run = Played(tmp_path, monkeypatch, {"compute.eval_every": 25})  # of 150 epochs that are expected
     run.play(lambda *_: seconds)
     shares = [number / 6 for number in range(1, 7)]
     assert run.evaluated == pytest.approx(shares, abs=0.02)
@@ -194,28 +194,39 @@ def test_a_config_is_validated_twice_and_images_are_looked_at_once(tmp_path, mon
     assert start["total_steps"] >= 1
 
 
-def test_the_networks_of_a_trial_are_gone_after_it(tmp_path):
-    """In a process of its own: what PyTorch imports with its first optimiser keeps frames."""
-    code = f"""
-import gc, weakref
-from accelerate import Accelerator
-from dino_vit.training import facts, trial
-from dino_vit.training.pretrain import build_state
-from tests.support.training import configured
+def test_a_run_of_minutes_saves_every_five_minutes(tmp_path, monkeypatch):
+    run = Played(tmp_path, monkeypatch, {"budget.minutes": 30})
+    saved = []
+    for _ in range(400):
+        run.step(4.0)
+        if run.state.clock.is_save_due:
+            saved.append(run.state.clock.elapsed)
+            run.state.clock.saved = run.state.clock.elapsed
+    assert saved == pytest.approx([300, 600, 900, 1200, 1500], abs=4.1)
+    in_steps = {"budget.minutes": "null", "budget.steps": 40}
+    state = opened(tmp_path / "steps", {**TEN, **in_steps})
+    state.clock.agree(1e4)
+    assert not state.clock.is_save_due
 
-def build(run):
-    state = build_state(run, inputs, accelerator)
-    states.append(weakref.ref(state))
-    assert run.config.compute.compile is False, "it would be most of so few steps"
-    return state
 
-states = []
-config, accelerator = configured({str(tmp_path / "run")!r}, {SETTINGS!r}), Accelerator()
-inputs = facts.open_inputs(config, None)
-known = facts.inspect(config, inputs, accelerator.device)
-gc.disable()
-trial.time_step(config, known, build)
-assert [state() for state in states] == [None]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-    assert not (tmp_path / "run").exists()
+def test_the_rates_after_an_evaluation_are_those_of_the_time_after_it(tmp_path, monkeypatch):
+    """With two processes, a vote on the clock is known a step later: that of before it comes after it."""
+    run = Played(tmp_path, monkeypatch)
+    run.step(2.0)
+    clock, voted = run.state.clock, run.state.clock.seconds
+    run.now += 60.0
+    clock.skip_evaluation()
+    assert clock.elapsed == 62
+    clock.agree(voted)
+    assert clock.elapsed == 62
+    run.step(2.0)
+    assert run.lr[-1] == run.state.plan.rates(62 / 600 * 1200).lr
+    assert min(clock.steps) in (0.0, 2.0)
+
+
+def test_evaluations_move_the_clock(tmp_path, monkeypatch):
+    moved = []
+    monkeypatch.setattr(plan_module.Clock, "skip_evaluation", lambda clock: moved.append(clock.seconds))
+    trained(tmp_path / "run", {"budget.steps": 16, "compute.eval_every": 1})
+    assert len(moved) == 3  # before the first step, and after each epoch
+    assert moved == sorted(moved)

@@ -7,7 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from dino_vit.models.student_teacher import build_networks
+from dino_vit.models.head import DINOHead
+from dino_vit.models.student_teacher import Need, build_networks
 from dino_vit.training.networks import COMPILED_STEPS, choose_compile, compile_networks, missing_for_compile
 from tests.support.rehearsal import one_of_two
 from tests.support.runs import RESNET, TINY, assert_same_readings, steps, tensors
@@ -33,7 +34,6 @@ def test_auto_compiles_blocks_in_few_graphs_and_changes_no_checkpoint(
     counter = CompileCounterWithBackend("aot_eager")
     with monkeypatch.context() as patched:
         patched.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
-        patched.setattr("dino_vit.models.multicrop.call_with_cast_weights", None)  # the graph casts them
         torch._dynamo.reset()
         interrupted(tmp_path / "run", settings, 8)
     # Of the student and of the teacher: a last block that gives fewer tokens has a graph of its own.
@@ -66,14 +66,18 @@ def test_no_graph_is_split_where_gradients_are_exchanged(monkeypatch):
     """By default each megabyte, and then every 25, would be a graph of its own."""
     architecture = {"image_size": 32, "patch_size": 8, "width": 192, "depth": 2, "heads": 3}
     head = {"prototypes": 16, "hidden_dim": 16, "bottleneck_dim": 8}
-    student, teacher = build_networks(backbone=architecture, drop_path=0, head=head)
+    student, teacher = build_networks(
+        backbone=architecture, drop_path=0, heads={"head": partial(DINOHead, **head)}
+    )
     compile, counter = torch.compile, CompileCounter()
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=counter))
     monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     torch._dynamo.reset()
     with one_of_two():
         compile_networks([student, teacher], whole=True)
-        DistributedDataParallel(student)([torch.randn(2, 3, 32, 32)]).features.sum().backward()
+        needs = [Need("cls", "head"), Need("prototypes", "head")]
+        outputs = DistributedDataParallel(student)([torch.randn(2, 3, 32, 32)], needs)
+        outputs[needs[0]].sum().backward()
     assert counter.frame_count == 1
 
 
@@ -101,3 +105,22 @@ def test_what_compiling_for_a_gpu_needs_is_found(tmp_path, monkeypatch):
     assert "C compiler" in missing_for_compile()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     assert "Triton" in missing_for_compile()
+
+
+def test_a_third_run_of_a_process_is_compiled_too(monkeypatch):
+    """Dynamo would count the graphs of all runs towards the limit of a block's function."""
+    compile, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=counter))
+    torch._dynamo.reset()
+    counts = []
+    for width in (32, 64, 96, 128):
+        architecture = {"image_size": 32, "patch_size": 8, "width": width, "depth": 3, "heads": 2}
+        head = partial(DINOHead, prototypes=16, hidden_dim=16, bottleneck_dim=8)
+        networks = build_networks(backbone=architecture, drop_path=0, heads={"head": head})
+        compile_networks(networks, whole=False)
+        before = counter.frame_count
+        with torch.no_grad():
+            for network in networks:
+                network([torch.randn(2, 3, 32, 32), torch.randn(4, 3, 16, 16)], [Need("cls")])
+        counts.append(counter.frame_count - before)
+    assert counts == counts[:1] * 4

@@ -13,7 +13,6 @@ import torch
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.config.settings import ConfigError
-from dino_vit.models.multicrop import call_with_cast_weights
 from dino_vit.models.vit import ViTConfig
 from dino_vit.training.loop import take_step
 from dino_vit.weights.usage import usage
@@ -115,15 +114,6 @@ def test_a_step_on_a_gpu_waits_for_nothing(part, tmp_path):
         rehearsal.restart()
         take_step(state, state.loader.batches())
         assert rehearsal.by_part["backward"] > 100
-
-
-@each_part
-def test_the_weights_of_a_block_may_be_cast_together(part):
-    """Under autocast, as training does."""
-    model = build(**part).eval()
-    x = model.embed_patches(torch.randn(2, 3, 32, 32))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(call_with_cast_weights(model.blocks[0], x), model.blocks[0](x))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import Dinov2Config, Dinov2Model
 
 import dino_vit
-from dino_vit.method.feature_losses import resize_patches
+from dino_vit.method.terms.imitation import resize_patches
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.backbones import backbone
 from tests.support.processes import run_in_two
@@ -32,7 +32,7 @@ def test_the_loss_is_that_of_the_cosines_through_linear_layers(tmp_path, weights
     assert (state.config.data.mean, state.config.data.std) == tuple(STATISTICS.values())
     batch = next(state.loader.batches())
     views, images = state.views_of(batch), len(batch.samples)
-    found, _ = state.objective(
+    found = state.objective(
         state.student, state.teacher, views, None, images=images, teacher_temperature=0.04
     )
     with torch.no_grad():
@@ -44,28 +44,28 @@ def test_the_loss_is_that_of_the_cosines_through_linear_layers(tmp_path, weights
         local_cosines = [F.cosine_similarity(one, two) for one in local for two in theirs[:, 0].chunk(2)]
         patches = F.cosine_similarity(into_patches(ours[:, 1:]), theirs[:, 1:], dim=-1)
         expected = 1 - torch.stack([cls.mean(), torch.stack(local_cosines).mean()]).mean()
-    assert_close(found.cls.detach(), expected, atol=1e-5, rtol=1e-5)
-    assert_close(found.patch.detach(), 1 - patches.mean(), atol=1e-5, rtol=1e-5)
-    assert_close(found.loss, found.cls + 0.5 * found.patch)
+    assert_close(found.main.detach(), expected, atol=1e-5, rtol=1e-5)
+    assert_close(found.terms["imitated_patches"].detach(), 1 - patches.mean(), atol=1e-5, rtol=1e-5)
+    assert_close(found.total, found.main + 0.5 * found.terms["imitated_patches"])
 
 
 def test_a_run_resumes_exactly(tmp_path, weights, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
-    assert_resumes_exactly(tmp_path, {"teacher.weights": weights, "compute.eval_every_steps": 5})
+    assert_resumes_exactly(tmp_path, {"teacher.weights": weights, "compute.eval_every": 5 / 8})
     said = capsys.readouterr().err
     assert "imitates the features of" in said
     assert "gap" not in said.split("step  1/10")[-1]
     assert "cls.center" not in tensors(tmp_path / "run", 10)
     last = history(tmp_path / "run")[-1]
     assert (last["prototypes"], last["entropy_gap"], last["excess"]) == (None, None, None)
-    assert last["patch_loss"] is not None
+    assert last["imitated_patches"] is not None
 
 
 def test_two_processes_follow_one(tmp_path, weights):
     settings = {"teacher.weights": weights, "budget.steps": 6, "optim.name": "sgd", "model.drop_path": 0}
     run(tmp_path / "alone", {**settings, "data.batch_size": 16})
     run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
-    assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", "patch_loss")
+    assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", "imitated_patches")
 
 
 def test_patches_of_another_size_are_resized_to_the_grid_of_the_student(tmp_path):
@@ -75,12 +75,12 @@ def test_patches_of_another_size_are_resized_to_the_grid_of_the_student(tmp_path
     state = opened(tmp_path / "run", {"teacher.weights": tmp_path / "dinov2", "model.drop_path": 0})
     batch = next(state.loader.batches())
     views = state.views_of(batch)
-    found, _ = state.objective(state.student, state.teacher, views, None, images=8, teacher_temperature=0.04)
+    found = state.objective(state.student, state.teacher, views, None, images=8, teacher_temperature=0.04)
     with torch.no_grad():
         theirs = dino_vit.load_backbone(tmp_path / "dinov2").forward_features(views[0])[:, 1:]
         ours = state.student.patch_head.linear(state.student.backbone.forward_features(views[0])[:, 1:])
         cosines = F.cosine_similarity(ours, resize_patches(theirs, (2, 2), (4, 4)), dim=-1)
-    assert_close(found.patch.detach(), 1 - cosines.mean(), atol=1e-5, rtol=1e-5)
+    assert_close(found.terms["imitated_patches"].detach(), 1 - cosines.mean(), atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_of_timm_teaches_and_a_student_may_teach_on(tmp_path):
@@ -92,6 +92,6 @@ def test_a_model_of_timm_teaches_and_a_student_may_teach_on(tmp_path):
     size |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     before = tensors_of(model)
     state = trained(tmp_path / "run", {"teacher.weights": tmp_path / "resnet.safetensors", **size})
-    assert_close(tensors_of(state.objective.fixed_teacher), before, atol=0, rtol=0)
+    assert_close(tensors_of(state.objective.fixed_teacher.backbone), before, atol=0, rtol=0)
     trained(tmp_path / "next", {"teacher.weights": tmp_path / "run", **size})
     assert history(tmp_path / "next")[-1]["prototypes"] is None

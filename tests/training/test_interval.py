@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.training import interval as interval_module
 from dino_vit.training.interval import Interval
 from dino_vit.training.loop import take_step
 from dino_vit.views.loader import Batch, UnreadableImages
 from tests.support.images import broken_files, write_synthetic
 from tests.support.processes import pair, run_in_two, torchrun_environs
 from tests.support.runs import history, run
-from tests.support.training import opened
+from tests.support.training import opened, trained
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +118,18 @@ def test_a_skipped_step_counts_by_the_scale_that_it_was_taken_with(tmp_path, mon
     for _ in range(2):
         take_step(state, batches)
     assert scales == [65536, 32768]
+
+
+def test_the_first_line_of_a_run_that_resumes_does_not_count_its_setup(tmp_path, monkeypatch):
+    settings = {"budget.steps": 8, "compute.log_every": 4, "optim.warmup_epochs": 0}
+    trained(tmp_path / "run", settings)
+    now = [0.0]
+    monkeypatch.setattr(interval_module.time, "perf_counter", lambda: now[0])
+    state = opened(tmp_path / "run", {**settings, "budget.steps": 12, "compute.resume": "changed"})
+    loss = float(state.interval.loss)
+    now[0] += 1000.0  # of compiling, say
+    state.interval.start_timing()
+    now[0] += 10.0
+    state.interval.images, state.interval.finite = 50, torch.ones(())
+    assert state.interval.read()["images_per_second"] == pytest.approx(5)
+    assert float(state.interval.loss) == loss

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import dino_vit.method.objective
+import dino_vit.method.terms.cls
 import dino_vit.training.interval
 import dino_vit.training.loop
 import dino_vit.training.pretrain
@@ -32,7 +32,7 @@ def lose(monkeypatch):
 
     def lose(first, last):
         left, now = set(range(first, last + 1)), None
-        take, loss = dino_vit.training.loop.forward_backward, dino_vit.method.objective.dino_loss
+        take, loss = dino_vit.training.loop.forward_backward, dino_vit.method.terms.cls.dino_loss
 
         def forward_backward(state, *arguments, **keywords):
             nonlocal now
@@ -47,7 +47,7 @@ def lose(monkeypatch):
             return value * math.nan
 
         monkeypatch.setattr(dino_vit.training.loop, "forward_backward", forward_backward)
-        monkeypatch.setattr(dino_vit.method.objective, "dino_loss", dino_loss)
+        monkeypatch.setattr(dino_vit.method.terms.cls, "dino_loss", dino_loss)
 
     return lose
 
@@ -72,7 +72,7 @@ def test_steps_are_those_of_the_reference(tmp_path):
         assert_close(tensors_of(ours.head.mlp), tensors_of(theirs.head.mlp), atol=1e-5, rtol=1e-4)
         direction = theirs.head.last_layer.parametrizations.weight.original1
         assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
-    assert_close(taken.objective.centers["cls"].center, other.loss.center, atol=1e-6, rtol=1e-5)
+    assert_close(taken.objective.state["cls"].center, other.loss.center, atol=1e-6, rtol=1e-5)
 
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):

@@ -5,6 +5,7 @@ import torch
 from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
 import dino_vit
+from dino_vit.models.student_teacher import Need
 from tests.support.backbones import backbone
 from tests.support.training import opened, trained
 
@@ -41,10 +42,11 @@ def test_the_teacher_alone_is_a_function_of_the_images(tmp_path, network):
     """The student's coordinates are rescaled at random, and its branches dropped."""
     state = opened(tmp_path, {**ROTARY, "model.drop_path": 0.2})
     views = state.views_of(next(state.loader.batches()))
-    outputs = [getattr(state, network)(views).cls for _ in range(2)]
+    cls = Need("cls")
+    outputs = [getattr(state, network)(views, [cls])[cls] for _ in range(2)]
     assert torch.equal(*outputs) == (network == "teacher")
     state.evaluations.evaluate_baseline(state.teacher)
-    assert torch.equal(outputs[0], state.teacher(views).cls) == (network == "teacher")
+    assert torch.equal(outputs[0], state.teacher(views, [cls])[cls]) == (network == "teacher")
 
 
 @torch.no_grad()
@@ -52,7 +54,8 @@ def test_batch_norm_of_the_teacher_takes_the_statistics_of_the_batch(tmp_path):
     """As in 2021."""
     state = opened(tmp_path, {**ROTARY, "head.batch_norm": "true"})
     views = state.views_of(next(state.loader.batches()))
-    whole, part = state.teacher(views).features, state.teacher([views[0][:8]]).features
+    features = Need("cls", "head")
+    whole, part = (state.teacher(given, [features])[features] for given in (views, [views[0][:8]]))
     assert not torch.allclose(whole[:8], part, atol=1e-3)
 
 

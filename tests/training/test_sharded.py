@@ -35,7 +35,7 @@ TWO = {**ONE, "data.batch_size": 8, "compute.sharded": "true"}
 PATCHES = {
     "loss.patch_weight": 1,
     "loss.koleo_weight": 0.1,
-    "loss.gradient_weight": 2,
+    "loss.edge_weight": 2,
     "loss.centering": "sinkhorn",
     "head.shared": "false",
 }
@@ -111,7 +111,7 @@ def test_processes_evaluate_in_as_many_passes(tmp_path, unreadable):
     for index in random_indices(source, 0)[8:] if unreadable else ():  # the images of the second
         (tmp_path / "images" / source.name(index)).write_bytes(b"")
     settings = {**ONE, "data.source": tmp_path / "images", "budget.steps": 1}
-    settings |= {"compute.eval_every": "null", "compute.eval_every_steps": 1, "optim.warmup_epochs": 0}
+    settings["optim.warmup_epochs"] = 0
     settings["optim.freeze_last_layer_epochs"] = 0
     run(tmp_path / "alone", settings)
     run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8, "compute.sharded": "true"})

@@ -220,7 +220,7 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
     monkeypatch.setattr(
         reporter, "judge_run", lambda *_: Verdict("done", "It is past its best.", is_past_best=True)
     )
-    state = trained(tmp_path / "run", {"budget.steps": 10, "compute.eval_every_steps": 5})
+    state = trained(tmp_path / "run", {"budget.steps": 10, "compute.eval_every": 5 / 8})
     said = capsys.readouterr().err
     best = tmp_path / f"run/checkpoints/step-{state.evaluations.best['step']:08d}.safetensors"
     assert best.is_file()
@@ -233,13 +233,13 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
     [
         (20, 200, "run", "knn {}` classifies"),
         (16, 200, "run", "predict {} output=rest.csv` labels the other"),
-        (16, -200, "(pixels|gradients)", "predict {} output=rest.csv` labels the other"),
+        (16, -200, "(pixels|edges)", "predict {} output=rest.csv` labels the other"),
     ],
 )
 def test_the_next_command_has_the_labels_of_the_run(
     labelled, far, network, advised, tmp_path, capsys, caplog, monkeypatch
 ):
-    """Where pixels or gradients are far better than the network, they take its place."""
+    """Where pixels or edges are far better than the network, they take its place."""
     monkeypatch.setattr(reporter, "FAR", far)
     caplog.set_level("INFO", "dino_vit")
     for number in range(20):
@@ -247,7 +247,7 @@ def test_the_next_command_has_the_labels_of_the_run(
     rows = (f"{number}.png,{number % 2}" for number in range(labelled))
     (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
     given = {"data.source": tmp_path / "photos", "data.labels": tmp_path / "few.csv"}
-    trained(tmp_path / "run", {**given, "budget.steps": 4, "compute.eval_every_steps": 2})
+    trained(tmp_path / "run", {**given, "budget.steps": 4, "compute.eval_every": 1})
     network = str(tmp_path / "run") if network == "run" else network
     arguments = f"{tmp_path / 'photos'} {network} labels={tmp_path / 'few.csv'}"
     assert re.search(f"`dino-vit {advised.format(arguments)}", capsys.readouterr().err)
@@ -272,6 +272,6 @@ def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path
     assert len([*describe_baseline(long, baseline)]) == 1
     (rank,) = describe_baseline(run, Baseline(rankme=9.0))
     assert rank == "before the first step the network tells images apart in about 9 ways (effective rank)"
-    learned = opened(tmp_path / "learned", {"budget.steps": 20_000, "loss.gradient_weight": 2})
-    assert len([*describe_baseline(learned, baseline)]) == 1, "patches learn gradients sooner"
+    learned = opened(tmp_path / "learned", {"budget.steps": 20_000, "loss.edge_weight": 2})
+    assert len([*describe_baseline(learned, baseline)]) == 1, "patches learn edges sooner"
     assert len([*describe_baseline(opened(tmp_path / "not", {"budget.steps": 20_000}), baseline)]) == 2

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
+import torch
 
-from dino_vit.views.masks import Masking
+from dino_vit.views.masks import Masking, PatchDrop
 
 GRID = 14, 14
 PATCHES = 14 * 14
@@ -59,3 +60,19 @@ def test_half_of_the_views_are_masked_on_the_tiniest_grids(grid):
         hidden = drawn(masking(grid=grid, ratio=(0.3, 0.9)), step)
         assert hidden.any((2, 3)).sum() == 32
         assert not hidden.all((2, 3)).any()
+
+
+def test_kept_patches_are_random_and_depend_on_the_position_in_the_global_batch_alone():
+    drop = PatchDrop(seed=0, patches=PATCHES, kept=49, views=2, batch=32)
+    whole = drop.draw(1, 3, 0, 32).unflatten(0, (2, 32))
+    assert whole.shape == (2, 32, 49)
+    assert (whole.diff(dim=2) > 0).all(), "in order, none twice"
+    parts = [drop.draw(1, 3, first, 8).unflatten(0, (2, 8)) for first in range(0, 32, 8)]
+    assert torch.cat(parts, dim=1).equal(whole)
+    assert len(whole.flatten(0, 1).unique(dim=0)) == 64, "each view has its own"
+    assert not drop.draw(1, 4, 0, 32).equal(whole.flatten(0, 1))
+    steps = torch.cat([drop.draw(0, step, 0, 32) for step in range(100)])
+    shares = steps.flatten().bincount(minlength=PATCHES) / len(steps)
+    assert (shares - 0.25).abs().max() < 5 * (0.25 * 0.75 / len(steps)) ** 0.5
+    everything = PatchDrop(seed=0, patches=4, kept=4, views=1, batch=1).draw(0, 0, 0, 1)
+    assert everything.tolist() == [[0, 1, 2, 3]]

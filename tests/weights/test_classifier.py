@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
 from dino_vit.models.classifiers import LinearScores, NeighbourScores
-from dino_vit.weights import WeightsError, load_backbone
+from dino_vit.weights import WeightsError, load_backbone, save_backbone
 from dino_vit.weights.classifier import (
     ClassifierFacts,
     ImageClassifier,
@@ -45,6 +45,21 @@ def test_what_was_saved_is_loaded(classifier, tmp_path):
     torch.testing.assert_close(loaded(images), expected)
     assert not loaded.training
     assert loaded.facts == classifier.facts
+
+
+def test_files_have_no_paths_of_the_run(classifier, weights, tmp_path):
+    """As exports, they are for others."""
+    model, config = load_backbone(weights, verbose=False), {"data": {"source": "/home/ada/photos"}}
+    save_backbone(model, tmp_path / "run.safetensors", config=config)
+    backbone = load_backbone(tmp_path / "run.safetensors", verbose=False)
+    assert backbone.provenance.config == config
+    path = tmp_path / "c.safetensors"
+    save_classifier(
+        ImageClassifier(backbone, classifier.scores, classifier.facts), path, classifier.transform
+    )
+    assert b"/home/ada" not in path.read_bytes()
+    assert str(tmp_path).encode() not in path.read_bytes()
+    assert load_backbone(path, verbose=False).provenance.mean == (0.5,) * 3
 
 
 def test_votes_are_those_of_the_neighbours():

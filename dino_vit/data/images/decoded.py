@@ -33,8 +33,9 @@ class DecodedImages:
     What does not fit any more is decoded each time.
     """
 
-    def __init__(self, images: int, size: int) -> None:
-        """`size` is that of the memory in bytes; what is not used of it takes none."""
+    def __init__(self, images: int, expected: int) -> None:
+        """`expected` is how many bytes they take; what is not used of the memory takes none."""
+        size = round(SPARE * expected) + mmap.PAGESIZE
         self.memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         self.table = _shared(images, len(FACTORS), 3)  # start, height and width of the pixels; height 0: none
         self.sizes = _shared(images, 2)  # height and width of the file's image; 0: unknown
@@ -76,8 +77,8 @@ def expected_bytes(images: int, sizes: Sequence[Size], channels: int, *, scaled:
     return round(images * channels * mean * sum(1 / factor**2 for factor in factors))
 
 
-def room_for(images: int, expected: int, *, workers: int) -> DecodedImages | None:
-    """Return room for images of so many bytes, if they fit into this process's share of the free memory."""
-    shared = not workers or multiprocessing.get_start_method() == "fork"
-    size, share = round(SPARE * expected), SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return DecodedImages(images, size + mmap.PAGESIZE) if shared and size <= share * free_memory() else None
+def has_room(expected: int, *, workers: int) -> bool:
+    """Tell whether images of so many bytes fit into this process's share of the free memory."""
+    is_shared = not workers or multiprocessing.get_start_method() == "fork"
+    share = SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return is_shared and SPARE * expected <= share * free_memory()

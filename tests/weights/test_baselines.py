@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from dino_vit.data.images.edges import edge_histograms
 from dino_vit.models.backbone import CLS, FeatureSpec
-from dino_vit.models.baselines import Baseline, gradient_histograms
+from dino_vit.weights.baselines import Baseline
 
 
 def images(channels=3, size=(48, 48)):
@@ -42,9 +43,9 @@ def histograms_naive(image):
 
 
 @pytest.mark.parametrize(("channels", "size"), [(3, (48, 48)), (1, (16, 27)), (5, (33, 24))])
-def test_gradient_histograms_are_those_of_loops(channels, size):
+def test_edge_histograms_are_those_of_loops(channels, size):
     given = images(channels, size)
-    ours = gradient_histograms(given)
+    ours = edge_histograms(given)
     for row, image in zip(ours, given, strict=True):
         expected = histograms_naive(image)
         y, x, _ = expected.shape
@@ -53,11 +54,11 @@ def test_gradient_histograms_are_those_of_loops(channels, size):
 
 def test_gradients_hardly_depend_on_lighting_and_contrast():
     given = images()
-    torch.testing.assert_close(gradient_histograms(3 * given + 2), gradient_histograms(given))
-    assert not gradient_histograms(torch.ones(1, 3, 48, 48)).any()
+    torch.testing.assert_close(edge_histograms(3 * given + 2), edge_histograms(given))
+    assert not edge_histograms(torch.ones(1, 3, 48, 48)).any()
 
 
-@pytest.mark.parametrize(("name", "width"), [("pixels", 4 * 32 * 32), ("gradients", 900)])
+@pytest.mark.parametrize(("name", "width"), [("pixels", 4 * 32 * 32), ("edges", 900)])
 def test_baselines_are_backbones(name, width):
     model = Baseline(name=name, channels=4)
     given = images(4, model.image_size)
@@ -71,6 +72,6 @@ def test_baselines_are_backbones(name, width):
 
 
 def test_gradients_need_two_cells():
-    assert Baseline(name="gradients", image_size=(16, 24)).width == 2 * 36
-    with pytest.raises(ValueError, match="gradients need images of 16 pixels or more"):
-        Baseline(name="gradients", image_size=12)
+    assert Baseline(name="edges", image_size=(16, 24)).width == 2 * 36
+    with pytest.raises(ValueError, match="edges need images of 16 pixels or more"):
+        Baseline(name="edges", image_size=12)

@@ -1,0 +1,114 @@
+"""What the classifier of `predict` learns from, and what is said of it."""
+
+import pytest
+import torch
+
+import dino_vit
+from dino_vit import save_backbone
+from dino_vit.weights import load_backbone
+from tests.support.coloured_photos import IMAGES, shuffled
+
+SETTINGS = {"precision": "no", "verbose": False}
+pytestmark = pytest.mark.usefixtures("few_penalties")
+
+
+def test_tokens_and_blocks_are_those_of_knn(photos, weights):
+    given = {"labels": photos / "labels.csv", **SETTINGS}
+    widths = {(None, 1): 64, ("cls", 1): 32, ("mean", 2): 64, ("cls+mean", 2): 96}
+    for (tokens, blocks), width in widths.items():
+        found = dino_vit.predict(photos / "photos", weights, tokens=tokens, blocks=blocks, **given)
+        assert found.features.shape[1] == width
+        spec = found.classifier.spec
+        assert (spec.tokens, spec.blocks) == (tokens or "cls+mean", blocks)
+    pixels = dino_vit.predict(photos / "photos", "pixels", **given)
+    assert pixels.classifier.spec.tokens == "cls"
+    head = photos / "head.safetensors"
+    dino_vit.predict(photos / "photos", weights, classifier=head, tokens="mean", **given)
+    assert dino_vit.load_classifier(head, verbose=False).facts.tokens == "mean"
+    with pytest.raises(
+        ValueError, match="tokens are of labels to learn from; the classifier in weights has its"
+    ):
+        dino_vit.predict(photos / "photos", head, tokens="cls", verbose=False)
+
+
+def test_a_better_baseline_is_one_whose_best_classifier_is_as_good(photos, weights):
+    given = {"labels": photos / "labels.csv", **SETTINGS}
+    model = load_backbone(weights)
+    with torch.no_grad():
+        model.patch_embed.proj.weight.zero_()  # all images look alike
+    save_backbone(model, photos / "blind.safetensors")
+    found = dino_vit.predict(photos / "photos", photos / "blind.safetensors", **given)
+    better = found.details["better_baseline"]
+    assert f"{better}, which nothing has learned, are as good or better: dino-vit predict " in str(found)
+    rival = dino_vit.predict(photos / "photos", better, **given).details["cross_validated"]
+    assert rival["percent"] > found.details["cross_validated"]["percent"]
+    pixels = dino_vit.predict(photos / "photos", "pixels", **given)
+    assert pixels.details["better_baseline"] is None
+    assert "which nothing has learned" not in str(pixels)
+
+
+def test_a_class_of_one_image_is_named(photos, weights):
+    few = photos / "few.csv"
+    few.write_text("\n".join([*(photos / "labels.csv").read_text().splitlines(), "001.png,odd"]))
+    found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
+    said = str(found)
+    assert " of 100 labels will be right among the 4 classes that could be tested, if these" in said
+    assert "\nLabel more images: of 1 class with fewer than 5 labels (odd: 1)\n" in said
+    assert f"on {IMAGES // 2} labelled images of 4 classes" in said
+    assert found.details["untested"] == ["odd"]
+
+
+def test_labels_at_random_are_said_to_be_chance(photos, weights):
+    said, random = (
+        str(dino_vit.predict(photos / "photos", weights, labels=labels, **SETTINGS))
+        for labels in (photos / "labels.csv", shuffled(photos))
+    )
+    assert "no better than always guessing" not in said
+    assert random.startswith("These labels may be no better than always guessing blue: label more images\n")
+
+
+def test_two_labels_are_enough(photos, weights):
+    (photos / "two.csv").write_text("000.png,blue\n002.png,green")
+    given = {"labels": photos / "two.csv", "output": photos / "rest.csv", "verbose": False}
+    found = dino_vit.predict(photos / "photos", weights, **given)
+    assert {*found.labels} <= {"blue", "green"}
+    assert found.details["cross_validated"] is None, "each is left out once, with its class"
+    assert "cannot be said: label two or more images of a class, not taken one after the other" in str(found)
+
+
+def write_labels(path, numbers, kind_of):
+    rows = [f"{number:03}.png,{kind_of(row)}" for row, number in enumerate(numbers)]
+    path.write_text("\n".join(["name,label", *rows]))
+    return path
+
+
+def test_too_few_labels_have_no_confidence(photos, weights):
+    """Nine labels; and four bursts of one class each, of which none is learned from when it is judged."""
+    bursts = [start + row for start in (2, 20, 40, 60) for row in range(5)]
+    kept = photos / "kept.safetensors"
+    for labels, words in (
+        (write_labels(photos / "nine.csv", range(9), lambda row: row // 2 % 3), "are too few to say"),
+        (write_labels(photos / "bursts.csv", bursts, lambda row: row // 5), "cannot be said"),
+    ):
+        found = dino_vit.predict(
+            photos / "photos", weights, labels=labels, classifier=kept, overwrite=True, **SETTINGS
+        )
+        assert words in str(found)
+        assert "mean confidence" not in str(found)
+        assert {*found.columns} == {"name", "label", "second", "nearest", "similarity"}
+    assert (found.details["classifier"], found.details["temperature"]) == ("k-NN (k = 1)", None)
+    again = dino_vit.predict(photos / "photos", kept, verbose=False)
+    assert again.confidence is None
+    assert "confidence" not in again.columns
+
+
+def test_a_class_of_one_burst_is_named(photos, weights):
+    """Its photos are held out together, so nothing can be said of it."""
+    rows = (photos / "labels.csv").read_text().splitlines()[::2]
+    burst = [f"{number:03}.png,burst" for number in range(41, 47)]
+    names = {row.partition(",")[0] for row in burst}
+    others = (row for row in rows if row.partition(",")[0] not in names)
+    (photos / "more.csv").write_text("\n".join([*others, *burst]))
+    found = dino_vit.predict(photos / "photos", weights, labels=photos / "more.csv", **SETTINGS)
+    assert "of 1 class whose labels are of photos that follow each other (burst)" in str(found)
+    assert found.details["untested"] == ["burst"]
