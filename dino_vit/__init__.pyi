@@ -17,6 +17,7 @@ from dino_vit.config.commands import (
     InspectConfig,
     InspectWeightsConfig,
     KnnConfig,
+    LabelConfig,
     LinearConfig,
     PackConfig,
     PredictConfig,
@@ -625,6 +626,53 @@ def predict(
       tokens=null                         tokens as of knn; null: cls+mean, or cls without patches [cls|mean|cells|cls+mean|cls+cells]
       blocks=1                            last blocks whose tokens are joined
       classifier=null                     file to keep the classifier and its backbone in [FILE.safetensors]
+    """
+
+def label(
+    source: str | os.PathLike[str] | object = ...,
+    weights: str | os.PathLike[str] = ...,
+    *,
+    network: Literal["teacher", "student"] = "teacher",
+    size: int | collections.abc.Sequence[int] | None = None,
+    resize_mode: Literal["crop", "whole"] | None = None,
+    batch_size: int = 128,
+    num_workers: int | None = None,
+    precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    overwrite: bool = False,
+    cache: str | os.PathLike[str] | None = None,
+    cache_gb: float = 50.0,
+    labels: str | os.PathLike[str] | None = None,
+    guesses: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] = "label.html",
+    images: int = 2000,
+    seed: int = 0,
+    config: str | os.PathLike[str] | LabelConfig | None = None,
+    verbose: bool = True,
+) -> Written:
+    """Write a page to label images by: typical ones first, then guesses to check.
+
+        dino_vit.label("photos", "runs/pretrain")
+
+    Write the page and return its file; rank 0 writes it.
+
+    The settings and their defaults:
+
+      source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
+      network=teacher                     network of a checkpoint [teacher|student]
+      size=null                           side in pixels, or [height, width]; null: that of the weights
+      resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
+      batch_size=128                      images per process and forward pass
+      num_workers=null                    threads that read images; null: by the cores
+      precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      overwrite=false                     replace files that exist
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
+      cache_gb=50                         largest size of cached features and indexes
+      labels=null                         CSV, JSON or Parquet with the labels so far; null: none
+      guesses=null                        table that predict wrote, to be checked; null: none
+      output=label.html                   page to write [FILE.html]
+      images=2000                         images on the page; with more, their pictures are smaller
+      seed=0                              seed of which images are shown
     """
 
 def compare(

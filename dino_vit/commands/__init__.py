@@ -57,6 +57,7 @@ COMMANDS = {
     "knn": Command("KnnConfig", "eval.knn:run"),
     "linear": Command("LinearConfig", "eval.linear:run"),
     "predict": Command("PredictConfig", "eval.predict:run"),
+    "label": Command("LabelConfig", "commands.label:run"),
     "compare": Command("CompareConfig", "eval.compare:run"),
     "attention": Command("AttentionConfig", "eval.attention:run"),
     "embed": Command("EmbedConfig", "eval.embed:run"),

@@ -153,6 +153,20 @@ class PredictConfig(CachedConfig):
             yield "classifier would overwrite weights; give another name"
 
 
+class LabelConfig(CachedConfig):
+    """Write a page to label images by: typical ones first, then guesses to check."""
+
+    examples: ClassVar = (
+        "label photos runs/pretrain",
+        "label photos runs/pretrain labels=few.csv guesses=predictions.csv output=check.html",
+    )
+    labels: str | None = setting(None, "CSV, JSON or Parquet with the labels so far; null: none")
+    guesses: str | None = setting(None, "table that predict wrote, to be checked; null: none")
+    output: HtmlFile = setting("label.html", "page to write")
+    images: MapImages = setting(2000, "images on the page; with more, their pictures are smaller")
+    seed: Seed = setting(0, "seed of which images are shown")
+
+
 class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare the weights of several trainings on the same images, and say which to take."""
 

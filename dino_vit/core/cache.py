@@ -6,7 +6,6 @@ Several processes and hosts may share them. What is deleted stays in the memory 
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,22 +22,8 @@ _PARTIAL = re.compile(rf"\.(?:{_INDEX}|{_FEATURES})\..*partial|\d+-[0-9a-f]{{24}
 def cache_folder() -> Path:
     """Return the folder of indexes and other files that can be made again."""
     if given := os.environ.get("DINO_VIT_CACHE"):
-        return below_home(given)
-    return below_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dino-vit"
-
-
-def below_home(path: str) -> Path:
-    """Return the path of a cache, its ~ replaced; a user in a container may have no home."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        text = f"{path} is in a home folder that does not exist"
-        raise ValueError(f"{text}; give another, for all caches by the variable DINO_VIT_CACHE") from error
-
-
-def bound_caches(gigabytes: float, folder: Path, spared: Path | None = None) -> None:
-    """Delete indexes and what a command keeps in a folder, used longest ago, until all fit."""
-    bound([cache_folder(), folder], gigabytes, spared)
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dino-vit"
 
 
 def note_use(path: Path) -> None:
@@ -47,15 +32,18 @@ def note_use(path: Path) -> None:
         os.utime(path)
 
 
-def bound(folders: Sequence[Path], gigabytes: float, spared: Path | None = None) -> None:
-    """Delete the files that were used longest ago until all fit, and what killed processes left behind."""
+def bound_caches(gigabytes: float, folder: Path, spared: Path | None = None) -> None:
+    """Delete indexes and what a command keeps in a folder, used longest ago, until all fit.
+
+    What killed processes left behind is deleted too.
+    """
     files = list[tuple[float, int, Path]]()
-    for entry in _entries(folders):
+    for path in (path for each in (cache_folder(), folder) for path in each.glob("*")):
         with suppress(OSError):  # another process deletes too, and some files are of another user
-            status, path = entry.stat(), Path(entry.path)
-            if _OURS.fullmatch(entry.name):
+            status = path.stat()
+            if _OURS.fullmatch(path.name):
                 files.append((status.st_mtime, status.st_size, path))
-            elif _PARTIAL.fullmatch(entry.name) and status.st_mtime < time.time() - STALE_S:
+            elif _PARTIAL.fullmatch(path.name) and status.st_mtime < time.time() - STALE_S:
                 path.unlink()
     excess, deleted = sum(size for _, size, _ in files) - gigabytes * 1e9, list[int]()
     for _, size, path in sorted(files):
@@ -65,10 +53,4 @@ def bound(folders: Sequence[Path], gigabytes: float, spared: Path | None = None)
                 deleted.append(size)
     if deleted:
         text = "%s that had not been used for longest (%.3g GB) are deleted from %s: cache_gb=%g"
-        log.info(text, plural(len(deleted), "file"), sum(deleted) / 1e9, folders[0], gigabytes)
-
-
-def _entries(folders: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
-    for folder in folders:
-        with suppress(FileNotFoundError), os.scandir(folder) as entries:
-            yield from entries
+        log.info(text, plural(len(deleted), "file"), sum(deleted) / 1e9, cache_folder(), gigabytes)

@@ -28,6 +28,7 @@ class RngPurpose(IntEnum):
     MASKS = 10  # 8 and 9 were purposes that are gone
     SHARDS = 11
     WINDOW = 12
+    CLUSTERS = 13
     KEPT_PATCHES = 14
 
 

@@ -188,7 +188,7 @@ def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> Im
 
     With `several`, the labels of an image are in one cell, as in `sea;sky`.
     """
-    table, names = _read_table(str(path), several), [images.name(index) for index in range(len(images))]
+    table, names = read_table(str(path), several), [images.name(index) for index in range(len(images))]
     path = public(str(path))
     full_names = [printable(images.full_name(index)) for index in range(len(images))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
@@ -230,7 +230,7 @@ def parse_json(text: str | bytes, name: str) -> object:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
-def _read_table(path: str, several: bool) -> dict[str, object]:
+def read_table(path: str, several: bool) -> dict[str, object]:
     """Read a label for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
     try:
         data, path = read_file(path), public(path)
@@ -250,6 +250,24 @@ def _read_table(path: str, several: bool) -> dict[str, object]:
             text = "is neither a text nor a number, nor a list of these"
             raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
     return by_name(path, _split_cells(entries) if several else entries)
+
+
+def read_column(path: str, title: str) -> dict[str, str]:
+    """Return another column of a table of labels, such as `origin`, by name; none if it has none."""
+    data, cells = read_file(path), list[tuple[str, str]]()
+    if data.startswith(b"PAR1"):
+        from pyarrow import BufferReader, parquet
+
+        columns = parquet.read_table(BufferReader(data)).to_pydict()
+        if title in columns:
+            texts = ("" if value is None else str(value) for value in columns[title])
+            cells = list(zip(columns["name"], texts, strict=True))
+    elif suffix_of(path) in _DELIMITERS:
+        rows = _rows(public(path), data.decode("utf-8-sig", errors="surrogateescape"))
+        name, column = (_find_column(_header(rows), titles) for titles in (PATH_COLUMNS, [title]))
+        if name is not None and column is not None:
+            cells = [(row[name], row[column]) for row in rows[1:] if column < len(row)]
+    return {printable(name): cell.strip() for name, cell in cells}
 
 
 def _parquet_entries(path: str, data: bytes) -> Iterator[Entry]:

@@ -7,7 +7,7 @@ number is a class.
 
 import math
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -33,6 +33,7 @@ _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 NO_LABELS = "none"  # in the place of a file of labels: those of the source are not taken
 NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
 ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
+GUESSED = 10  # names that may be mistyped, for which the right one is sought
 
 
 def no_codes(rows: Rows) -> NDArray[Any]:
@@ -189,25 +190,10 @@ def doubts_about(counts: Mapping[str, int]) -> Iterator[str]:
     single = [name for name, count in counts.items() if count == 1 and name not in alike]
     others = [name for name in counts if name not in single]
     if 0 < len(single) <= len(others):
-        shown = ", ".join(_with_guesses(single, others))
-        yield f"with a single image, perhaps mistyped: {brief(shown, 200)}"
-
-
-def _with_guesses(names: Iterable[str], others: Iterable[str]) -> Iterator[str]:
-    """Yield each name, with the other that may have been meant."""
-    by_spelling = defaultdict[str, list[str]](list)  # to compare each with each takes minutes of thousands
-    for other in others:
-        for spelling in _spellings(other):
-            by_spelling[spelling].append(other)
-    for name in names:
-        similar = {other for spelling in _spellings(name) for other in by_spelling.get(spelling, ())}
-        guess = get_close_matches(name, sorted(similar), 1)
-        yield f"{name} ({guess[0]}?)" if guess else name
-
-
-def _spellings(name: str) -> set[str]:
-    """Return a name, and the name without each of its letters: two that differ by one slip share one."""
-    return {name, *(name[:place] + name[place + 1 :] for place in range(len(name)))}
+        # To compare each with each takes minutes of thousands.
+        guesses = {name: get_close_matches(name, others, 1) for name in single[:GUESSED]}
+        shown = [f"{name} ({guess[0]}?)" if (guess := guesses.get(name)) else name for name in single]
+        yield f"with a single image, perhaps mistyped: {brief(', '.join(shown), 200)}"
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
@@ -15,16 +13,7 @@ from dino_vit.core.text import brief, did_you_mean, plural, public
 from dino_vit.data.image_set import UNLABELLED, ImageSet
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
-from dino_vit.data.remote import (
-    exists,
-    is_folder,
-    is_http,
-    is_url,
-    list_remote,
-    local_path,
-    remotely,
-    retry,
-)
+from dino_vit.data.remote import ask, exists, is_folder, is_http, is_url, list_remote, local_path
 from dino_vit.data.stores.files import NoImages, open_files, open_folder
 
 ALLOWED = (
@@ -243,7 +232,8 @@ def expand(pattern: str) -> list[str]:
         if glob.has_magic(path) and is_http(path):
             raise ValueError(f"{public(path)}: {_NO_LISTING}")
         if glob.has_magic(path) and is_url(path):
-            matches.update(retry(partial(remotely, path, _glob), path))
+            system, found = ask(path, lambda system, inner: (system, system.glob(inner)))
+            matches.update(map(system.unstrip_protocol, found))
         elif glob.has_magic(path):
             matches.update(glob.glob(path, recursive=True))
         elif exists(path):
@@ -254,7 +244,3 @@ def expand(pattern: str) -> list[str]:
         example = brief(missing[0], 200)
         raise ValueError(f"{brief(pattern, 200)}: {plural(len(missing), 'missing file')}, such as {example}.")
     return sorted(matches, key=os.fsencode)
-
-
-def _glob(system: Any, pattern: str) -> list[str]:
-    return [system.unstrip_protocol(path) for path in system.glob(pattern)]

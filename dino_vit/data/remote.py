@@ -194,12 +194,12 @@ def _refusal(path: str, error: OSError) -> str | None:
 def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
     """Return what the file system knows of a file; `fresh`: not as it was when a folder was listed."""
 
-    def ask(system: Any, inner: str) -> dict[str, Any]:
+    def look(system: Any, inner: str) -> dict[str, Any]:
         if fresh:
             system.invalidate_cache()
         return dict(system.info(inner, **time_limit(system)))
 
-    return remotely(url, ask)
+    return remotely(url, look)
 
 
 def remote_signature(info: dict[str, Any]) -> FileSignature:
@@ -207,15 +207,20 @@ def remote_signature(info: dict[str, Any]) -> FileSignature:
     return info.get("size") or 0, UNKNOWN if version is None else zlib.crc32(str(version).encode()), 0
 
 
+def ask(url: str, work: Callable[[Any, str], R], seconds: float | None = None) -> R:
+    """Call `work` with a URL's file system and its path there, again if it fails."""
+    return retry(lambda: remotely(url, work), url, seconds=seconds)
+
+
 def list_remote(root: str) -> dict[str, FileSignature]:
     """Return the files below a folder, and their signatures as far as the listing has them."""
 
-    def ask(system: Any, inner: str) -> tuple[str, dict[str, Any]]:
+    def find(system: Any, inner: str) -> tuple[str, dict[str, Any]]:
         system.invalidate_cache()
         return inner, system.find(inner, detail=True)
 
     with progress(f"Listing {public(root)}") as advance:
-        inner, infos = retry(lambda: remotely(root, ask), root)
+        inner, infos = ask(root, find)
         advance(len(infos))
     return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
 
@@ -223,12 +228,12 @@ def list_remote(root: str) -> dict[str, FileSignature]:
 def request(url: str, start: int, size: int) -> bytes:
     """Return a range of a remote file; what fails is an OSError."""
 
-    def ask(system: Any, inner: str) -> Any:
+    def read(system: Any, inner: str) -> Any:
         settings = {**time_limit(system), **(_for_a_range(system, size) if is_http(url) else {})}
         # By name: another argument comes first on S3.
         return system.cat_file(inner, start=start, end=start + size, **settings)
 
-    return check_length(remotely(url, ask), size, url)
+    return check_length(remotely(url, read), size, url)
 
 
 def _for_a_range(system: Any, size: int) -> dict[str, Any]:
@@ -263,22 +268,14 @@ def is_folder(path: str) -> bool:
         return os.path.isdir(path)
     if is_http(path):
         return False
-
-    def ask() -> bool:
-        return bool(remotely(path, lambda system, inner: system.isdir(inner, **time_limit(system))))
-
-    return retry(ask, path)
+    return bool(ask(path, lambda system, inner: system.isdir(inner, **time_limit(system))))
 
 
 def read_file(path: str, seconds: float | None = None) -> bytes:
     """Read a whole file; a remote one for so many seconds at most."""
     if not is_url(path):
         return Path(path).read_bytes()
-
-    def ask() -> Any:
-        return remotely(path, lambda system, inner: system.cat_file(inner, **time_limit(system)))
-
-    return bytes(retry(ask, path, seconds=seconds))
+    return bytes(ask(path, lambda system, inner: system.cat_file(inner, **time_limit(system)), seconds))
 
 
 def read_image_file(path: str, seconds: float | None) -> bytes:

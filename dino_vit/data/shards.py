@@ -95,9 +95,16 @@ class RemoteShards(Shards):
     _unchanged: set[int] = field(default_factory=set)  # files that were checked
 
     def read(self, shard: int, start: int, size: int) -> bytes:
-        """Read from a copy, or else from the file itself."""
-        data = self._read_copy(shard, start, size)
-        return retry(lambda: self._request(shard, start, size), self.path(shard)) if data is None else data
+        """Read from a copy, or else from the file itself.
+
+        A copy is not held open: once deleted, it must not take room on the disk.
+        """
+        with suppress(OSError):
+            if self.has_copy(shard):
+                with self.copy_path(shard).open("rb", buffering=0) as file:
+                    if len(data := os.pread(file.fileno(), size, start)) == size:
+                        return data
+        return retry(lambda: self._request(shard, start, size), self.path(shard))
 
     def _request(self, shard: int, start: int, size: int) -> bytes:
         """Read a range by one request, after a look whether the file is still the same."""
@@ -136,18 +143,6 @@ class RemoteShards(Shards):
             with suppress(FileNotFoundError):  # another run deletes too
                 total += path.stat().st_size
         return total
-
-    def _read_copy(self, shard: int, start: int, size: int) -> bytes | None:
-        """Return a range of the copy of a shard, or None if there is none.
-
-        A copy is not held open: once deleted, it must not take room on the disk.
-        """
-        with suppress(OSError):
-            if self.has_copy(shard):
-                with self.copy_path(shard).open("rb", buffering=0) as file:
-                    data = os.pread(file.fileno(), size, start)
-                    return data if len(data) == size else None
-        return None
 
     def has_copy(self, shard: int) -> bool:
         """Tell whether there is a copy, and other runs from time to time that it is used."""
@@ -276,9 +271,8 @@ class Prefetch:
         uses = self.next_uses(self.position)
         near = np.flatnonzero(uses < self.ahead)
         near = near[np.argsort(uses[near], kind="stable")].tolist()
-        near = near[
-            : np.searchsorted(np.cumsum(shards.sizes[near]), self.limit or shards.limit, side="right")
-        ]
+        fitting = np.searchsorted(np.cumsum(shards.sizes[near]), self.limit or shards.limit, side="right")
+        near = near[:fitting]
         for shard in near:
             if shards.has_copy(shard):
                 continue

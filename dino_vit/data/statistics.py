@@ -45,9 +45,7 @@ class ImageInfo:
     high: float
     other_colors: bool  # a colour profile other than sRGB, which is not applied
     seconds: float = 0.0  # of a core, to read and decode it
-    layout: Tensor | None = field(
-        default=None, repr=False, compare=False
-    )  # of LAYOUT², of mean 0 and length 1
+    layout: Tensor | None = field(default=None, repr=False, compare=False)  # of mean 0 and length 1
 
     @property
     def deep(self) -> bool:

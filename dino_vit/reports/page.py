@@ -14,7 +14,7 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
 from dino_vit.method.terms import all_terms
 from dino_vit.reports.accuracies import accuracies, describe_knn, evaluations_of
-from dino_vit.reports.record import RecordedRun, changed_settings, facts, verdict
+from dino_vit.reports.record import RecordedRun, changed_settings, facts, label_command, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 from dino_vit.views.pictures import Tile
@@ -67,23 +67,15 @@ class Pictures:
 
 
 def render(record: RecordedRun, pictures: Pictures) -> str:
-    """Return the page of a run, in which all text but our own is escaped."""
-    environment = Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Markup is our own; all other text may come from names of files.
-        finalize=lambda value: value if isinstance(value, Markup) else printable(public(str(value))),
-        loader=PackageLoader("dino_vit.reports", "assets"),
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
+    """Return the page of a run."""
     outcome = verdict(record)
-    return environment.get_template("page.html").render(
-        nonce=secrets.token_urlsafe(),
+    return fill_in(
+        "page.html",
         title=record.folder.resolve().name,
         folder=record.folder,
         tone="bad" if outcome.diagnosis in BAD else outcome.diagnosis,
         outcome=outcome,
+        label=label_command(record.config, record.folder) if record.baseline.knn is None else "",
         training=facts(record)["training"],
         figures=figures(record),
         facts=facts(record),
@@ -93,6 +85,20 @@ def render(record: RecordedRun, pictures: Pictures) -> str:
         shown=SHOWN,
         data={"charts": charts(record), "shown": SHOWN, "map": pictures.map},
     )
+
+
+def fill_in(template: str, **values: Any) -> str:
+    """Return a page that loads nothing else, in which all text but our own is escaped."""
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Markup is our own; all other text may come from names of files.
+        finalize=lambda value: value if isinstance(value, Markup) else printable(public(str(value))),
+        loader=PackageLoader("dino_vit.reports", "assets"),
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
+    return environment.get_template(template).render(nonce=secrets.token_urlsafe(), **values)
 
 
 def figures(record: RecordedRun) -> dict[str, str]:

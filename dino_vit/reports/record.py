@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.config.loading import load, write_yaml
+from dino_vit.config.objects import is_object
 from dino_vit.config.outputs import RESULTS_FOLDER, RESULTS_VERSION
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import BASELINES
@@ -165,6 +167,14 @@ def facts(record: RecordedRun) -> dict[str, str]:
             named[name.replace("_", " ")] = str(start[name])
         named["started"] = f"{record.starts[0].began}; resumed {plural(starts - 1, 'time', 'times')}"
     return named
+
+
+def label_command(config: PretrainConfig, weights: Path) -> str:
+    """Return the command to label the images of a run by; empty if no command line can name them."""
+    sources = config.data.sources
+    if len(sources) != 1 or is_object(sources[0]):
+        return ""
+    return shlex.join(["dino-vit", "label", public(sources[0]), str(weights)])
 
 
 def verdict(record: RecordedRun) -> Verdict:

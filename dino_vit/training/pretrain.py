@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from dino_vit.config.complete import DecidedRun, complete
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.cache import SHARDS, below_home, bound_caches, cache_folder
+from dino_vit.core.cache import SHARDS, bound_caches, cache_folder
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import SETUP_TIMEOUT, limit_waits
 from dino_vit.core.process import Interruption, locked
@@ -57,8 +57,7 @@ def pretrain(
         with locked(Path(config.output)):
             state = set_up(config, accelerator)
             if config.data.cache_gb and accelerator.is_main_process:
-                copies = config.data.cache and below_home(config.data.cache)
-                bound_caches(config.data.cache_gb, copies or cache_folder() / SHARDS)
+                bound_caches(config.data.cache_gb, Path(config.data.cache or cache_folder() / SHARDS))
             with Reporter(state, on_metrics=on_metrics, on_checkpoint=on_checkpoint) as reporter:
                 finished = train(state, reporter, interruption)
                 accelerator.wait_for_everyone()

@@ -39,6 +39,7 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
+from dino_vit.reports.record import label_command
 from dino_vit.reports.verdict import FAR, WAITING_HELP, judge_run, published_advice, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
@@ -207,9 +208,9 @@ class Reporter:
         images = f"{shlex.quote(public(data.sources[0]))} {shlex.quote(str(weights))}"
         if not self.state.evaluations.online.has_labels:
             return (
-                f"{text}`dino-vit embed {images}` writes features; `dino-vit predict {images} "
-                "labels=few.csv` labels all by those of a few, and says first whether the features are "
-                "better than pixels and edges"
+                f"{text}`{label_command(self.state.config, weights)}` writes a page to label a few by; "
+                f"`dino-vit predict {images} labels=few.csv` labels the others by these, and says first "
+                "whether the features are better than pixels and edges"
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several

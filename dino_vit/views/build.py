@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, prod, sqrt
+from pathlib import Path
 from shutil import disk_usage
 from statistics import median
 from typing import Any
@@ -17,7 +18,6 @@ from torch import Tensor
 from dino_vit.config.objects import find, is_object
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
-from dino_vit.core.cache import below_home
 from dino_vit.core.distributed import agree, in_all_processes
 from dino_vit.core.text import printable, public
 from dino_vit.data.image_set import ImageSet
@@ -240,7 +240,7 @@ def build_prefetch(
     shards, data = source.shards, config.data
     assert isinstance(shards, RemoteShards), "others need no copies"
     if data.cache:
-        shards.folder = below_home(data.cache)
+        shards.folder = Path(data.cache)
     if not data.cache_gb:
         return None
     shards.folder.mkdir(parents=True, exist_ok=True)

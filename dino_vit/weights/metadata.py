@@ -5,7 +5,7 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -25,7 +25,6 @@ from dino_vit.config.settings import (
 )
 from dino_vit.core.text import brief
 
-DEEPEST = 32  # lists and objects in each other
 Text = Annotated[str, Field(max_length=200)]
 Json = dict[str, JsonValue]
 Mean = NonEmpty[Number]
@@ -87,19 +86,15 @@ class Facts(Stated):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        for problem in self._disagreements():
-            raise ValueError(problem)
-        return self
-
-    def _disagreements(self) -> Iterator[str]:
         counts = {len(values) for values in (self.mean, self.std) if values}
         if len(counts) > 1:
-            yield "mean and std have different numbers of channels"
+            raise ValueError("mean and std have different numbers of channels")
         if self.range and self.range[0] >= self.range[1]:
-            yield "range does not go from low to high"
+            raise ValueError("range does not go from low to high")
         channels = (self.architecture or {}).get("channels", self.channels)
         if isinstance(channels, int) and counts - {channels}:
-            yield f"mean and std have {counts.pop()} values, but images {channels} channels"
+            raise ValueError(f"mean and std have {counts.pop()} values, but images {channels} channels")
+        return self
 
     def stated(self) -> dict[str, Any]:
         """Return what is stated; null states nothing."""
@@ -154,19 +149,13 @@ class HubFacts(Stated):
 
 
 def parse(where: str, text: Any) -> dict[str, Any]:
-    """Return a JSON object; a file that nests more deeply than any of ours is refused."""
+    """Return a JSON object."""
     try:
         content = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise WeightsError(f"{where} is not a JSON object: {brief(error, 200)}") from error
     if not isinstance(content, dict):
         raise WeightsError(f"{where} is not a JSON object")
-    level: list[Any] = [content]
-    for _ in range(DEEPEST):
-        level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
-        level = [value for value in level if isinstance(value, dict | list)]
-    if level:
-        raise WeightsError(f"{where} has lists or objects in each other, more than {DEEPEST} deep")
     return content
 
 

@@ -45,9 +45,7 @@ WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # of Pillow, which processors of Hugging Face name by number
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
-CLASSIFIER = (
-    "classifier"  # kind of a file of ours that has one beside the backbone, and prefix of its tensors
-)
+CLASSIFIER = "classifier"  # kind of a file of ours with one beside the backbone, and prefix of its tensors
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
 
 

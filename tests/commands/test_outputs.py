@@ -25,6 +25,7 @@ WRITTEN = [  # a command, and a file that it writes
     "knn synthetic:20:16 w.safetensors k=1 output=knn.json",
     "predict photos w.safetensors labels=few.csv output=new.csv new.json",
     "predict photos w.safetensors labels=few.csv classifier=h.safetensors",
+    "label photos w.safetensors labels=few.csv output=by.html",
     "compare synthetic:20:16 w.safetensors untrained output=both.json",
     "attention photos w.safetensors output=maps maps/0-3.attention.npy",
     "embed photos w.safetensors output=e2.parquet",

@@ -151,32 +151,18 @@ def test_where_nothing_can_be_written_it_is_said_what_to_do(tmp_path, cache, mon
         open_source(str(tmp_path / "a.parquet"))
 
 
-def test_a_cache_in_a_home_that_does_not_exist_is_a_sentence(tmp_path, monkeypatch):
-    write_parquet(tmp_path / "a.parquet")
-    monkeypatch.setenv("DINO_VIT_CACHE", "~nobody-has-this-name/x")
-    with pytest.raises(ValueError, match=r"in a home folder that does not exist; give .* DINO_VIT_CACHE"):
-        open_source(str(tmp_path / "a.parquet"))
-    monkeypatch.delenv("DINO_VIT_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])  # as of a user of a container
-    with pytest.raises(ValueError, match=r"~/\.cache is in a home folder that does not exist"):
-        cache_folder()
-
-
 def test_files_of_references_whose_templates_are_programs_are_not_read():
     with pytest.raises(ValueError, match="is a file of references, which are not read"):
         open_source("reference://::file:///tmp/references.json")
 
 
-def test_where_nothing_can_be_locked_an_index_is_built_all_the_same(tmp_path, monkeypatch, caplog):
+def test_where_nothing_can_be_locked_an_index_is_built_all_the_same(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     write_folder(tmp_path)
     monkeypatch.setattr(dino_vit.data.index.fcntl, "flock", refuse)
     assert len(open_folder(tmp_path)) == 5
-    assert "cannot be locked (Function not implemented)" in caplog.text
 
 
 def test_pickles_are_small_and_refuse_another_index(tmp_path):

@@ -36,7 +36,7 @@ from tests.support.runs import CPU, TINY
 DOCS = ROOT / "docs"
 START = [
     README,
-    *((DOCS / f"start/{name}.md").read_text() for name in ("your-photos", "watch", "predict")),
+    *((DOCS / f"start/{name}.md").read_text() for name in ("your-photos", "watch", "label", "predict")),
 ]
 # Object stores, disks of a cluster, a published set; the demo and ONNX take long, and have other tests.
 ELSEWHERE = re.compile("dino-vit demo|onnx|s3:|https:|=/|VOCdevkit")
@@ -50,6 +50,7 @@ SMALLER = {
     "linear": ["batch_size=8"],
     "attention": ["count=2"],
     "report": ["images=20"],
+    "label": ["images=20", "overwrite=true"],
 }
 
 

@@ -93,6 +93,7 @@ def test_no_command_writes_or_prints_the_secrets_of_a_list(sources, weights, tmp
     commands = (
         ["inspect-data", source, f"sheet={out}/views.png", "count=3"],
         ["embed", source, *given, f"output={out}/e.parquet"],
+        ["label", source, *given, f"output={out}/label.html"],
         ["knn", source, *given, f"output={out}/knn.json"],
         ["linear", source, *given, f"output={out}/linear.json"],
         ["attention", source, f"weights={weights}", f"output={out}/maps", "count=2"],

@@ -13,7 +13,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.open import open_source
 from dino_vit.eval.results import evaluation
 from dino_vit.eval.statistics import accuracy
-from dino_vit.reports.metrics import append_record
+from dino_vit.reports.metrics import Baseline, append_record
 from dino_vit.reports.page import SHOWN, Pictures, Row, charts, figures, render, thin
 from dino_vit.reports.record import read_run
 from dino_vit.views.pictures import Tile
@@ -195,6 +195,11 @@ def test_figures_start_before_training_and_are_compared_with_their_levels(tmp_pa
     unlabelled = replace(record, history=[replace(last, knn=None)])
     assert figures(unlabelled) == {"ways to tell images apart": "55", "before training": "12"}
     page = render(record, Pictures())
+    assert "dino-vit label" not in page
+    without = replace(
+        unlabelled, config=load(PretrainConfig, None, {"data.source": "photos"}), baseline=Baseline()
+    )
+    assert f"dino-vit label photos {record.folder}" in render(without, Pictures())
     assert page.index('class="learned"') < page.index('class="figures"') < page.index('class="outcome"')
 
 

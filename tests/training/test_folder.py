@@ -76,11 +76,11 @@ def test_without_labels_a_run_ends_with_commands_that_work(tmp_path, monkeypatch
         write_synthetic(tmp_path / "photos" / f"{number}.png", number)
     said = command_here(*arguments(tmp_path / "run", {**FEW, "data.source": tmp_path / "photos"}))
     commands = [shlex.split(command) for command in re.findall("`dino-vit ([^`]*)`", said.splitlines()[-1])]
-    assert [command[0] for command in commands] == ["report", "embed", "predict"]
+    assert [command[0] for command in commands] == ["report", "label", "predict"]
     rows = [f"{number}.png,{number % 2}" for number in range(8)]
     (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
     assert "12 images labelled" in command_here(*commands[2])
-    assert "20" in command_here(*commands[1])
+    assert "20 of 20 images" in command_here(*commands[1])
 
 
 def test_a_run_that_is_refused_leaves_nothing(tmp_path, monkeypatch, capsys):

@@ -110,9 +110,7 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     depth, color_type = data[24], data[25]
     if depth < 16 or file.mode == "I;16":
         return by_pillow(file, alpha, max_pixels)
-    has_alpha = (
-        color_type in (4, 6) or "transparency" in file.info
-    )  # of one colour, which imagecodecs expands
+    has_alpha = color_type in (4, 6) or "transparency" in file.info  # a clear colour, which is expanded
     has_exif = any(mark in data for mark in _PNG_EXIF)  # if not, Pillow would decode all to look for it
     orientation = int(file.getexif().get(_ORIENTATION, 1)) if has_exif else 1
     with _sized(*file.size, len(file.getbands()), max_pixels):

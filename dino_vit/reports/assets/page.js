@@ -1,5 +1,3 @@
-"use strict";
-
 // The page: line charts, and a map of the images.
 
 // Line charts as SVG, with levels to compare with and the values under the pointer.
@@ -8,17 +6,6 @@
 
 const MARGIN = { top: 10, right: 12, bottom: 24, left: 46 }; // wider at the right by the names of levels
 const COLOURS = 6; // of curves
-
-function append(parent, child, attributes, text) {
-  for (const [key, value] of Object.entries(attributes)) child.setAttribute(key, value);
-  if (text !== undefined) child.textContent = text;
-  parent.append(child);
-  return child;
-}
-
-function element(parent, name, attributes = {}, text) {
-  return append(parent, document.createElement(name), attributes, text);
-}
 
 function shape(parent, name, attributes, text) {
   return append(parent, document.createElementNS("http://www.w3.org/2000/svg", name), attributes, text);
@@ -355,7 +342,7 @@ class Explorer {
   }
 }
 
-const report = { data: JSON.parse(document.getElementById("data").textContent) }; // also for the browser's console
+const report = { data }; // also for the browser's console
 
 report.charts = report.data.charts.map((data, n) => new Chart(document.getElementById(n < report.data.shown ? "charts" : "more"), data));
 if (report.data.map) report.map = new Explorer(document.getElementById("explorer"), report.data.map);

@@ -1,0 +1,210 @@
+"""`dino-vit label`: write a page to label images by."""
+
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dino_vit.commands import Written
+from dino_vit.config.commands import LabelConfig
+from dino_vit.config.objects import is_object
+from dino_vit.config.outputs import check_outputs
+from dino_vit.core.distributed import is_main_process
+from dino_vit.core.process import in_threads
+from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import plural, printable, progress, public
+from dino_vit.data.image_set import ImageSet, random_indices
+from dino_vit.data.images.decode import decode_item, read_item
+from dino_vit.data.label_files import join_labels, read_column, read_table
+from dino_vit.data.labels import NO_LABEL, NO_LABELS
+from dino_vit.data.open import open_source
+from dino_vit.eval.neighbours import nearest, unit
+from dino_vit.eval.typical import densities, k_means, order_to_label, spread_rows
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.models.backbone import FeatureSpec
+from dino_vit.reports.page import fill_in
+from dino_vit.views.pictures import as_picture, data_uri, resize_sides
+
+MOST = 20_000  # images that are clustered, of a larger source drawn by the seed
+SAMPLE = 100  # drawn at random for the check, at most
+CLUSTERS, NEIGHBOURS = 40, 40  # rows of the overview, at most, and images that are close to one
+# The longer side of a photo, at most, and the pixels of all: 2,000 photos make a page of less than 12 MB.
+PHOTO_SIDE, PHOTO_PIXELS = 400, 2000 * 18_000
+GUESSED = "guessed"  # the origin of labels that nobody has given
+
+
+class Row(NamedTuple):
+    """A label in a table: given by somebody, or guessed with some confidence."""
+
+    name: str
+    label: str
+    origin: str
+    confidence: float
+
+
+def run(config: LabelConfig) -> Written:
+    """Write the page and return its file; rank 0 writes it."""
+    output = Path(config.output)
+    check_outputs(config, output)
+    source = open_source(config.source, NO_LABELS)
+    source.distinct_names(range(len(source)))  # so that each row of the table is of one image
+    given, guesses = read_tables(config, source)
+    frozen = frozen_backbone(config)  # after what is cheaper to find fault with
+    labelled = [index for index in range(len(source)) if find(given, source, index)]
+    drawn = random_indices(source, config.seed)
+    spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")  # those of predict
+    some = list(dict.fromkeys([*labelled[: MOST // 2], *drawn]))[:MOST] if len(source) > MOST else None
+    title = f"features of {public(config.source)}"
+    values, indices = cached_features(frozen, source, spec=spec, indices=some, title=title)
+    if not is_main_process():
+        return Written(path=output, text="")
+    places = {index: place for place, index in enumerate(indices.tolist())}
+    rows = [(find(given, source, index), find(guesses, source, index)) for index in places]
+    shuffled = [places[index] for index in drawn if index in places]
+    data = choose(unit(torch.from_numpy(values)), rows, shuffled, config)
+    shown = indices[data.pop("rows")].tolist()
+    data |= describe(source, shown, given, config)
+    data["digest"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+    data["photos"] = draw_photos(frozen, source, shown)
+    html = fill_in("label.html", title=title_of(config.source), data=data).encode()
+    write_bytes(output, html)
+    count = f"{len(shown):,} of {plural(len(source), 'image')}"
+    return Written(path=output, text=f"{output}: {count}, {len(html) / 1e6:.1f} MB; open it in any browser")
+
+
+def title_of(source: str) -> str:
+    return public(source).rstrip("/").rpartition("/")[2]
+
+
+def read_tables(config: LabelConfig, source: ImageSet) -> tuple[dict[str, Row], dict[str, Row]]:
+    """Return what has been given and what has been guessed, by name; a table of predict may hold both."""
+    given = read_rows(config.labels, source) if config.labels not in (None, NO_LABELS) else {}
+    table = read_rows(config.guesses, source) if config.guesses else {}
+    guesses = {name: row for name, row in table.items() if row.origin in ("", GUESSED)}
+    others = {name: row for name, row in table.items() if name not in guesses}
+    return others | given, guesses
+
+
+def read_rows(path: str, source: ImageSet) -> dict[str, Row]:
+    """Return the rows of a table that have a label, by name."""
+    join_labels(source, path)  # raises or warns where names are not those of the images
+    table = {name: label for name, label in read_table(path, False).items() if label not in (None, "")}
+    if any(isinstance(label, list) for label in table.values()):
+        raise ValueError(f"{public(path)} has several labels of an image; label is for one of each")
+    origins, sure = read_column(path, "origin"), read_column(path, "confidence")
+    return {
+        name: Row(public(name), str(label), origins.get(name, ""), float(sure.get(name) or 0))
+        for name, label in table.items()
+        if str(label).lower() not in NO_LABEL
+    }
+
+
+def find(rows: dict[str, Row], source: ImageSet, index: int) -> Row | None:
+    """Return the row of an image, by its whole name or as it is shown."""
+    if not rows:
+        return None
+    return rows.get(printable(source.full_name(index))) or rows.get(source.name(index))
+
+
+def choose(
+    features: Tensor,
+    rows: Sequence[tuple[Row | None, Row | None]],
+    shuffled: Sequence[int],
+    config: LabelConfig,
+) -> dict[str, Any]:
+    """Choose the images to show by their features (n, d), and what the page needs to know of them.
+
+    The random ones for the check are those that come first of the shuffled ones without a label, whatever
+    else they are.
+    """
+    density = densities(features)
+    labelled = torch.tensor([given is not None for given, _ in rows])
+    typical = order_to_label(features, density, labelled, config.seed)
+    unlabelled = [row for row in shuffled if not labelled[row]]
+    sample = unlabelled[: min(SAMPLE, len(unlabelled) // 5, config.images // 5)]
+    guessed = [(guess.confidence, row) for row, (given, guess) in enumerate(rows) if guess and not given]
+    unsure = [row for _, row in sorted(guessed)]
+    quarter = config.images // 4
+    some = [*sample, *labelled.nonzero()[:quarter, 0].tolist(), *unsure[:quarter], *typical, *shuffled]
+    shown = list(dict.fromkeys(some))[: config.images]
+    numbers = {row: number for number, row in enumerate(shown)}
+    near = nearest(features[shown], features[shown], k=min(NEIGHBOURS, len(shown) - 1), self_offset=0)[1]
+    return {
+        "rows": shown,
+        "given": [_cells(rows[row][0], "origin") for row in shown],
+        "guesses": [_cells(None if rows[row][0] else rows[row][1], "confidence") for row in shown],
+        "queue": _numbered([*typical, *unsure, *shown], numbers),
+        "sample": _numbered(sample, numbers),
+        "clusters": _clusters(features, density, numbers, config.seed),
+        "neighbours": near.tolist(),
+        "looked_at": len(features),
+    }
+
+
+def _cells(row: Row | None, second: str) -> tuple[str, object] | None:
+    return row and (row.label, getattr(row, second))
+
+
+def _numbered(rows: Iterable[int], numbers: dict[int, int]) -> list[int]:
+    """Return the numbers on the page of rows that are shown, each once."""
+    return [numbers[row] for row in dict.fromkeys(rows) if row in numbers]
+
+
+def _clusters(features: Tensor, density: Tensor, numbers: dict[int, int], seed: int) -> list[dict[str, Any]]:
+    """Return a few clusters, the largest first, with the images of each on the page, typical ones first."""
+    count = max(1, min(CLUSTERS, len(features) // 8))
+    clusters = k_means(features, features[spread_rows(features, count, seed)])
+    sizes, order = torch.bincount(clusters, minlength=count), density.argsort(descending=True)
+    return [
+        {
+            "size": int(sizes[cluster]),
+            "images": _numbered(order[clusters[order] == cluster].tolist(), numbers),
+        }
+        for cluster in sizes.argsort(descending=True, stable=True).tolist()
+        if sizes[cluster]
+    ]
+
+
+def describe(
+    source: ImageSet, shown: Sequence[int], given: dict[str, Row], config: LabelConfig
+) -> dict[str, Any]:
+    """Return the names of the images, the rows of others, and what is to be done with the table."""
+    names = [source.name(index) for index in shown]
+    on_page = set(names) | {printable(source.full_name(index)) for index in shown}
+    others = [(row.name, row.label, row.origin) for name, row in given.items() if name not in on_page]
+    stem = Path(config.labels).stem if config.labels else ""
+    inputs = [config.source, config.weights]
+    command = shlex.join(["dino-vit", "predict", *map(public, inputs)])
+    return {
+        "names": names,
+        "total": len(source),
+        "others": others,
+        "after": stem if re.fullmatch(r"[\w.-]+", stem) else "",  # the table that the new one follows
+        "command": "" if any(map(is_object, inputs)) else command,
+    }
+
+
+def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]) -> list[str]:
+    """Return the photos of images as `data:` addresses, of about as many pixels each."""
+    pixels, area = frozen.transform.pixels, PHOTO_PIXELS // len(indices)
+
+    def reduction(height: int, width: int) -> int:
+        return next(factor for factor in (8, 4, 2, 1) if factor == 1 or height * width >= area * factor**2)
+
+    def draw(index: int) -> str:
+        item = read_item(source, index, pixels.max_pixels)
+        picture = as_picture(decode_item(item, source.name(index), pixels, reduction))
+        shorter, longer = sorted(picture.shape[1:])
+        side = min(PHOTO_SIDE, math.isqrt(area * longer // shorter))
+        return data_uri(resize_sides(picture, None, side), quality=60)
+
+    with progress("Drawing images", len(indices)) as advance:
+        return in_threads(draw, indices, lambda _: advance(1), frozen.threads or 1)

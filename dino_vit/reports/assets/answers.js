@@ -1,0 +1,157 @@
+// What is known of the images on the page to label by. What its user does is a list of actions, so that undoing one is
+// to take it off.
+
+const NONE = "none of these"; // a label too, so that a classifier learns it
+const LEAST = 10; // images of a class of which its share is told
+const Z = 1.959964; // half the width of a 95 % confidence interval, in standard errors
+
+const same = (text) => text.trim().replace(/\s+/g, " ").toLocaleLowerCase(); // of labels that are one
+const times = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+
+function wilson(right, count) {
+  const share = right / count, middle = (share + Z * Z / (2 * count)) / (1 + Z * Z / count);
+  const reach = (Z / (1 + Z * Z / count)) * Math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2);
+  return [middle - reach, middle + reach].map((bound) => Math.round(100 * bound));
+}
+
+// What is known of the images: given, guessed, and what the actions have said since.
+class Answers {
+  constructor() {
+    this.sample = new Set(data.sample);
+    const groups = [...data.given, ...data.others.map((row) => row.slice(1))].map((row) => /^group:(\d+)$/.exec(row?.[1])?.[1]);
+    this.groups = Math.max(0, ...groups.filter(Boolean).map(Number));
+    [this.actions, this.saves, this.changed] = [[], 0, false];
+    try {
+      Object.assign(this, JSON.parse(localStorage.getItem(`dino-vit label ${data.digest}`)));
+    } catch { /* a browser without storage starts anew */ }
+    this.replay();
+  }
+
+  // Kinds: label, one or several; accept, of guesses; guess, by which a row is named. A null is "not sure".
+  act(kind, images, label = null, together = false) {
+    if (!images.length) return;
+    this.actions.push({ kind, images, label: label && this.spelling(label), together });
+    this.keep(true);
+  }
+
+  undo() {
+    const action = this.actions.pop();
+    if (action) this.keep(true);
+    return action;
+  }
+
+  keep(changed) {
+    this.changed = changed;
+    this.replay();
+    try {
+      const { actions, saves } = this;
+      localStorage.setItem(`dino-vit label ${data.digest}`, JSON.stringify({ actions, saves, changed }));
+    } catch { /* the page asks before it closes */ }
+  }
+
+  replay() {
+    this.answers = data.given.map((row) => row && { label: row[0], origin: row[1] || "given" });
+    this.guesses = data.guesses.map((row) => row && { label: row[0], confidence: row[1] });
+    let groups = this.groups;
+    for (const { kind, images, label, together } of this.actions) {
+      const group = together ? `group:${++groups}` : null;
+      for (const n of images) {
+        const guess = this.guess(n);
+        if (kind === "guess") this.guesses[n] = { label, confidence: 0, group };
+        else if (kind === "label") this.answers[n] = { label, origin: group ?? this.origin(n, guess, label) };
+        else this.answers[n] = { label: guess.label, origin: guess.group ?? "checked" };
+      }
+    }
+    // Until the first without an answer, they are random; those that were met elsewhere after it are not.
+    for (const n of data.sample) {
+      if (!this.answers[n]) break;
+      this.answers[n].origin = "random";
+    }
+    this.spellings = new Map();
+    const given = [...data.given, ...data.others.map((row) => row.slice(1))].filter(Boolean).map(([label]) => label);
+    this.know([...byCount(given), ...this.actions.map(({ label }) => label)]);
+    this.inUse = [...this.spellings.values()];
+    this.know(byCount(data.guesses.filter(Boolean).map(([label]) => label)));
+  }
+
+  know(labels) {
+    for (const label of labels) if (label && label !== NONE && !this.spellings.has(same(label))) this.spellings.set(same(label), label);
+  }
+
+  origin(n, guess, label) {
+    const before = data.given[n];
+    if (before) return before[1] === "random" || before[0] === label ? before[1] || "given" : "corrected";
+    if (!guess) return "chosen";
+    return same(guess.label) === same(label ?? "") ? "checked" : "corrected";
+  }
+
+  // The guess for an image, unless it is kept for the check.
+  guess(n) {
+    return this.isKept(n) ? null : this.guesses[n];
+  }
+
+  isKept(n) {
+    return this.sample.has(n) && !this.answers[n];
+  }
+
+  // Whether it may be labelled beside others.
+  isOpen(n) {
+    return !this.answers[n] && !this.sample.has(n);
+  }
+
+  // The label as it is known, whatever its capital letters and spaces.
+  spelling(label) {
+    return this.spellings.get(same(label)) ?? label.trim().replace(/\s+/g, " ");
+  }
+
+  // The digits by label; a label that is a digit has its own.
+  keys() {
+    const keys = new Map(this.inUse.filter((label) => /^\d$/.test(label)).map((label) => [label, label]));
+    const others = this.inUse.filter((label) => !keys.has(label));
+    for (const digit of "1234567890") if (![...keys.values()].includes(digit) && others.length) keys.set(others.shift(), digit);
+    return keys;
+  }
+
+  // The images to check that are guessed to be something, by label, the least sure first.
+  toCheck() {
+    const images = new Map();
+    this.guesses.forEach((guess, n) => {
+      if (guess && this.isOpen(n)) images.set(guess.label, [...(images.get(guess.label) ?? []), n]);
+    });
+    for (const each of images.values()) each.sort((one, other) => this.guesses[one].confidence - this.guesses[other].confidence);
+    return [...images].sort((one, other) => other[1].length - one[1].length);
+  }
+
+  get randomCount() {
+    const origins = [...this.answers.filter((answer) => answer?.label).map(({ origin }) => origin), ...data.others.map((row) => row[2])];
+    return origins.filter((origin) => origin === "random").length;
+  }
+
+  // How many of the random images are guessed rightly, in all and by class.
+  checked() {
+    const classes = new Map(), all = [0, 0];
+    for (const n of data.sample) {
+      const answer = this.answers[n], guess = data.guesses[n];
+      if (!answer) break;
+      if (answer.label === null || !guess) continue;
+      const right = Number(same(answer.label) === same(guess[0]));
+      const counts = classes.get(answer.label) ?? classes.set(answer.label, [0, 0]).get(answer.label);
+      for (const count of [all, counts]) [count[0], count[1]] = [count[0] + right, count[1] + 1];
+    }
+    return { all, classes: [...classes].filter(([, [, count]]) => count >= LEAST) };
+  }
+
+  table() {
+    const rows = data.others.map(([name, label, origin]) => [name, label, origin || "given"]);
+    this.answers.forEach((answer, n) => answer?.label && rows.push([data.names[n], answer.label, answer.origin]));
+    const lines = rows.map((row) => row.map((cell) => `"${cell.replaceAll('"', '""')}"`).join(","));
+    return ["name,label,origin", ...lines, ""].join("\r\n");
+  }
+}
+
+function byCount(labels) {
+  const counts = new Map();
+  for (const label of labels) counts.set(label, (counts.get(label) ?? 0) + 1);
+  return [...counts].sort((one, other) => other[1] - one[1]).map(([label]) => label);
+}
+
