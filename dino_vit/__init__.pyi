@@ -489,8 +489,9 @@ def knn(
     train_labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     k: int | collections.abc.Sequence[int] = (20, 10, 100, 200),
-    tokens: Literal["cls", "mean", "cls+mean"] = "cls",
+    tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells"] = "cls",
     blocks: int = 1,
+    whiten: float = 0.0,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
@@ -504,7 +505,7 @@ def knn(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -519,8 +520,9 @@ def knn(
       train_labels=null                   CSV, JSON or Parquet of train's labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       k=[20, 10, 100, 200]                numbers of neighbours; the first is reported in detail
-      tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
+      tokens=cls                          CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them [cls|mean|cells|cls+mean|cls+cells]
       blocks=1                            last blocks whose tokens are joined
+      whiten=0                            0: features as they are; 0.5: levelled by their covariance; 1: whitened
       output=null                         JSON file; null: in eval/ of the run, in Python none [FILE.json]
     """
 
@@ -555,7 +557,7 @@ def linear(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -591,7 +593,7 @@ def predict(
     several: bool = False,
     output: str | os.PathLike[str] | None = None,
     confident: float | None = None,
-    tokens: Literal["cls", "mean", "cls+mean"] | None = None,
+    tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells"] | None = None,
     blocks: int = 1,
     classifier: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | PredictConfig | None = None,
@@ -621,7 +623,7 @@ def predict(
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
       confident=null                      also write the labels with at least this confidence, beside the table; null: no
-      tokens=null                         tokens as of knn; null: cls+mean, or cls without patches [cls|mean|cls+mean]
+      tokens=null                         tokens as of knn; null: cls+mean, or cls without patches [cls|mean|cells|cls+mean|cls+cells]
       blocks=1                            last blocks whose tokens are joined
       classifier=null                     file to keep the classifier and its backbone in [FILE.safetensors]
     """
@@ -656,7 +658,7 @@ def label(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -771,8 +773,9 @@ def embed(
     labels: str | os.PathLike[str] | None = None,
     several: bool = False,
     output: str | os.PathLike[str] | None = None,
-    tokens: Literal["cls", "mean", "cls+mean", "patches", "all"] = "cls",
+    tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells", "patches", "all"] = "cls",
     blocks: int = 1,
+    whiten: float = 0.0,
     config: str | os.PathLike[str] | EmbedConfig | None = None,
     verbose: bool = True,
 ) -> ImageEmbeddings:
@@ -785,7 +788,7 @@ def embed(
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
-      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, or edges
+      weights=...                         run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -798,8 +801,9 @@ def embed(
       labels=null                         CSV, JSON or Parquet of the images' labels, or none; null: its own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         file to write; null: embeddings.parquet, in Python none [FILE.parquet]
-      tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
+      tokens=cls                          CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them; the patches, or all tokens [cls|mean|cells|cls+mean|cls+cells|patches|all]
       blocks=1                            last blocks whose tokens are joined
+      whiten=0                            0: features as they are; 0.5: levelled by their covariance; 1: whitened
     """
 
 def inspect_weights(

@@ -30,6 +30,8 @@ values = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(na
 values = values / np.linalg.norm(values, axis=1, keepdims=True)
 if facts["source"]["root"] is None:
     parser.error(f"{options.embeddings} does not say in which folder the photos are: embed a folder")
+if facts["whiten"] or facts["beside"]:
+    parser.error(f"{options.embeddings} has levelled or joined features: embed without whiten and +")
 folder = Path(facts["source"]["root"])
 backbone = dino_vit.load_backbone(facts["weights"]["path"], network=facts["weights"]["network"])
 tokens, blocks = facts["tokens"]["kind"], facts["tokens"]["blocks"]

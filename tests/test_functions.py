@@ -88,9 +88,9 @@ def test_mypy_understands_calls_and_finds_mistakes(tmp_path):
 def test_pretrain_returns_its_run(run, tmp_path):
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert run.metrics() == [{k: v for k, v in line.items() if k in run.metrics()[0]} for line in lines]
-    assert {*lines[0]} - {*run.metrics()[0]} == {"knn_answers", "best_knn_answers", "probe_answers"}
+    assert {*lines[0]} - {*run.metrics()[0]} == {"knn_answers", "levelled_knn_answers", "probe_answers"}
     texts = {name for line in run.metrics() for name, value in line.items() if isinstance(value, str)}
-    assert texts <= {"diagnosis", "best_features"}
+    assert texts <= {"diagnosis"}
     assert [line["step"] for line in run.metrics()] == list(range(1, 21))
     assert run.diagnosis == run.metrics()[-1]["diagnosis"]
     assert run.config == load(PretrainConfig, run.folder / "config.yaml")

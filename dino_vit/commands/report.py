@@ -33,6 +33,7 @@ from dino_vit.data.remote import SourceLost
 from dino_vit.eval.attention import attention_of, whole_patches
 from dino_vit.eval.neighbours import nearest
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.readings import fit_levelling, levelled_spec
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import MAX_NAME, Pictures, Row, render
 from dino_vit.reports.record import RecordedRun, read_run
@@ -104,10 +105,13 @@ def build_map(
     teacher: FrozenBackbone, source: ImageSet, indices: list[int]
 ) -> tuple[list[int], dict[str, Any]]:
     """Return the images that can be read, and what a teacher makes of them as `page.js` reads it."""
-    found = teacher.extract(source, indices)
-    kept, features = found.indices.tolist(), F.normalize(found.values.cpu(), dim=-1)
+    spec = levelled_spec(teacher.model)
+    found = teacher.extract(source, indices, spec)
+    kept = found.indices.tolist()
     if len(kept) < MIN_IMAGES:
         raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
+    level = fit_levelling(found.values, spec.widths(teacher.model))
+    features = F.normalize(level(found.values).cpu())
     cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
     positions = tsne(features) if find_spec("sklearn") else principal_components(features, 2)
     labels = source.codes(kept).tolist()

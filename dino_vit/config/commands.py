@@ -3,6 +3,7 @@
 They import no torch. The results of a command do not depend on its resumable settings.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
@@ -22,8 +23,9 @@ from dino_vit.config.settings import (
 )
 
 Network = Literal["teacher", "student"]
+Whiten = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["auto", "no", "bf16", "fp16"]
-Pooled = Literal["cls", "mean", "cls+mean"]
+Pooled = Literal["cls", "mean", "cells", "cls+mean", "cls+cells"]
 # Inverse penalties of logistic regressions on standardised features.
 STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))
 LOGISTIC_IMAGES = 100_000  # of more, `predict` learns from k-NN alone
@@ -41,6 +43,15 @@ IN_PYTHON = "in Python none"
 SEVERAL: bool = setting(False, "a cell of the file of labels has several labels of an image, as in sea;sky")
 OVERWRITE: bool = setting(False, "replace files that exist", resumable=True)
 RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {IN_PYTHON}", resumable=True)
+
+
+WHITEN: Whiten = setting(0.0, "0: features as they are; 0.5: levelled by their covariance; 1: whitened")
+TOKENS = "CLS token, mean of the patches, that of 3 × 3 cells, or CLS with them"
+
+
+def side_by_side(weights: str) -> list[str]:
+    """Return the weights that are read side by side, as in runs/a+edges; a path may have a + in it."""
+    return [weights] if os.path.exists(weights) else weights.split("+")
 
 
 class BackboneConfig(Settings):
@@ -63,6 +74,9 @@ class BackboneConfig(Settings):
 class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
+    weights: str = Field(
+        description="run folder, weights file, hf:OWNER/NAME, timm:NAME, edges; several: runs/a+edges"
+    )
     cache: str | None = setting(None, "folder of features; null: features/ in DINO_VIT_CACHE", resumable=True)
     cache_gb: NonNegative = setting(50.0, "largest size of cached features and indexes", resumable=True)
 
@@ -95,8 +109,9 @@ class KnnConfig(LabelledConfig, CachedConfig):
     writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((20, 10, 100, 200), "numbers of neighbours; the first is reported in detail")
-    tokens: Pooled = setting("cls", "CLS token, mean of the patches, or both")
+    tokens: Pooled = setting("cls", TOKENS)
     blocks: Few = setting(1, "last blocks whose tokens are joined")
+    whiten: Whiten = WHITEN
     output: JsonFile | None = RESULTS
 
 
@@ -179,7 +194,8 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     @property
     def trained(self) -> list[str]:
         """The weights that name a network."""
-        return [weights for weights in self.weights if weights not in (UNTRAINED, *BASELINES)]
+        parts = [part for weights in self.weights for part in side_by_side(weights)]
+        return [weights for weights in parts if weights not in (UNTRAINED, *BASELINES)]
 
 
 class AttentionConfig(Settings):
@@ -207,9 +223,15 @@ class EmbedConfig(CachedConfig):
     labels: str | None = setting(None, "CSV, JSON or Parquet of the images' labels, or none; null: its own")
     several: bool = SEVERAL
     output: ParquetFile | None = setting(None, f"file to write; null: embeddings.parquet, {IN_PYTHON}")
-    tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
+    tokens: Tokens = setting("cls", f"{TOKENS}; the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
+    whiten: Whiten = WHITEN
     precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield what has no covariance."""
+        if self.whiten and self.tokens in ("patches", "all"):
+            yield f"whiten={self.whiten:g} is of one vector an image, not of tokens={self.tokens}"
 
 
 class DemoConfig(Settings):

@@ -34,7 +34,7 @@ TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
 ResizeMode = Literal["crop", "whole"]  # how an evaluation resizes an image
 Interpolation = Literal["bicubic", "bilinear"]
-Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
+Tokens = Literal["cls", "mean", "cells", "cls+mean", "cls+cells", "patches", "all"]
 BaselineName = Literal["pixels", "edges"]  # features that nothing has learned, in the place of weights
 BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 Stem = Literal["patch", "conv", "hybrid"]

@@ -25,8 +25,9 @@ from dino_vit.eval.online import rankme
 from dino_vit.eval.results import write_results
 from dino_vit.eval.sets import VAL_SHARE, Sets, divide, open_sets
 from dino_vit.eval.statistics import Difference, Figure, PerImageMetric, difference
-from dino_vit.features.cache import cached_features
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.features.readings import fit_reading, joined_features
+from dino_vit.models.backbone import CLS
 from dino_vit.weights import load_backbone
 
 NEIGHBOURS = 20
@@ -90,7 +91,7 @@ def run(config: CompareConfig) -> ComparisonResult:
 def _load(config: CompareConfig, weights: str) -> FrozenBackbone:
     """Load one of the backbones; the untrained one has the network of the first."""
     trained = config.trained[0] if weights == UNTRAINED else weights
-    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=trained))
+    frozen = frozen_backbones(CachedConfig(**_shared(config, CachedConfig), weights=trained))
     return untrained_like(frozen, config.seed) if weights == UNTRAINED else frozen
 
 
@@ -107,8 +108,9 @@ def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
 def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: ImageSet, name: str) -> float:
     few = len(source) <= RANK_IMAGES  # then all, whose features k-NN needs too
     indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
-    features, _ = cached_features(frozen, source, indices=indices, title=f"features of {name}")
-    return rankme(torch.from_numpy(features))
+    values, _ = joined_features(frozen, source, indices=indices, title=f"features of {name}")
+    features = torch.from_numpy(values)
+    return rankme(fit_reading(frozen, features, CLS, 0.0)(features))
 
 
 def _evaluate(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 
@@ -26,8 +27,8 @@ from dino_vit.data.image_set import ImageSet
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.remote import is_url
-from dino_vit.features.cache import cached_features
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.features.readings import fit_reading, joined_features
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.hub import is_name
 
@@ -74,13 +75,15 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     output = None if config.output is None else Path(config.output)
     if output:
         check_outputs(config, output)
-    backbone = frozen_backbone(config)
+    backbone = frozen_backbones(config)
     source = open_source(config.source, config.labels, several=config.several)
     names = source.distinct_names(range(len(source)))  # before the work
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-    values, indices = cached_features(
+    values, indices = joined_features(
         backbone, source, spec=spec, title=f"embeddings of {public(config.source)}"
     )
+    features = torch.from_numpy(values)
+    values = fit_reading(backbone, features, spec, config.whiten)(features).numpy()
     codes = source.codes(indices).tolist()
     rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
     shape = " × ".join(map(str, values.shape))
@@ -124,6 +127,7 @@ def provenance(
             "network": config.network,
             "step": weights["step"],
         },
+        "beside": weights.get("beside", []),
         "source": {
             "spec": str(path.absolute()) if path.exists() else public(config.source),
             "root": os.path.abspath(str(root)) if local else None,  # of names that are paths of files
@@ -133,6 +137,7 @@ def provenance(
         },
         "transform": asdict(backbone.transform),
         "tokens": {"kind": config.tokens, "blocks": config.blocks},
+        "whiten": config.whiten,
         "precision": backbone.precision,
         "shape": list(values.shape[1:]),
     }

@@ -4,6 +4,7 @@ Several labels of an image are predicted by the mean of the neighbours.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from dino_vit.eval.statistics import (
     TITLES,
     Predictions,
 )
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.features.readings import fit_reading
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.read_file import check_weights
 
@@ -42,7 +44,7 @@ def run(config: KnnConfig) -> EvaluationResult:
     start_processes()
     check_weights(config.weights)
     sets = open_sets(config, blocks=None)  # a mistake in labels is found before weights are loaded
-    frozen = frozen_backbone(config)
+    frozen = frozen_backbones(config)
     return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
 
 
@@ -52,6 +54,9 @@ def evaluate(
     """Evaluate a backbone that is loaded already; with a path write the JSON."""
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     train, val = features_of_sets(frozen, sets, spec)
+    read = fit_reading(frozen, train.features, spec, config.whiten)
+    bank = replace(train, features=read(train.features))
+    train, val = bank, bank if val is train else replace(val, features=read(val.features))
     how = "leave-one-out" if val is train else f"by {plural(len(train), 'image')} of {sets[0].name}"
     heading = f"{METRIC[val.task]} (%), {how}, on {plural(len(val), 'image')} of {sets[1].name}"
     heading += "; k neighbours vote; in brackets 95 % intervals\n"

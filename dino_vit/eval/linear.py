@@ -1,8 +1,8 @@
 """Logistic regressions on a frozen backbone, the best of several penalties and choices of tokens.
 
 They train on features that are computed once and cached: the CLS tokens of the last blocks, then the mean
-patch token of the last block. Each head reads a contiguous range of these columns. Several labels of an image
-are learned each for itself.
+patch token of the last block. Each head reads a contiguous range of these columns, and all of the backbones
+beside. Several labels of an image are learned each for itself.
 
 n images, r heads (one per penalty), c classes
 """
@@ -38,9 +38,9 @@ from dino_vit.eval.results import (
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
 from dino_vit.eval.statistics import TITLES, TOP_K, measure
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.models.backbone import FeatureSpec, simple_specs
-from dino_vit.models.classifiers import LinearHeads, on_standardised
+from dino_vit.models.classifiers import Columns, LinearHeads, on_standardised
 from dino_vit.weights.read_file import check_weights
 
 AS_PUBLISHED = "chosen on the images that it is evaluated on, as published: optimistic with few images"
@@ -63,7 +63,7 @@ def run(config: LinearConfig) -> EvaluationResult:
     start_processes()
     check_weights(config.weights)
     sets = open_sets(config)  # a mistake in labels is found before weights are loaded
-    frozen = frozen_backbone(config)
+    frozen = frozen_backbones(config)
     return evaluate(config, frozen, sets, asked_output(config, frozen.model.provenance.source, sets))
 
 
@@ -74,7 +74,12 @@ def evaluate(
     inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
     train, val = features_of_sets(frozen, sets, inputs[-1])
     train, held_out = hold_out(train, config.seed)
-    columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+    slices = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+    columns: list[Columns] = [*slices]
+    if frozen.beside:  # whose features each head reads too
+        places = range(train.features.shape[1])
+        others = places[sum(inputs[-1].widths(frozen.model)) :]
+        columns = [[*places[each], *others] for each in slices]
     grid = Grid("C", STANDARD_CS, inputs, _train(train, columns, frozen.device))
     details = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     return conclude_best("linear", path, grid, train, val, held_out, details)
@@ -89,7 +94,7 @@ def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, Labe
     return train[np.flatnonzero(~chosen)], train[np.flatnonzero(chosen)]
 
 
-def _train(train: LabelledFeatures, columns: Sequence[slice], device: torch.device) -> list[LinearHeads]:
+def _train(train: LabelledFeatures, columns: Sequence[Columns], device: torch.device) -> list[LinearHeads]:
     """Return for each choice of columns the regressions of all penalties."""
     targets, classes = train.targets.to(device), len(train.classes)
 

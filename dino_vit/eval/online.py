@@ -1,11 +1,13 @@
 """Evaluation during training: accuracies or mAP by labels, always the rank and what colours explain."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,13 +25,15 @@ from dino_vit.eval.sets import count_shared, divide, labelled_subset
 from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
 from dino_vit.features.batches import missing_indices, warn_of_unreadable
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
-from dino_vit.models.backbone import CLS, Backbone, FeatureSpec, simple_specs
+from dino_vit.features.readings import FITTED_IMAGES, fit_levelling, levelled_spec
+from dino_vit.models.backbone import CLS, Backbone, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20
 _VAL_SHARE = 5  # one in so many images is judged, if the source has splits
 # Which images were classified correctly: their bits, in hexadecimal.
 Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
+_BASELINE_IMAGES = 1000  # that baselines are levelled by: by all, 3,072 pixels would take ten seconds
 _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
 
 
@@ -37,23 +41,23 @@ _RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of varianc
 class OnlineFigures:
     """What an evaluation measured; accuracies are in per cent, by the labels top-1 or mAP.
 
-    `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
-    that vote in k-NN and tested on its queries; without splits on one half of each class, in blocks, and
-    tested on the other, in turn.
+    `levelled_knn` is of the CLS token and the means of 3 × 3 cells of patches, each levelled
+    (`features/readings.py`) by the images that vote. `probe` is a ridge regression from the CLS token and the
+    mean of the cells to the labels, trained on the images that vote in k-NN and tested on its queries;
+    without splits on one half of each class, in blocks, and tested on the other, in turn.
     """
 
     rankme: float | None = None  # of the CLS token
     knn: float | None = None  # of the CLS token
-    best_features: str | None = None  # the tokens that are classified best
-    best_knn: float | None = None
+    levelled_knn: float | None = None
     probe: float | None = None
     colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
     knn_answers: Answers | None = None
-    best_knn_answers: Answers | None = None
+    levelled_knn_answers: Answers | None = None
     probe_answers: Answers | None = None
     # Standard errors in points, where a figure is mAP, which no image is right or wrong by.
     knn_error: float | None = None
-    best_knn_error: float | None = None
+    levelled_knn_error: float | None = None
     probe_error: float | None = None
 
 
@@ -62,7 +66,7 @@ class Guesses:
     """What needs no training, in per cent, and what accuracies are; figures are missing without labels."""
 
     metric: Title = "top-1"  # what all accuracies are
-    pixels: float | None = None  # k-NN by the baselines
+    pixels: float | None = None  # k-NN by the baselines, as they are or levelled, whichever is better
     edges: float | None = None
     colours: float | None = None  # a probe of the mean and std of each channel
     largest_class: float | None = None  # always guessed
@@ -172,32 +176,32 @@ class OnlineEvaluation:
         return f"{plural(len(self.indices), 'image')}, {labels} ({digest(facts, {})[:16]})"
 
     def __call__(self, backbone: Backbone) -> OnlineFigures:
-        """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""
-        specs = simple_specs(backbone) if self.has_labels else [CLS]
-        channels, tokens = self.transform.pixels.channels, specs[-1].tokens
-        widest = _WithColours(tokens=tokens, blocks=specs[-1].blocks, channels=channels)
-        values, rows = self._features(backbone, widest)
+        """Evaluate the CLS token and, where there are labels, its reading with the cells."""
+        spec = levelled_spec(backbone) if self.has_labels else CLS
+        channels = self.transform.pixels.channels
+        values, rows = self._features(backbone, _WithColours(tokens=spec.tokens, channels=channels))
         if len(rows) < 2 or not values.isfinite().all():
             return OnlineFigures(math.nan, math.nan if self.has_labels else None)
 
-        def columns(spec: FeatureSpec) -> Tensor:
-            return values[:, spec.columns_in(widest, backbone.width)]
-
-        cls, image_colours = columns(CLS), values[:, -2 * channels :].cpu()
+        tokens, image_colours = values[:, : -2 * channels], values[:, -2 * channels :].cpu()
+        cls = tokens[:, : backbone.width]
         halves = torch.arange(len(rows)) % 2 == 0  # of images in a random order
         figures = OnlineFigures(rankme(cls), colour=explained(cls.cpu(), image_colours, halves))
         if not self.has_labels:
             return figures
-        right = {spec: self._classified(columns(spec), rows) for spec in specs}
-        best = max(specs, key=lambda spec: right[spec].percent)
-        probe = self._probe(columns(FeatureSpec(tokens=tokens)), rows)
-        judged = {"knn": right[CLS], "best_knn": right[best], "probe": probe}
+        places = rearrange(tokens, "n (p d) -> n p d", d=backbone.width)
+        averaged = torch.cat([cls, *([places[:, 1:].mean(dim=1)] if backbone.has_patches else [])], dim=1)
+        judged = {
+            "knn": self._classified(cls, rows),
+            "levelled_knn": self._classified(tokens, rows, spec.widths(backbone)),
+            "probe": self._probe(averaged, rows),
+        }
         by_name: dict[str, Any] = {
             f"{name}{part}": value
             for name, figure in judged.items()
             for part, value in zip(("", "_answers", "_error"), figure, strict=True)
         }
-        return replace(figures, best_features=best.settings, **by_name)
+        return replace(figures, **by_name)
 
     def describe_leak(self) -> str | None:
         """Say how many images to judge by are among those that vote, too, whatever paths lead to them."""
@@ -236,7 +240,10 @@ class OnlineEvaluation:
                 self.source, self.indices
             )
             rows = self._rows(features.indices)
-            figures[name] = self._classified(features.values, rows).percent
+            figures[name] = max(
+                self._classified(features.values, rows, widths, _BASELINE_IMAGES).percent
+                for widths in ([], [model.width])
+            )
             if name == "pixels":
                 images = features.values.view(-1, pixels.channels, *model.image_size)
                 figures["colours"] = self._probe(colours(images), rows).percent
@@ -261,14 +268,19 @@ class OnlineEvaluation:
         """Return the places in the evaluation of images that could be read, in its order."""
         return torch.isin(torch.tensor(self.indices), indices).nonzero()[:, 0]
 
-    def _classified(self, features: Tensor, rows: Tensor) -> _Judged:
-        """Predict labels by the neighbours."""
+    def _classified(
+        self, features: Tensor, rows: Tensor, widths: Sequence[int] = (), images: int = FITTED_IMAGES
+    ) -> _Judged:
+        """Predict labels by the neighbours; parts of these widths are levelled by at most so many images."""
         judged = (rows >= self.votes).nonzero()[:, 0]
         votes = (rows < self.votes).nonzero()[:, 0] if self.votes else judged
         k = min(NEIGHBOURS, len(votes) - (not self.votes))
         if k < 1 or not len(judged):  # most images became unreadable
             return _Judged(math.nan)
         vote = weighted_knn if self.task == "multiclass" else neighbour_means
+        if widths:
+            bank = features[votes.to(features.device)]
+            features = fit_levelling(bank, widths, images=images)(features)
         bank, queries = (features[each.to(features.device)] for each in (votes, judged))
         labels, offset = self.targets[rows[votes]].to(features.device), None if self.votes else 0
         answers = vote(bank, labels, queries, k=[k], self_offset=offset)[k]

@@ -23,8 +23,8 @@ from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.open import has_cells, open_source
 from dino_vit.eval.holdout import choose_folds, find_runs, numbers_of, series_of
 from dino_vit.eval.statistics import Predictions
-from dino_vit.features.cache import cached_features
 from dino_vit.features.frozen import FrozenBackbone
+from dino_vit.features.readings import joined_features
 from dino_vit.models.backbone import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
@@ -313,7 +313,7 @@ def labelled_features(
 ) -> LabelledFeatures:
     """Return the features of the readable images of a subset, on the device if they fit there."""
     indices = None if subset.is_whole_source else subset.indices.tolist()
-    stored, kept = cached_features(frozen, subset.source, spec=spec, indices=indices, title=title)
+    stored, kept = joined_features(frozen, subset.source, spec=spec, indices=indices, title=title)
     values = torch.from_numpy(stored)
     targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, kept)])
     device = frozen.device

@@ -51,10 +51,16 @@ class FrozenBackbone:
     cache: Path | None = None  # folder of cached features; None: that of all caches
     cache_gb: float = 50.0  # how large all caches may become together
     unreadable: set[str] = field(default_factory=set)  # names of images that were said to be
+    beside: tuple["FrozenBackbone", ...] = ()  # others, whose features `joined_features` adds to its own
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def side_by_side(self) -> tuple["FrozenBackbone", ...]:
+        """The backbone itself, and those beside it."""
+        return (self, *self.beside)
 
     @property
     def precision(self) -> str:
@@ -76,7 +82,8 @@ class FrozenBackbone:
         """Return where the weights come from and what they are computed in, for a results file."""
         provenance = self.model.provenance
         origin = {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
-        return {**origin, "precision": self.precision}
+        beside = {"beside": [each.describe_weights() for each in self.beside]} if self.beside else {}
+        return {**origin, "precision": self.precision, **beside}
 
     def features(
         self, source: ImageSet, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
@@ -157,6 +164,15 @@ def frozen_backbone(config: "BackboneConfig") -> FrozenBackbone:
         threads=config.num_workers or min(cores_of_a_process(world_size()), 16),
         **caches,
     )
+
+
+def frozen_backbones(config: "BackboneConfig") -> FrozenBackbone:
+    """Do the same with weights such as runs/a+edges: return the first, with the others beside it."""
+    from dino_vit.config.commands import side_by_side
+
+    each = (config.model_copy(update={"weights": weights}) for weights in side_by_side(config.weights))
+    first, *others = map(frozen_backbone, each)
+    return replace(first, beside=tuple(replace(other, unreadable=first.unreadable) for other in others))
 
 
 def build_baseline(

@@ -1,13 +1,15 @@
 """What the library needs of a backbone, and which of its tokens are the features of an image."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.config.sections import Tokens
@@ -98,13 +100,17 @@ class Backbone(nn.Module):
         self.config = replace(self.config, num_classes=classes)
 
 
+CELLS = 3  # rows and columns of cells
+
+
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
     """The tokens of the last `blocks` blocks, joined along the channels, the last block's at the end.
 
-    `cls`: the CLS tokens; `mean`: the means of the patches; `cls+mean`: the CLS tokens, then the mean of the
-    last block alone, as DINOv2's probes read them; `patches`: the patches (N, D); `all`: the CLS token, the
-    registers and the patches (1 + R + N, D).
+    `cls`: the CLS tokens; `mean`: the means of the patches; `cells`: the means of the patches of 3 × 3 cells;
+    `cls+mean`, `cls+cells`: the CLS tokens, then the mean or the cells of the last block alone, as DINOv2's
+    probes read the mean; `patches`: the patches (N, D); `all`: the CLS token, the registers and the patches
+    (1 + R + N, D).
     """
 
     tokens: Tokens = "cls"
@@ -112,11 +118,17 @@ class FeatureSpec:
 
     def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
         """Return the shape of one image's features."""
-        width = (self.blocks + self.with_mean) * model.width
         if self.tokens not in ("patches", "all"):
-            return (width,)
+            return (sum(self.widths(model)),)
         rows, columns = model.grid_of(*size)
-        return rows * columns + (model.first_patch if self.tokens == "all" else 0), width
+        first = model.first_patch if self.tokens == "all" else 0
+        return rows * columns + first, self.blocks * model.width
+
+    def widths(self, model: Backbone) -> list[int]:
+        """Return the numbers of features of the CLS tokens, and of the patches of an image."""
+        kind, _, added = self.tokens.partition("+")
+        places = {"cls": 1, "mean": 1, "cells": CELLS**2}
+        return [self.blocks * places[kind] * model.width, *([places[added] * model.width] if added else [])]
 
     @property
     def with_mean(self) -> bool:
@@ -128,11 +140,6 @@ class FeatureSpec:
         """Return these tokens in words."""
         cls = "CLS" if self.blocks == 1 else f"CLS of {self.blocks} blocks"
         return cls + " + mean patch" * self.with_mean
-
-    @property
-    def settings(self) -> str:
-        """Return these tokens as `knn` and `embed` take them, the default as "CLS"."""
-        return "CLS" if self == CLS else f"tokens={self.tokens} blocks={self.blocks}"
 
     def columns_in(self, other: "FeatureSpec", width: int) -> slice:
         """Return the columns of these tokens among the features of a spec that has more of them."""
@@ -146,15 +153,27 @@ class FeatureSpec:
         if self.tokens != "cls" and not model.has_patches:
             raise ValueError(f"tokens={self.tokens} needs patches, which this backbone lacks; use tokens=cls")
         layers = model.get_intermediate_layers(images, self.blocks)
-        if self.tokens == "all":
-            parts = layers
-        elif self.tokens == "patches":
-            parts = [layer[:, model.first_patch :] for layer in layers]
-        else:
-            means = [layer[:, model.first_patch :].mean(dim=1) for layer in layers]
-            cls = [layer[:, 0] for layer in layers]
-            parts = {"cls": cls, "mean": means, "cls+mean": [*cls, means[-1]]}[self.tokens]
+        kind, _, added = self.tokens.partition("+")
+        of_kind: dict[str, Callable[[Tensor], Tensor]] = {
+            "cls": lambda layer: layer[:, 0],
+            "mean": lambda layer: layer[:, model.first_patch :].mean(dim=1),
+            "cells": lambda layer: mean_by_cell(
+                layer[:, model.first_patch :], model.grid_of(*images.shape[-2:])
+            ),
+            "patches": lambda layer: layer[:, model.first_patch :],
+            "all": lambda layer: layer,
+        }
+        parts = [*map(of_kind[kind], layers), *([of_kind[added](layers[-1])] if added else [])]
         return torch.cat(parts, dim=-1)
+
+
+def mean_by_cell(patches: Tensor, grid: Size) -> Tensor:
+    """Return the mean patch of each of 3 × 3 cells, (B, 9 · D), of patches (B, N, D).
+
+    Where 3 does not divide the sides of the grid, cells overlap by a row or a column of patches.
+    """
+    maps = rearrange(patches, "b (h w) d -> b d h w", h=grid[0])
+    return rearrange(F.adaptive_avg_pool2d(maps, CELLS), "b d y x -> b (y x d)")
 
 
 CLS = FeatureSpec()

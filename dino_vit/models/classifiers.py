@@ -35,12 +35,15 @@ class LinearScores(nn.Module):
         return F.linear(features, self.weight, self.bias)
 
 
+Columns = slice | list[int]  # of features
+
+
 class LinearHeads(NamedTuple):
     """Linear classifiers that read the same columns of the features."""
 
     weight: Tensor  # (r, c, d)
     bias: Tensor  # (r, c)
-    columns: slice = slice(None)
+    columns: Columns = slice(None)
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the logits of all heads for the columns that they read, (n, d) -> (n, r, c)."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dino_vit.config.sections import BASELINES
 from dino_vit.eval.statistics import Z, mcnemar, wilson_interval
@@ -10,6 +10,7 @@ from dino_vit.reports.metrics import Baseline, MetricsRecord
 
 UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of differences
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
+KnnFigure = Literal["knn", "levelled_knn"]  # by the CLS token, by CLS and levelled cells
 
 
 class Reading(NamedTuple):
@@ -49,11 +50,16 @@ class Reading(NamedTuple):
         return self.rise < 0 and among * self.p < UNLIKELY
 
 
-def reading_of(metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline) -> Reading:
+def reading_of(
+    metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline, figure: KnnFigure = "knn"
+) -> Reading:
     """Return the accuracy of a record beside an earlier one, or one without a network."""
-    now, then = (math.nan if each.knn is None else each.knn for each in (metrics, before))
-    answers, errors = (metrics.knn_answers, before.knn_answers), (metrics.knn_error, before.knn_error)
-    return Reading(now, then, baseline.queries or QUERIES, answers, errors)
+
+    def both(suffix: str = "") -> Any:
+        return tuple(getattr(each, figure + suffix) for each in (metrics, before))
+
+    now, then = (math.nan if value is None else value for value in both())
+    return Reading(now, then, baseline.queries or QUERIES, both("_answers"), both("_error"))
 
 
 def better_baseline(baseline: Baseline) -> tuple[str, float] | None:
@@ -67,11 +73,22 @@ def evaluations_of(history: Sequence[MetricsRecord]) -> list[MetricsRecord]:
     return [metrics for metrics in history if metrics.rankme is not None and math.isfinite(metrics.rankme)]
 
 
-def compared(baseline: Baseline) -> dict[str, float]:
-    """Return what a k-NN accuracy compares with, as far as it was measured."""
+def accuracies(metrics: MetricsRecord, baseline: Baseline) -> dict[str, str]:
+    """Return both k-NN accuracies of a record and what they compare with, as far as they were measured."""
     name, level = better_baseline(baseline) or ("", None)
-    levels = {"before training": baseline.knn, f"{name} without a network": level, "chance": baseline.chance}
-    return {name: level for name, level in levels.items() if level is not None}
+    levels = {
+        "by the CLS token": knn_text(metrics, baseline, "knn"),
+        "before training": baseline.knn,
+        "by CLS and levelled cells": knn_text(metrics, baseline, "levelled_knn"),
+        "the same before training": baseline.levelled_knn,
+        f"{name} without a network": level,
+        "chance": baseline.chance,
+    }
+    return {
+        name: level if isinstance(level, str) else f"{level:.1f} %"
+        for name, level in levels.items()
+        if level not in (None, "")
+    }
 
 
 def describe_knn(baseline: Baseline) -> str:
@@ -83,12 +100,13 @@ def describe_knn(baseline: Baseline) -> str:
     return f"k-NN {kind} on {images}, each labelled by those most similar to it"
 
 
-def knn_text(metrics: MetricsRecord, baseline: Baseline) -> str:
+def knn_text(metrics: MetricsRecord, baseline: Baseline, figure: KnnFigure) -> str:
     """Return a k-NN accuracy with its 95 % confidence; nothing without labels."""
-    if (knn := metrics.knn) is None:
+    knn, error = getattr(metrics, figure), getattr(metrics, f"{figure}_error")
+    if knn is None:
         return ""
-    margin = Z * (metrics.knn_error or 0.0)
-    if metrics.knn_error is None:
+    margin = Z * (error or 0.0)
+    if error is None:
         low, high = wilson_interval(min(max(knn / 100, 0.0), 1.0), baseline.queries or QUERIES)
         margin = 100 * (high - low) / 2
     return f"{knn:.1f} ± {margin:.1f} %"
@@ -96,6 +114,5 @@ def knn_text(metrics: MetricsRecord, baseline: Baseline) -> str:
 
 def accuracy_text(metrics: MetricsRecord, baseline: Baseline) -> str:
     """Return the k-NN accuracy of a record beside what it compares with; nothing without labels."""
-    levels = ", ".join(f"{name} {level:.1f} %" for name, level in compared(baseline).items())
-    knn = knn_text(metrics, baseline)
-    return knn and f"{describe_knn(baseline)}: {'; '.join(filter(None, (knn, levels)))}"
+    levels = ", ".join(f"{name} {level}" for name, level in accuracies(metrics, baseline).items())
+    return "" if metrics.knn is None else f"{describe_knn(baseline)}: {levels}"

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import printable, public
 from dino_vit.method.terms import all_terms
-from dino_vit.reports.accuracies import compared, describe_knn, evaluations_of, knn_text
+from dino_vit.reports.accuracies import accuracies, describe_knn, evaluations_of
 from dino_vit.reports.record import RecordedRun, changed_settings, facts, label_command, verdict
 from dino_vit.reports.verdict import BAD, WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
@@ -27,7 +27,10 @@ ENTROPIES = (
     "How undecided the teacher is. Both at the dashed line, or both 0: a collapse, all images are alike."
 )
 GAP = "Difference between the two entropies: how much an answer depends on its image. 0 is a collapse."
-KNN = "Images labelled right by those most similar to them (%), or mAP. The CLS token sums up an image."
+KNN = (
+    "Images labelled right by those most similar to them (%), or mAP. The CLS token sums up an image, cells "
+    "are what the network sees at 3 × 3 places."
+)
 RANK = "In about how many ways the network tells images apart."
 SINGLE = [  # field of a record, title, caption
     ("probe", "Linear classifier", "Images labelled right (%), or mAP, by a ridge regression to the labels."),
@@ -101,9 +104,9 @@ def fill_in(template: str, **values: Any) -> str:
 def figures(record: RecordedRun) -> dict[str, str]:
     """Return the few numbers to look at first: the accuracy or the rank, and what it compares with."""
     before, newest = record.baseline, evaluations_of(record.history)[-1:]
-    if newest and (knn := knn_text(newest[0], before)):
-        levels = {name: f"{level:.1f} %" for name, level in compared(before).items()}
-        return {describe_knn(before): knn, **levels, **newest_evaluation(record)}
+    if newest and newest[0].knn is not None:
+        (name, knn), *others = accuracies(newest[0], before).items()
+        return {f"{describe_knn(before)}, {name}": knn, **dict(others), **newest_evaluation(record)}
     rank = newest[0].rankme if newest else None
     ranks = {"ways to tell images apart": rank, "before training": before.rankme}
     return {name: f"{value:.0f}" for name, value in ranks.items() if value} | newest_evaluation(record)
@@ -136,7 +139,7 @@ def charts(record: RecordedRun) -> list[dict[str, Any]]:
         # title, caption, fields of records by the name of their curve, values to compare with by name, unit
         ("Loss", loss, {"loss": "loss"}, alike, ""),
         ("Teacher entropies", ENTROPIES, entropies, alike, ""),
-        (f"k-NN {metric}", KNN, {"CLS token": "knn", "best outputs": "best_knn"}, knn, "%"),
+        (f"k-NN {metric}", KNN, {"CLS token": "knn", "with levelled cells": "levelled_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
         ("Loss of masked patches", loss, {"loss": "patch"}, alike_patches, ""),

@@ -100,10 +100,10 @@ class JudgedRun:
 
     @property
     def below(self) -> float:
-        """Points of the accuracy below the better of pixels and edges; 0 where that may be chance."""
-        better = better_baseline(self.before)
-        reading = self.beside(Baseline(knn=better[1])) if better else None
-        return -reading.rise if reading and reading.fell() else 0.0
+        """Points by CLS and levelled cells below the better baseline; 0 where that may be chance."""
+        better = Baseline(levelled_knn=(better_baseline(self.before) or ("", None))[1])
+        reading = reading_of(self.evaluations[-1], better, self.before, "levelled_knn")
+        return -reading.rise if reading.fell() else 0.0
 
     @property
     def rising_since(self) -> MetricsRecord | None:

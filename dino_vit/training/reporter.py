@@ -215,7 +215,7 @@ class Reporter:
         labels += " several=true" * data.several
         if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
             better = better_baseline(self.baseline) if self.baseline else None
-            knn = self.history[-1].knn if self.history else None
+            knn = self.history[-1].levelled_knn if self.history else None
             if better and knn is not None and better[1] - knn >= FAR:
                 images = f"{shlex.quote(public(data.sources[0]))} {better[0]}"
             return f"{text}`dino-vit predict {images}{labels} output=rest.csv` labels the other images"
@@ -247,21 +247,23 @@ def start_record(state: TrainingState) -> Start:
 def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]:
     """Yield what the untrained network and simpler means reach, and what to do if it is far below them."""
     config, images = state.config, state.plan.length * state.run.global_batch
-    if baseline.knn is None:
+    if baseline.knn is None or baseline.levelled_knn is None:
         ways = f"in about {baseline.rankme:.0f} ways (effective rank)"
         yield f"before the first step the network tells images apart {ways}"
         return
     levels, network = baseline.figures(), "initial weights" if config.init else "untrained network"
     guesses = ", ".join(f"{title} {levels[name]:.1f}" for name, title in GUESSES.items() if name in levels)
     yield (
-        f"before the first step, {describe_knn(baseline)} (%): {network} {baseline.knn:.1f}; "
+        f"before the first step, {describe_knn(baseline)} (%): {network} {baseline.knn:.1f} by the "
+        f"CLS token, {baseline.levelled_knn:.1f} by CLS and levelled cells; "
         f"without a network: {guesses}"
     )
     name, percent = better_baseline(baseline) or ("", 0.0)
     needed = CATCHES_UP if config.loss.edge_weight else CATCHES_UP_WITHOUT_EDGES
-    if percent - baseline.knn >= FAR and images < needed:
+    behind = percent - baseline.levelled_knn
+    if behind >= FAR and images < needed:
         yield (
-            f"{name} are {percent - baseline.knn:.0f} points better than the untrained network, which may "
+            f"{name} are {behind:.0f} points better than the untrained network, which may "
             f"not catch up in {images:,} images: give it {needed:,} or more. {published_advice(config)}"
         ).rstrip()
 

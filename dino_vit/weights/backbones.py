@@ -44,9 +44,10 @@ class LoadedBackbone(Backbone):
         An image is what `transform` takes; several are an iterable of them, a tensor (n, C, H, W) or an array
         (n, H, W, C). They are read and sent through the backbone `batch_size` at a time.
 
-        The features are the CLS token (D,), the `mean` of the patches (D,), both as `cls+mean`, the `patches`
-        (N, D), or `all` tokens, CLS and registers first; of several last `blocks` they are joined along the
-        channels. `reshape` gives patches as a map (D, rows, columns).
+        The features are the CLS token (D,), the `mean` of the patches (D,), that of each of 3 × 3 `cells`
+        (9 D,), CLS with them as `cls+mean` or `cls+cells`, the `patches` (N, D), or `all` tokens, CLS and
+        registers first; of several last `blocks` they are joined along the channels. `reshape` gives patches
+        as a map (D, rows, columns).
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dino_vit.config.commands import side_by_side
 from dino_vit.config.constructors import build
 from dino_vit.config.sections import BASELINES
 from dino_vit.core import Size, height_width, log
@@ -99,8 +100,9 @@ def find_weights(source: str | Path) -> Path:
 
 def check_weights(source: str) -> None:
     """Raise WeightsError for a path without weights: what cannot work is said before labels are read."""
-    if not is_name(source):
-        find_weights(source)
+    for part in side_by_side(source):
+        if not is_name(part):
+            find_weights(part)
 
 
 def _sha256(path: Path) -> str:

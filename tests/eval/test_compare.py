@@ -84,6 +84,14 @@ def test_images_are_opened_once_and_the_title_names_what_is_compared(tmp_path, o
     assert found.text.startswith(f"{others[0]}, {others[1]}, untrained {images}\n")
 
 
+def test_backbones_side_by_side_are_compared_as_one(tmp_path, weights):
+    names = [f"{weights}+pixels", "untrained"]
+    found = dino_vit.compare("synthetic:60:16", weights=names, cache=tmp_path, **SETTINGS)
+    assert [*found.ranks] == names
+    alone = dino_vit.knn("synthetic:60:16", names[0], k=[20], cache=tmp_path, **SETTINGS)
+    assert found.figures["k-NN top-1"][names[0]] == alone.figure
+
+
 def test_an_untrained_network_joins(weights):
     found = dino_vit.compare("synthetic:60:16", weights=["untrained", weights], **SETTINGS)
     assert list(found.ranks) == ["untrained", str(weights)]

@@ -70,11 +70,22 @@ def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder):
 
 def test_other_tokens(tmp_path, weights):
     model, source = load_backbone(weights), make_textures(length=9)
-    for tokens, blocks in (("patches", 2), ("cls+mean", 2), ("mean", 1), ("all", 1)):
+    for tokens, blocks in (("patches", 2), ("cls+mean", 2), ("cells", 2), ("all", 1)):
         output = tmp_path / "e.parquet"
         embed(tmp_path, weights, "synthetic:9:32", f"output={output}", f"tokens={tokens}", f"blocks={blocks}")
         expected = extracted(model, source, spec=FeatureSpec(tokens=tokens, blocks=blocks)).numpy()
         assert np.array_equal(read(output)[1], expected)
+
+
+def test_levelled_embeddings_of_two_backbones_are_fitted_on_the_images_themselves(tmp_path, weights):
+    settings = f"output={tmp_path / 'e.parquet'}", "tokens=cls+cells", "whiten=1"
+    embed(tmp_path, f"{weights}+pixels", "synthetic:9:32", *settings)
+    _, values, metadata = read(tmp_path / "e.parquet")
+    parts = values[:, :32], values[:, 32 : 10 * 32], values[:, 10 * 32 :]
+    for part in parts:
+        assert np.linalg.norm(part, axis=1) == pytest.approx(1, rel=1e-5)
+        assert (np.abs(np.corrcoef(part) + 1 / 8)[~np.eye(9, dtype=bool)] < 0.1).all(), "whitened"
+    assert (metadata["whiten"], len(metadata["beside"])) == (1, 1)
 
 
 def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):
@@ -86,6 +97,8 @@ def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, cap
         (["embed", folder, *common, "output=e.txt"], "must be FILE.parquet"),
         (["embed", tmp_path / "empty", *common], "empty"),
         (["embed", folder, *common, "size=18"], "18"),
+        (["embed", folder, *common, "tokens=patches", "whiten=1"], "one vector an image"),
+        (["embed", folder, *common, f"weights={weights}+none.pth"], "none.pth does not exist"),
     ):
         assert main(list(map(str, argv))) == 2, argv
         assert message in capsys.readouterr().err, argv

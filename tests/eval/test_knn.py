@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from dino_vit.data.open import open_source
 from dino_vit.eval.statistics import accuracy
+from dino_vit.features.frozen import FrozenBackbone, build_baseline
+from dino_vit.features.readings import fit_levelling
 from dino_vit.models.backbone import CLS, FeatureSpec
 from dino_vit.weights import load_backbone
 from tests.support.backbones import extracted
@@ -23,7 +26,7 @@ def arguments(weights, source, output, *more):
 
 
 def evaluate(weights, source, *more):
-    output = weights.parent / "found.json"
+    output = source.parent / "found.json"
     said = command_here(*arguments(weights, source, output, *more))
     return json.loads(output.read_text()), said
 
@@ -77,6 +80,34 @@ def test_one_set_is_classified_by_the_others(tmp_path, weights):
     right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in range(24)]
     assert found["results"][0]["top1"]["correct"] == sum(right)
     assert found["images"] == {"train": 23, "val": 24}
+
+
+def test_levelled_features_side_by_side_are_fitted_on_the_bank(tmp_path, weights):
+    """The same in two processes."""
+    train = write_classes(tmp_path / "train", "abc", 12)
+    val = write_classes(tmp_path / "val", "abc", 5, first=50)
+    settings = f"train={train}", "k=[5]", "tokens=cls+cells", "whiten=0.5"
+    found, _ = evaluate(f"{weights}+pixels", val, *settings)
+    parts = {"model": load_backbone(weights), "pixels": build_baseline("pixels", open_source(str(train)))}
+    spec, sides = FeatureSpec(tokens="cls+cells"), []
+    for name, model in parts.items():
+        frozen = FrozenBackbone(model=model, transform=model.transform)
+        own = spec if name == "model" else CLS
+        sources = [open_source(str(images)) for images in (train, val)]
+        sides.append([frozen.extract(source, range(len(source)), own).values for source in sources])
+    bank, queries = (torch.cat(pair, dim=1) for pair in zip(*sides, strict=True))
+    level = fit_levelling(bank, [32, 9 * 32, 3 * 32 * 32])
+    unit_bank, unit_queries = (F.normalize(level(each)) for each in (bank, queries))
+    classes = ["abc"[row // 12] for row in range(36)]
+    right = [
+        ranked_classes((unit_bank @ query).tolist(), classes, 5)[0] == "abc"[row // 5]
+        for row, query in enumerate(unit_queries)
+    ]
+    assert found["results"][0]["top1"]["correct"] == sum(right)
+    assert [each["source"] for each in found["weights"]["beside"]] == ["pixels"]
+    two = tmp_path / "two.json"
+    command_in_two(tmp_path / "two", *arguments(f"{weights}+pixels", val, two, *settings))
+    assert json.loads(two.read_text())["results"] == found["results"]
 
 
 def test_labels_of_a_training_set_that_is_not_given_are_refused(tmp_path, weights):

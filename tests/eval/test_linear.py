@@ -1,6 +1,7 @@
 """The linear evaluation as a command, on cached features; the figures of many heads."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +17,16 @@ from tests.support.processes import command_in_two
 from tests.support.runs import command_here
 
 
-def arguments(weights, *more, source="synthetic:120:16", output="found.json"):
-    settings = [f"weights={weights}", f"output={weights.parent / output}", "precision=no", "overwrite=true"]
+def arguments(weights, *more, source="synthetic:120:16", output="found.json", folder=None):
+    output = (folder or weights.parent) / output
+    settings = [f"weights={weights}", f"output={output}", "precision=no", "overwrite=true"]
     return ["linear", str(source), *settings, *more]
 
 
 def evaluate(weights, *more, output="found.json", **keywords):
-    said = command_here(*arguments(weights, *more, output=output, **keywords))
-    return json.loads((weights.parent / output).read_text()), said
+    given = arguments(weights, *more, output=output, **keywords)
+    said = command_here(*given)
+    return json.loads(Path(given[3].removeprefix("output=")).read_text()), said
 
 
 def test_the_best_is_chosen_on_held_out_training_images_and_two_processes_find_it_too(weights):
@@ -62,6 +65,16 @@ def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_p
     assert found["images"] == {"train": 23 - 2, "val": 8}
     assert set(found["best"]["per_class"]) == {"b", "c"}
     assert "a/0.png" in said
+
+
+@pytest.mark.usefixtures("few_penalties")
+def test_every_head_reads_the_backbones_beside_too(weights, monkeypatch):
+    trained, seen = linear._train, []
+    monkeypatch.setattr(linear, "_train", lambda *given: seen.append(given[1]) or trained(*given))
+    evaluate(f"{weights}+pixels", folder=weights.parent)
+    beside = range(32 * 4, 32 * 4 + 3 * 32 * 32)  # after CLS of three blocks, the mean; pixels
+    starts = [(64, 96), (64, 128), (0, 96), (0, 128)]
+    assert sorted(map(tuple, seen[0])) == sorted((*range(*each), *beside) for each in starts)
 
 
 @pytest.mark.usefixtures("few_penalties")

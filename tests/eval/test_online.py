@@ -1,6 +1,5 @@
 import math
-from dataclasses import astuple
-from itertools import product
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from PIL import Image
 from sklearn.metrics import average_precision_score
 from torch.nn import functional as F
 
+from dino_vit.config.sections import BASELINES
 from dino_vit.core.distributed import end_processes
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
@@ -19,6 +19,7 @@ from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.neighbours import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
+from dino_vit.features.readings import fit_levelling
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted
@@ -90,21 +91,31 @@ def test_features_that_are_colours_are_explained_by_them():
     assert explained(torch.randn(400, 16), image_colours, halves) < 0.05
 
 
-@pytest.mark.parametrize("depth", [1, 6])
-def test_the_best_of_the_simple_features_is_named(depth):
-    source, model = make_textures(length=200), backbone(depth=depth)
+def test_cells_and_baselines_are_levelled_by_the_images_that_vote(tmp_path):
+    source, model = open_folder(write_split_noise(tmp_path)), backbone()
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
-    labels = torch.tensor(evaluation.indices) % 10
-    found = {}
-    for tokens, blocks in product(("cls", "cls+mean"), {1, min(depth, 4)}):
-        spec = FeatureSpec(tokens=tokens, blocks=blocks)
-        values = extracted(model, source, evaluation.indices, spec, **SETTINGS, batch_size=50)
-        ranked = weighted_knn(values, labels, values, k=[20], self_offset=0)[20]
-        found[spec.settings] = 100 * float((ranked[:, 0] == labels).float().mean())
+    bank = torch.arange(len(evaluation.indices)) < evaluation.votes
+    labels = torch.tensor([source.label(index) for index in evaluation.indices])
+
+    def percent(values):
+        ranked = weighted_knn(values[bank], labels[bank], values[~bank], k=[20])[20]
+        return 100 * float((ranked[:, 0] == labels[~bank]).float().mean())
+
+    def levelled(values, widths):
+        return percent(fit_levelling(values[bank], widths)(values))
+
+    values = extracted(model, source, evaluation.indices, FeatureSpec(tokens="cls+cells"), **SETTINGS)
+    width = model.width
     figures = evaluation(model)
-    assert figures.knn == pytest.approx(found["CLS"])
-    assert figures.best_knn == pytest.approx(max(found.values()))
-    assert found[figures.best_features] == pytest.approx(max(found.values()))
+    assert figures.knn == pytest.approx(percent(values[:, :width]))
+    assert figures.levelled_knn == pytest.approx(levelled(values, [width, 9 * width]))
+    guesses = evaluation.guesses()
+    for name in BASELINES:
+        frozen = FrozenBackbone(model=build_baseline(name, source), transform=None)
+        frozen = replace(frozen, transform=frozen.model.transform)
+        plain = frozen.extract(source, evaluation.indices).values
+        better = max(percent(plain), levelled(plain, [plain.shape[1]]))
+        assert getattr(guesses, name) == pytest.approx(better)
 
 
 def write_noise(path, low, high):
@@ -113,27 +124,23 @@ def write_noise(path, low, high):
     Image.fromarray(generator.integers(low, high, (32, 32, 3), dtype=np.uint8)).save(path)
 
 
-def test_splits_are_not_classes(tmp_path):
-    """Of noise: the split and the class are told by brightness, and only the class is asked for."""
+def write_split_noise(folder):
     for number in range(120):
         split, label = ("train", "val", "train")[number % 3], ("dark", "light")[number % 2]
         low = 100 * (label == "light") + 50 * (split == "val")
-        write_noise(tmp_path / split / label / f"{number}.png", low, low + 60)
-    source = open_folder(tmp_path)
+        write_noise(folder / split / label / f"{number}.png", low, low + 60)
+    return folder
+
+
+def test_splits_are_not_classes(tmp_path):
+    """Of noise: the split and the class are told by brightness, and only the class is asked for."""
+    source = open_folder(write_split_noise(tmp_path))
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     guesses = evaluation.guesses()
     assert (guesses.queries, guesses.chance, guesses.leave_one_out) == (40, 50, False)
     bank = set(evaluation.indices[: evaluation.votes])
     assert {source.name(index).split("/")[0] for index in bank} == {"train"}
     assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}
-    labels = torch.tensor([source.label(index) for index in evaluation.indices])
-    voting = torch.tensor([index in bank for index in evaluation.indices])
-    for name, percent in (("pixels", guesses.pixels), ("edges", guesses.edges)):
-        model = build_baseline(name, source)
-        frozen = FrozenBackbone(model=model, transform=model.transform)
-        features = frozen.extract(source, evaluation.indices).values
-        ranked = weighted_knn(features[voting], labels[voting], features[~voting], k=[20])[20]
-        assert percent == pytest.approx(100 * float((ranked[:, 0] == labels[~voting]).float().mean()))
 
 
 def test_with_splits_a_probe_learns_from_the_images_that_vote(tmp_path):
@@ -171,7 +178,7 @@ def partly_labelled(length, labels):
 def test_without_labels_the_rank_is_what_there_is(labels):
     evaluation = OnlineEvaluation(source=partly_labelled(100, labels), **SETTINGS, seed=0, images=40)
     figures = evaluation(backbone())
-    assert (figures.knn, figures.best_features, figures.best_knn, figures.probe) == (None,) * 4
+    assert (figures.knn, figures.levelled_knn, figures.probe) == (None,) * 3
     assert math.isfinite(figures.colour)
     assert len(evaluation.indices) == 40
     assert evaluation.guesses() is None

@@ -1,5 +1,6 @@
 import random
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from dino_vit.data.open import open_source
 from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
-from dino_vit.models.backbone import FeatureSpec, eval_mode
+from dino_vit.models.backbone import FeatureSpec, eval_mode, mean_by_cell
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted
@@ -50,13 +51,18 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
         blocks = model.get_intermediate_layers(images, 3)
     cls = [tokens[:, 0] for tokens in blocks]
     patch_tokens = [tokens[:, 1 + registers :] for tokens in blocks]
-    patches = patch_tokens[-1]
+    patches, cells = patch_tokens[-1], partial(mean_by_cell, grid=(4, 4))
     for spec, expected in (
         (FeatureSpec(), cls[2]),
         (FeatureSpec(blocks=3), torch.cat(cls, 1)),
         (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="mean", blocks=2), torch.cat([part.mean(1) for part in patch_tokens[1:]], 1)),
+        (
+            FeatureSpec(tokens="cells", blocks=2),
+            torch.cat([mean_by_cell(part, (4, 4)) for part in patch_tokens[1:]], 1),
+        ),
+        (FeatureSpec(tokens="cls+cells", blocks=2), torch.cat([*cls[1:], cells(patches)], 1)),
         (FeatureSpec(tokens="patches"), patches),
         (FeatureSpec(tokens="patches", blocks=3), torch.cat(patch_tokens, 2)),
         (FeatureSpec(tokens="all"), blocks[-1]),

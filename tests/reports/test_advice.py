@@ -44,8 +44,10 @@ def test_a_run_of_few_steps_is_not_stuck_by_a_single_evaluation():
         "too early to tell. Too little has been measured to judge by.\n"
         "In a new run, try budget.minutes=4.4: 300 steps are the least to judge by."
     )
-    labelled = replace(last, knn=40.0, best_knn=40.0)
-    assert judge_run([labelled], minutes, Baseline(knn=41.0, best_knn=41.0, queries=500)).diagnosis == EARLY
+    labelled = replace(last, knn=40.0, levelled_knn=40.0)
+    assert (
+        judge_run([labelled], minutes, Baseline(knn=41.0, levelled_knn=41.0, queries=500)).diagnosis == EARLY
+    )
     thrice = [replace(last, step=step) for step in (20, 40, 68)]
     assert judge_run(thrice, minutes, Baseline(rankme=29.3)).diagnosis == EARLY
     longer = [replace(record, step=5 * record.step, total_steps=340) for record in thrice]

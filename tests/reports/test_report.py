@@ -19,6 +19,7 @@ from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
 from dino_vit.features.frozen import frozen_backbone
+from dino_vit.features.readings import fit_levelling, levelled_spec
 from dino_vit.reports.record import read_run
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_views
@@ -33,7 +34,9 @@ def test_the_map_holds_the_neighbours_of_the_teacher(made):
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     source = open_source(read_run(made).config.data.source)
     indices, data = report.build_map(teacher, source, random_indices(source, seed=0)[:40])
-    features = replace(teacher, batch_size=7).extract(source, indices).values
+    spec = levelled_spec(teacher.model)
+    features = replace(teacher, batch_size=7).extract(source, indices, spec).values
+    features = fit_levelling(features, spec.widths(teacher.model))(features)
     unit = features / features.norm(dim=1, keepdim=True)
     for row in range(40):
         cosines = {other: float(unit[row] @ unit[other]) for other in range(40) if other != row}

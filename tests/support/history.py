@@ -61,11 +61,13 @@ def show_some(progress, clock):
 
 def evaluated(*, settings=(), colours=25.0, before=None, **figures):
     """Judge a finished run of 1,000 steps by three evaluations."""
-    default = {"knn": [40.0] * 3, "best_knn": [40.0] * 3, "probe": [40.0] * 3, "rankme": [50.0] * 3}
+    default = {"knn": [40.0] * 3, "probe": [40.0] * 3, "rankme": [50.0] * 3}
     columns = {**default, "colour": [0.5] * 3, **figures}
-    steps = {"total_steps": 1000, "best_features": "CLS"}
+    columns = {"levelled_knn": columns["knn"], **columns}
     history = [
-        replace(HEALTHY, step=step, **steps, **{name: values[row] for name, values in columns.items()})
+        replace(
+            HEALTHY, step=step, total_steps=1000, **{name: values[row] for name, values in columns.items()}
+        )
         for row, step in enumerate((400, 700, 1000))
     ]
     at_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8}

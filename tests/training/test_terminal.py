@@ -256,11 +256,12 @@ def test_the_next_command_has_the_labels_of_the_run(
 def test_a_short_run_far_below_baselines_hears_it_before_the_first_step(tmp_path):
     """Photos of clothes: ten minutes ended below pixels, as the first evaluation had foreseen."""
     run = opened(tmp_path / "run", {"budget.steps": 100})
-    baseline = Baseline(knn=25.5, best_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
+    baseline = Baseline(knn=22.5, levelled_knn=25.5, pixels=45.0, chance=10.0, rankme=9.0)
     figures, meaning = describe_baseline(run, baseline)
     assert figures == (
         "before the first step, k-NN accuracy on images, each labelled by those most similar to it (%): "
-        "untrained network 25.5; without a network: pixels 45.0, chance 10.0"
+        "untrained network 22.5 by the CLS token, 25.5 by CLS and levelled cells; without a "
+        "network: pixels 45.0, chance 10.0"
     )
     assert meaning.startswith(
         "pixels are 20 points better than the untrained network, which may not catch up"

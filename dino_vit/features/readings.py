@@ -1,0 +1,105 @@
+"""What is read of images: tokens of one backbone or of several side by side, as they are or levelled."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dino_vit.data.image_set import ImageSet, evenly_spaced
+from dino_vit.features.cache import cached_features
+from dino_vit.features.frozen import FrozenBackbone
+from dino_vit.models.backbone import CLS, Backbone, FeatureSpec
+from dino_vit.models.readings import Levelling
+
+LEVELLED = 0.5  # half-way between features as they are and white ones
+FITTED_IMAGES = 20_000
+RIDGE = 0.01  # of the mean variance, so that directions without any are not blown up
+
+
+def levelled_spec(model: Backbone) -> FeatureSpec:
+    """Return the tokens of the reading that runs are judged by: CLS and, with patches, 3 × 3 cells."""
+    return FeatureSpec(tokens="cls+cells" if model.has_patches else "cls")
+
+
+def joined_features(
+    frozen: FrozenBackbone,
+    source: ImageSet,
+    *,
+    spec: FeatureSpec = CLS,
+    indices: Sequence[int] | None = None,
+    title: str = "features",
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the cached features of a backbone, and of those beside it, for the images that all can read."""
+    found = [
+        cached_features(each, source, spec=own, indices=indices, title=title)
+        for each, own in zip(frozen.side_by_side, _own_specs(frozen, spec), strict=True)
+    ]
+    if len(found) == 1:
+        return found[0]
+    readable = reduce(np.intersect1d, [rows for _, rows in found])
+    joined = np.concatenate([values[np.isin(rows, readable)] for values, rows in found], axis=1)
+    return joined, found[0][1][np.isin(found[0][1], readable)]
+
+
+def _own_specs(frozen: FrozenBackbone, spec: FeatureSpec) -> list[FeatureSpec]:
+    """Return the tokens of each backbone; beside others, one without patches gives what it has."""
+    if frozen.beside and spec.tokens in ("patches", "all"):
+        raise ValueError(f"tokens={spec.tokens} are of one backbone; give weights without others beside them")
+    return [spec if each.model.has_patches or not frozen.beside else CLS for each in frozen.side_by_side]
+
+
+def part_widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[int]:
+    """Return how many of the joined features each part has: the CLS tokens, the cells, another backbone's."""
+    return [width for widths in _widths(frozen, spec) for width in widths]
+
+
+def _widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[list[int]]:
+    specs = _own_specs(frozen, spec)
+    return [own.widths(each.model) for each, own in zip(frozen.side_by_side, specs, strict=True)]
+
+
+def fit_reading(
+    frozen: FrozenBackbone, features: Tensor, spec: FeatureSpec, whiten: float
+) -> Callable[[Tensor], Tensor]:
+    """Return what makes a reading of features: levels them by these, or leaves them as they are.
+
+    Those of several backbones are brought to unit length, so that each has the same say.
+    """
+    if whiten:
+        return fit_levelling(features, part_widths(frozen, spec), whiten)
+    if not frozen.beside:
+        return nn.Identity()
+    widths = [sum(each) for each in _widths(frozen, spec)]
+    return lambda values: torch.cat([*map(F.normalize, torch.split(values, widths, dim=1))], dim=1)
+
+
+def fit_levelling(
+    features: Tensor, widths: Sequence[int], whiten: float = LEVELLED, images: int = FITTED_IMAGES
+) -> Levelling:
+    """Fit what brings each part of features (n, d) to unit length and level; at `whiten` 1 to white.
+
+    On at most so many of the images, in float64, so that all processes get the same.
+    """
+    exact = features.cpu() if features.device.type == "mps" else features  # which lacks float64
+    sample = exact[evenly_spaced(len(features), images)].double()
+    mean = sample.mean(dim=0)
+    matrices = [covariance_power(part, -whiten / 2) for part in torch.split(sample - mean, [*widths], dim=1)]
+    return Levelling(mean.float(), [matrix.float() for matrix in matrices]).to(features.device)
+
+
+def covariance_power(centred: Tensor, power: float) -> Tensor:
+    """Return (C + ridge · 1) ** power, where C is the covariance of centred features (n, d)."""
+    count, width = centred.shape
+    ridge = (RIDGE * centred.square().mean()).clamp(min=1e-12)
+    small = (centred.T @ centred if width <= count else centred @ centred.T) / count
+    variances, axes = torch.linalg.eigh(small)
+    variances = variances.clamp(min=1e-12 * ridge)
+    if width > count:  # along all axes but these there is no variance
+        axes = centred.T @ axes / (count * variances).sqrt()
+    elsewhere = ridge**power
+    scales = (variances + ridge) ** power - elsewhere
+    return (axes * scales) @ axes.T + elsewhere * torch.eye(width, dtype=axes.dtype, device=axes.device)
