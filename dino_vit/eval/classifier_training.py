@@ -63,7 +63,8 @@ def describe(
         labelled = plural(len(learned), "labelled image")
         plain = f"{labelled} are too few to say how many labels will be right: label more images"
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
-    images = f"{plural(len(tested), 'labelled image')} of {what}"
+    of_all = "" if len(tested) == len(learned) else f" of {len(learned):,}"
+    images = f"{len(tested):,}{of_all} labelled images of {what}"
     figures = f"Cross-validated {metric} {interval} on {images}; {', '.join(others)}"
     return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials, untested), figures]
 
@@ -73,8 +74,9 @@ def _how_many_are_right(
 ) -> str:
     """Say how many labels will be right, if they are better than a guess."""
     if figure.low <= guess["percent"]:
-        name = brief(guess["name"])
-        return f"These labels may be no better than always guessing {name}: label more images"
+        right = f"{figure.value:.0f} of 100 were right in cross-validation"
+        text = f"These labels may be no better than always guessing {brief(guess['name'])}"
+        return f"{text}: {right}, of {len(tested):,} images; label more images"
     count, total = len(torch.unique(tested)), len(torch.unique(learned.targets))
     among = f" among the {plural(count, 'class', 'classes')} that could be tested" if count < total else ""
     return f"About {figure.value:.0f} of 100 labels will be right{among}, {judges}"
@@ -87,10 +89,9 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
     best, rows = trials.best(trials.tested), trials.tested
     outputs = activate(trials.scores[best][rows], trials.task, temperature)
     sure = confidences_of(outputs, trials.task) >= SURE
-    if sure.any():
-        count, total = int(trials.hits[best][rows][sure].sum()), int(sure.sum())
-        share = f"{count:,} of {total:,} were right in cross-validation"
-        yield f"Of labels with a confidence of {100 * SURE:.0f} % or more, {share}"
+    count, total = int(trials.hits[best][rows][sure].sum()), int(sure.sum())
+    share = f"{count:,} of {total:,} were right in cross-validation" if total else "none could be tested"
+    yield f"Of labels with a confidence of {100 * SURE:.0f} % or more, {share}"
 
 
 def _weak_classes(learned: LabelledFeatures, trials: Trials, untested: Sequence[str]) -> Iterator[str]:
@@ -107,11 +108,11 @@ def _weak_classes(learned: LabelledFeatures, trials: Trials, untested: Sequence[
             each for each in zip(right, tests, learned.classes, strict=True) if named[each[2]] >= FEW_OF_CLASS
         ]
         # Photos taken one after the other are held out together, as those that were labelled at once.
-        groups["whose photos were taken or labelled together"] = [
+        groups["that cannot be tested, as their photos were taken or labelled together"] = [
             name for *_, name in scored if name in untested
         ]
         weak = [f"{name}: {n:,} of {total:,} right" for n, total, name in sorted(scored) if 2 * n < total]
-        groups["mostly labelled wrongly"] = weak
+        groups["that cross-validation mostly gets wrong"] = weak
     parts = [
         f"of {plural(len(names), 'class', 'classes')} {what} ({brief(', '.join(names), 100)})"
         for what, names in groups.items()

@@ -294,6 +294,9 @@ def _summary(columns: Columns, task: Task, files: Mapping[str, Path], least: flo
     where = f"{files['table']}: " if "table" in files else ""
     yield f"{where}{text}; {brief(', '.join(counts), 200)}"
     if least is not None:
+        if "confidence" not in columns:
+            yield f"{files['sure']} is empty: the labels are too few to tell how sure they are"
+            return
         count = plural(len(_sure_rows(columns, least)["name"]), "image")
         yield f"{files['sure']}: the {count} with a confidence of {100 * least:.0f} % or more"
 

@@ -208,7 +208,7 @@ class Reporter:
         if not self.state.evaluations.online.has_labels:
             return (
                 f"{text}`dino-vit label {images}` writes a page to label a few by; "
-                f"`dino-vit predict {images} labels=few.csv` labels the others by these, and says first "
+                f"`dino-vit predict {images} labels=few.csv` labels the others by these, and says "
                 "whether the features are better than pixels and edges"
             )
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""

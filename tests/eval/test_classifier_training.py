@@ -54,7 +54,7 @@ def test_a_class_of_one_image_is_named(photos, weights):
     said = str(found)
     assert " of 100 labels will be right among the 4 classes that could be tested, if these" in said
     assert "\nLabel more images: of 1 class with fewer than 5 labels (odd: 1)\n" in said
-    assert f"on {IMAGES // 2} labelled images of 4 classes" in said
+    assert f"on {IMAGES // 2} of {IMAGES // 2 + 1} labelled images of 4 classes" in said
     assert found.details["untested"] == ["odd"]
 
 
@@ -64,7 +64,8 @@ def test_labels_at_random_are_said_to_be_chance(photos, weights):
         for labels in (photos / "labels.csv", shuffled(photos))
     )
     assert "no better than always guessing" not in said
-    assert random.startswith("These labels may be no better than always guessing blue: label more images\n")
+    assert random.startswith("These labels may be no better than always guessing blue: ")
+    assert " of 100 were right in cross-validation, of 48 images; label more images\n" in random
 
 
 def test_two_labels_are_enough(photos, weights):
@@ -90,11 +91,17 @@ def test_too_few_labels_have_no_confidence(photos, weights):
         (write_labels(photos / "nine.csv", range(9), lambda row: row // 2 % 3), "are too few to say"),
         (write_labels(photos / "bursts.csv", bursts, lambda row: row // 5), "cannot be said"),
     ):
-        found = dino_vit.predict(
-            photos / "photos", weights, labels=labels, classifier=kept, overwrite=True, **SETTINGS
-        )
+        given = {"labels": labels, "classifier": kept, "overwrite": True, **SETTINGS}
+        given |= {"output": photos / "rest.csv", "confident": 0.5}
+        found = dino_vit.predict(photos / "photos", weights, **given)
+        assert (photos / "rest-sure.csv").read_text().count("\n") == 1, "its titles alone"
         assert words in str(found)
         assert "mean confidence" not in str(found)
+        assert (
+            str(found)
+            .splitlines()[-2]
+            .endswith(" is empty: the labels are too few to tell how sure they are")
+        )
         assert {*found.columns} == {"name", "label", "second", "nearest", "similarity"}
     assert (found.details["classifier"], found.details["temperature"]) == ("k-NN (k = 1)", None)
     again = dino_vit.predict(photos / "photos", kept, verbose=False)
@@ -110,5 +117,7 @@ def test_a_class_of_one_burst_is_named(photos, weights):
     others = (row for row in rows if row.partition(",")[0] not in names)
     (photos / "more.csv").write_text("\n".join([*others, *burst]))
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "more.csv", **SETTINGS)
-    assert "of 1 class whose photos were taken or labelled together (burst)" in str(found)
+    assert "of 1 class that cannot be tested, as their photos were taken or labelled together (burst)" in str(
+        found
+    )
     assert found.details["untested"] == ["burst"]

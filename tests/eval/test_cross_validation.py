@@ -147,7 +147,7 @@ def test_classes_of_one_image_are_in_no_figure():
     said = describe(train, trials, {})
     assert said[0].startswith("About 100 of 100 labels will be right")
     assert "of 50 classes with fewer than 5 labels (05: 1, 06: 1, " in said[-2]
-    assert "on 50 labelled images of 5 classes; k-NN 100.0 %, always guessing 00 20.0 %" in said[-1]
+    assert "on 50 of 100 labelled images of 5 classes; k-NN 100.0 %, always guessing 00 20.0 %" in said[-1]
 
 
 def test_sure_labels_and_weak_classes_are_counted():
@@ -166,7 +166,7 @@ def test_sure_labels_and_weak_classes_are_counted():
     assert said[1] == "Of labels with a confidence of 80 % or more, 41 of 47 were right in cross-validation"
     few, wrong = (
         "of 1 class with fewer than 5 labels (few: 4)",
-        "of 1 class mostly labelled wrongly (wrong: 0 of 10",
+        "of 1 class that cross-validation mostly gets wrong (wrong: 0 of 10",
     )
     assert said[2] == f"Label more images: {few}; {wrong} right)"
     confidences = [
