@@ -1,4 +1,4 @@
-"""Build the networks of a run and its objective, FSDP, compilation; weights are read in `facts.py`."""
+"""Build the networks of a run and its objective, FSDP, compilation; weights are read in `inputs.py`."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead, FeatureHead
 from dino_vit.models.student_teacher import HeadBuilder, Network, build_networks
 from dino_vit.models.vit import VisionTransformer, ViTConfig
-from dino_vit.training.facts import Inputs
+from dino_vit.training.inputs import Inputs
 from dino_vit.training.state import TrainingState
 
 # 1.5 times 18 s of compiling, over the 4 ms that a step saved: 49 to 45 for ViT-S/16, 64 images, on an H200.

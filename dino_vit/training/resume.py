@@ -12,7 +12,7 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import world_size
 from dino_vit.core.text import plural
-from dino_vit.training.facts import Inputs
+from dino_vit.training.inputs import Inputs
 from dino_vit.training.state import TrainingState
 
 # The records of a run beside its checkpoints, which are set aside with them.

@@ -11,7 +11,7 @@ from dino_vit.config import length
 from dino_vit.config.facts import Speed
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.training import facts
+from dino_vit.training import inputs
 from dino_vit.training import plan as plan_module
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_start, start_record
@@ -181,7 +181,7 @@ def test_a_config_is_validated_twice_and_images_are_looked_at_once(tmp_path, mon
         return noted
 
     for name in ("open_images", "inspect_images", "channel_statistics"):
-        monkeypatch.setattr(facts, name, noting(name, getattr(facts, name)))
+        monkeypatch.setattr(inputs, name, noting(name, getattr(inputs, name)))
     settings = {**SETTINGS, "budget.minutes": 1 / 60, "recipe": "auto", "data.mean": "null"}
     validate = PretrainConfig.model_validate
     monkeypatch.setattr(PretrainConfig, "model_validate", noting("validated", validate))
