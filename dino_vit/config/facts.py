@@ -68,7 +68,7 @@ class WeightsFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherFacts:
-    """A fixed teacher (`teacher.weights`)."""
+    """A frozen teacher (`teacher.weights`)."""
 
     pixels: Mapping[str, Any]  # how it reads images, by setting of `data`
     heads: Mapping[str, Any]  # settings of its heads that the student shares; none without heads

@@ -92,8 +92,8 @@ class TrainingState:
 
         With a frozen teacher in its place, the average sees no images, so BatchNorm statistics follow too.
         """
-        networks, is_fixed = (self.teacher, self.student), self.objective.fixed_teacher is not None
-        named = ([*n.named_parameters(), *(n.named_buffers() if is_fixed else ())] for n in networks)
+        networks, is_frozen = (self.teacher, self.student), self.objective.frozen_teacher is not None
+        named = ([*n.named_parameters(), *(n.named_buffers() if is_frozen else ())] for n in networks)
         teacher, student = map(dict, named)
         return [*teacher.values()], [student[name] for name in teacher]  # the student may have another head
 
