@@ -124,18 +124,18 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Fac
         teacher=_teacher_facts(inputs.frozen_teacher) if inputs.frozen_teacher else None,
         samples=_samples(source) if world_size() > 1 else {},
     )
-    reading = decide(config, facts)  # how images are read does not depend on what is measured here
-    check_images(reading.config, facts.images)
-    is_open = reading["data.mean"] is None or reading["data.std"] is None
+    draft = decide(config, facts)  # how images are read does not depend on what is measured here
+    check_images(draft.config, facts.images)
+    is_open = draft["data.mean"] is None or draft["data.std"] is None
     indices = evenly_spaced(len(source), MEASURED_IMAGES if is_open else INSPECTED_IMAGES)
-    measured = _from_rank_0(lambda: channel_statistics(source, indices, build_pixels(reading.config)))
+    measured = _from_rank_0(lambda: channel_statistics(source, indices, build_pixels(draft.config)))
     facts = replace(facts, images=replace(facts.images, measured=measured))
     if config.budget.minutes is None or inputs.checkpoint:
         return facts
     from dino_vit.training.probe import measure_speed  # other runs measure nothing
 
     # On all ranks at the same time, as the run will compute.
-    speed = measure_speed(reading.config, inputs.summary, len(source), device)
+    speed = measure_speed(draft.config, inputs.summary, len(source), device)
     return replace(facts, speed=_from_rank_0(lambda: speed))
 
 
