@@ -111,7 +111,7 @@ def main() -> None:
     most = (None, None) if options.whole else JUDGED
     free = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(free, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        judged = list(pool.map(judge, jobs, repeat(folders), repeat(most)))
+        judged = list(pool.map(judge_job, jobs, repeat(folders), repeat(most)))
     found = tables(jobs, judged, options)
     report(found, options)
     if options.plot:
@@ -212,7 +212,7 @@ def parts(name: str, folders: Mapping[str, Path], judged: Judged) -> Iterator[tu
         yield source, order[:most].tolist()
 
 
-def judge(job: Job, folders: Mapping[str, Path], judged: Judged = JUDGED) -> Figures:
+def judge_job(job: Job, folders: Mapping[str, Path], judged: Judged = JUDGED) -> Figures:
     """Return the figures of the trained network, of the untrained one and of the baselines."""
     record = read_run(job.output)
     transform = build_eval_transform(record.config)

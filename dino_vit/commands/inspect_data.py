@@ -26,7 +26,7 @@ from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import doubts_about
 from dino_vit.data.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
-from dino_vit.training.facts import image_facts
+from dino_vit.training.inputs import image_facts
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 from dino_vit.views.pictures import as_picture, draw_sheet
 

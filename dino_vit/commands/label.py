@@ -71,7 +71,7 @@ def run(config: LabelConfig) -> Written:
     shuffled = [places[index] for index in drawn if index in places]
     data = choose(unit(torch.from_numpy(values)), rows, shuffled, config)
     shown = indices[data.pop("rows")].tolist()
-    data |= describe(source, shown, given, config)
+    data |= describe_page(source, shown, given, config)
     data["digest"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
     data["photos"] = draw_photos(frozen, source, shown)
     html = fill_in("label.html", title=title_of(config.source), data=data).encode()
@@ -173,7 +173,7 @@ def _clusters(features: Tensor, density: Tensor, numbers: dict[int, int], seed: 
     ]
 
 
-def describe(
+def describe_page(
     source: ImageSet, shown: Sequence[int], given: dict[str, Row], config: LabelConfig
 ) -> dict[str, Any]:
     """Return the names of the images, the rows of others, and what is to be done with the table."""

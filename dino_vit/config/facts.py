@@ -1,6 +1,6 @@
 """What a run is decided by beside its settings: images, launch, checkpoint, weights, the speed of the device.
 
-Facts are plain values, measured once by `training.facts`; where all ranks must agree they are rank 0's.
+Facts are plain values, measured once by `training.inputs`; where all ranks must agree they are rank 0's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -68,7 +68,7 @@ class WeightsFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherFacts:
-    """A fixed teacher (`teacher.weights`)."""
+    """A frozen teacher (`teacher.weights`)."""
 
     pixels: Mapping[str, Any]  # how it reads images, by setting of `data`
     heads: Mapping[str, Any]  # settings of its heads that the student shares; none without heads

@@ -1,4 +1,4 @@
-"""What a run inherits: from the checkpoint that it resumes from, weights to start from, a fixed teacher."""
+"""What a run inherits: from the checkpoint that it resumes from, weights to start from, a frozen teacher."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -64,7 +64,7 @@ def _changed(draft: Draft, before: Mapping[str, Any]) -> Iterator[str]:
 
 
 def choose_by_teacher(draft: Draft, teacher: TeacherFacts) -> None:
-    """Take from a fixed teacher what its student must share; settings that the user gave must agree."""
+    """Take from a frozen teacher what its student must share; settings that the user gave must agree."""
     name, is_auto = f"teacher.weights={draft['teacher.weights']}", draft["recipe"] == "auto"
     shared = {**teacher.pixels, **teacher.heads}
     if not draft["loss.patch_weight"]:
@@ -81,7 +81,7 @@ def choose_by_teacher(draft: Draft, teacher: TeacherFacts) -> None:
         draft.choose("views.global_size", side, "as teacher.weights have")
         if not draft.config.model.timm:
             draft.choose("model.patch_size", teacher.patch, "as teacher.weights have")
-    draft.choose("model.drop_path", 0.0, "none where a fixed teacher is learned from")
+    draft.choose("model.drop_path", 0.0, "none where a frozen teacher is learned from")
 
 
 def choose_by_weights(draft: Draft, weights: WeightsFacts) -> None:
@@ -105,7 +105,7 @@ def choose_by_weights(draft: Draft, weights: WeightsFacts) -> None:
     if weights.is_read and not draft["teacher.weights"] and weights.mean and weights.std:
         same = weights.range == config.data.range  # or they are measured again
         for key, value in (("data.mean", weights.mean), ("data.std", weights.std)):
-            draft.choose(key, value if same else None, reason)  # a fixed teacher's images go before
+            draft.choose(key, value if same else None, reason)  # a frozen teacher's images go before
     choose_channels(draft, trained["channels"], reason)
     for key, value in settings.items():
         if draft.is_open(key) or draft[key] is None:

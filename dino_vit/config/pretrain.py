@@ -111,7 +111,7 @@ class PretrainConfig(Settings):
 
     @property
     def hides_patches(self) -> bool:
-        """Whether the student has a mask token; that of a fixed teacher sees all patches."""
+        """Whether the student has a mask token; that of a frozen teacher sees all patches."""
         return bool(self.loss.patch_weight) and self.teacher.weights is None
 
     def check_ready(self) -> None:

@@ -33,7 +33,7 @@ FEW = 10  # labelled images that are too few to say how good a classifier is
 SURE = 0.8  # confidence
 
 
-def describe(
+def describe_training(
     learned: LabelledFeatures,
     trials: Trials,
     baselines: Mapping[str, Figure],
@@ -159,7 +159,7 @@ def train_classifier(
     candidate = trials.tried[best]
     scores, targets = trials.scores[best][trials.tested], trials.targets[trials.tested]
     temperature = float(calibrate(scores, targets, task)) if len(targets) >= FEW else None
-    lines = describe(learned, trials, baselines, temperature, untested, describe_judges(origins))
+    lines = describe_training(learned, trials, baselines, temperature, untested, describe_judges(origins))
     percents = [round(100 * share, 4) for share in trials.figures(trials.tested)] if trials.figure else []
     details = {
         "labelled": len(learned),

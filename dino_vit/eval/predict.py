@@ -88,7 +88,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     files = _files(config)
     check_outputs(config, *files.values())
     check_weights(config.weights)
-    learned, images = agree("images", lambda: open_images(config), _describe)
+    learned, images = agree("images", lambda: open_images(config), _describe_images)
     names = images.source.distinct_names(images.indices.tolist())
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
@@ -212,7 +212,7 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
     return learned, others
 
 
-def _describe(images: tuple[LabelledSubset | None, LabelledSubset]) -> str:
+def _describe_images(images: tuple[LabelledSubset | None, LabelledSubset]) -> str:
     learned, others = images
     by = "a classifier" if learned is None else learned.fingerprint
     return f"{len(others):,} of {others.fingerprint} by {by}"

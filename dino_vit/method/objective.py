@@ -36,9 +36,9 @@ class Losses(NamedTuple):
 class Objective:
     """The terms of the loss. The teacher is the average of the student, or a frozen network."""
 
-    def __init__(self, terms: Sequence[Term], fixed_teacher: Network | None = None) -> None:
+    def __init__(self, terms: Sequence[Term], frozen_teacher: Network | None = None) -> None:
         """The first of the terms has a weight of 1."""
-        self.terms, self.sizes, self.fixed_teacher = terms, terms[0].sizes, fixed_teacher
+        self.terms, self.sizes, self.frozen_teacher = terms, terms[0].sizes, frozen_teacher
         # Each once, in the order of the terms.
         self.needs = [*dict.fromkeys(need for term in terms for need in term.needs)]
         self.teacher_needs = [*dict.fromkeys([CLS, *(need for term in terms for need in term.teacher_needs)])]
@@ -67,10 +67,10 @@ class Objective:
             teacher_temperature=teacher_temperature,
         )
         with torch.no_grad():
-            taught = (self.fixed_teacher or teacher)([seen.views], self.teacher_needs, masked=masked)
+            taught = (self.frozen_teacher or teacher)([seen.views], self.teacher_needs, masked=masked)
             targets = {term.name: term.target(taught, seen) for term in self.terms}
         # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
-        hidden = None if self.fixed_teacher else mask
+        hidden = None if self.frozen_teacher else mask
         outputs = student(views, self.needs, masked=masked, hidden=hidden, kept=kept)
         losses = dict[str, Tensor]()
         for term in self.terms:

@@ -13,7 +13,7 @@ QUERIES = 1000  # where a run did not record how many images an accuracy is of
 KnnFigure = Literal["knn", "levelled_knn"]  # by the CLS token, by CLS and levelled cells
 
 
-class Reading(NamedTuple):
+class AccuracyChange(NamedTuple):
     """A k-NN accuracy beside another one on the same images; NaN is not measured."""
 
     percent: float
@@ -50,16 +50,16 @@ class Reading(NamedTuple):
         return self.rise < 0 and among * self.p < UNLIKELY
 
 
-def reading_of(
+def accuracy_change(
     metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline, figure: KnnFigure = "knn"
-) -> Reading:
+) -> AccuracyChange:
     """Return the accuracy of a record beside an earlier one, or one without a network."""
 
     def both(suffix: str = "") -> Any:
         return tuple(getattr(each, figure + suffix) for each in (metrics, before))
 
     now, then = (math.nan if value is None else value for value in both())
-    return Reading(now, then, baseline.queries or QUERIES, both("_answers"), both("_error"))
+    return AccuracyChange(now, then, baseline.queries or QUERIES, both("_answers"), both("_error"))
 
 
 def better_baseline(baseline: Baseline) -> tuple[str, float] | None:

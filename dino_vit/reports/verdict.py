@@ -1,7 +1,7 @@
 """Say what has come of a run: its state, its accuracy beside what needs no training, one thing to do.
 
 With labels the k-NN accuracy decides on the state, without them the effective rank and the entropy gap. What
-rises, falls or was best is told by one test on the images that the accuracies are of (`Reading`).
+rises, falls or was best is told by one test on the images that the accuracies are of (`AccuracyChange`).
 """
 
 import math
@@ -14,11 +14,11 @@ from dino_vit.config.loading import write_yaml
 from dino_vit.config.pretrain import PretrainConfig, in_steps
 from dino_vit.reports.accuracies import (
     QUERIES,
-    Reading,
+    AccuracyChange,
+    accuracy_change,
     accuracy_text,
     better_baseline,
     evaluations_of,
-    reading_of,
 )
 from dino_vit.reports.collapse import (
     FEW_ROWS,
@@ -94,16 +94,16 @@ class JudgedRun:
         """Whether it is too early for bad news: the teacher follows slowly, and a short dip is normal."""
         return len(self.evaluations) < ENOUGH and (self.has_few_steps or not self.finished)
 
-    def beside(self, then: MetricsRecord | Baseline) -> Reading:
+    def beside(self, then: MetricsRecord | Baseline) -> AccuracyChange:
         """The newest accuracy beside another one."""
-        return reading_of(self.evaluations[-1], then, self.before)
+        return accuracy_change(self.evaluations[-1], then, self.before)
 
     @property
     def below(self) -> float:
         """Points by CLS and levelled cells below the better baseline; 0 where that may be chance."""
         better = Baseline(levelled_knn=(better_baseline(self.before) or ("", None))[1])
-        reading = reading_of(self.evaluations[-1], better, self.before, "levelled_knn")
-        return -reading.rise if reading.fell() else 0.0
+        change = accuracy_change(self.evaluations[-1], better, self.before, "levelled_knn")
+        return -change.rise if change.fell() else 0.0
 
     @property
     def rising_since(self) -> MetricsRecord | None:
@@ -193,7 +193,7 @@ def _diagnose(run: JudgedRun) -> Diagnosis:
     return features if improves and features.name == "learning" else collapsed
 
 
-def _judge_accuracy(run: JudgedRun, gain: Reading) -> Diagnosis:
+def _judge_accuracy(run: JudgedRun, gain: AccuracyChange) -> Diagnosis:
     if gain.rose:
         better = better_baseline(run.before)
         but = f", but {better[0]} without a network are better" if better and run.below else ""

@@ -61,7 +61,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
 
             finish_save(state, reporter)
             reporter.progress.advance(state.step, state.total_steps)
-            if state.position.is_logged:
+            if state.planned.is_logged:
                 log_step(state, reporter)
             else:
                 reporter.progress.refresh()
@@ -140,7 +140,7 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
                 kept=state.kept_of(batch),
             )
         torch.autograd.backward(state.scaler.scale(losses.total / accumulate))
-    if state.position.is_logged:
+    if state.planned.is_logged:
         state.objective.note(losses)
     return losses.main.detach() / accumulate
 
@@ -151,9 +151,9 @@ def drop_unlearned_gradients(state: TrainingState) -> None:
     After clipping, as in the 2021 code, whose norm includes them.
     """
     unlearned: list[nn.Module] = []
-    if state.position.at < state.plan.freeze_steps:
+    if state.planned.at < state.plan.freeze_steps:
         unlearned += [head.last_layer for head in state.student.heads if isinstance(head, DINOHead)]
-    if state.position.at < state.plan.head_steps:
+    if state.planned.at < state.plan.head_steps:
         unlearned.append(state.student.backbone)
     for module in unlearned:
         module.zero_grad(set_to_none=True)  # the optimiser skips parameters without a gradient
@@ -162,7 +162,7 @@ def drop_unlearned_gradients(state: TrainingState) -> None:
 def log_step(state: TrainingState, reporter: Reporter) -> None:
     """Log what was summed since the last log line, with an evaluation where one is due."""
     metrics = read_interval(state)
-    if state.position.is_evaluated:
+    if state.planned.is_evaluated:
         figures = state.evaluations.evaluate(state.teacher, state.step)
         state.clock.reserve = state.evaluations.seconds
         state.clock.skip_evaluation()

@@ -1,4 +1,4 @@
-"""Build the networks of a run and its objective, FSDP, compilation; weights are read in `facts.py`."""
+"""Build the networks of a run and its objective, FSDP, compilation; weights are read in `inputs.py`."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead, FeatureHead
 from dino_vit.models.student_teacher import HeadBuilder, Network, build_networks
 from dino_vit.models.vit import VisionTransformer, ViTConfig
-from dino_vit.training.facts import Inputs
+from dino_vit.training.inputs import Inputs
 from dino_vit.training.state import TrainingState
 
 # 1.5 times 18 s of compiling, over the 4 ms that a step saved: 49 to 45 for ViT-S/16, 64 images, on an H200.
@@ -106,22 +106,22 @@ def build_objective(
     config: PretrainConfig, inputs: Inputs, student: Backbone, device: torch.device
 ) -> Objective:
     """Build the objective with the networks that it compares the student with, beside its average."""
-    views, teacher = config.views, inputs.fixed_teacher
+    views, teacher = config.views, inputs.frozen_teacher
     if teacher or inputs.gram_teacher:
-        from dino_vit.training.fixed_networks import check_fixed_teacher, check_gram_teacher
+        from dino_vit.training.frozen_networks import check_frozen_teacher, check_gram_teacher
 
         if inputs.gram_teacher:
             check_gram_teacher(config, inputs.gram_teacher, student)
         if teacher:
-            check_fixed_teacher(config, teacher.backbone, student)
+            check_frozen_teacher(config, teacher.backbone, student)
     sizes = Sizes(
         views=views.global_count + views.local_count,
         global_views=views.global_count,
         size=views.global_shape,
         grid=student.grid_of(*views.global_shape),
     )
-    fixed = teacher and (teacher.network or Network(teacher.backbone, {}).eval())
-    objective = Objective(_build_terms(config, inputs, sizes, device), fixed and fixed.to(device))
+    frozen = teacher and (teacher.network or Network(teacher.backbone, {}).eval())
+    objective = Objective(_build_terms(config, inputs, sizes, device), frozen and frozen.to(device))
     if teacher:
         for name, center in teacher.centers.items():
             if (own := objective.state.get(name.removesuffix(".center"))) is not None:

@@ -1,6 +1,6 @@
 """What follows from a run: lengths, intervals and rates, and where each step is in the schedules.
 
-With `budget.minutes` the clock is the schedule: a step's position is the share of the time that has passed.
+With `budget.minutes` the clock is the schedule: the share of the time that has passed says where a step is.
 """
 
 import time
@@ -28,7 +28,7 @@ class ScheduleValues(NamedTuple):
     teacher_temp: float
 
 
-class Position(NamedTuple):
+class PlannedStep(NamedTuple):
     """Where a step is in the schedules, in steps of the plan, and what is due after it."""
 
     at: float = 0.0
@@ -108,8 +108,8 @@ class Plan:
         every = self.config.compute.eval_every
         return in_steps(every, self.steps_per_epoch) if every else None
 
-    def position(self, step: int) -> Position:
-        """Return the position of a step, counted from 0, in a run whose length is in steps."""
+    def by_step(self, step: int) -> PlannedStep:
+        """Return what is planned for a step, counted from 0, of a run whose length is in steps."""
         taken = step + 1
         is_last = taken == self.length
         interval = self.steps_between_evaluations
@@ -119,10 +119,10 @@ class Plan:
             is_evaluated = (count > 0 and taken == round(count * interval)) or is_last
         # The figures of an evaluation are part of a log line.
         is_logged = taken % self.config.compute.log_every == 0 or is_last or is_evaluated
-        return Position(step, is_logged, is_evaluated, is_last)
+        return PlannedStep(step, is_logged, is_evaluated, is_last)
 
-    def position_in_time(self, share: float, before: float, *, is_last: bool) -> Position:
-        """Return the position of the next step, at a share of the minutes, after a step at `before`.
+    def by_clock(self, share: float, before: float, *, is_last: bool) -> PlannedStep:
+        """Return what is planned for the next step, at a share of the minutes, after a step at `before`.
 
         The last step has the rates of the end.
         """
@@ -137,10 +137,10 @@ class Plan:
             is_last or (passes(interval) and at + interval / 2 < self.length)
         )
         every = min(self.config.compute.log_every, max(1, self.length // LOG_LINES))
-        return Position(at, is_last or is_evaluated or passes(every), is_evaluated, is_last)
+        return PlannedStep(at, is_last or is_evaluated or passes(every), is_evaluated, is_last)
 
     def rates(self, at: float) -> ScheduleValues:
-        """Return the values of the schedules at a position."""
+        """Return the values of the schedules after so many steps of the plan."""
         optim, teacher, loss, total = self.config.optim, self.config.teacher, self.config.loss, self.length
         # One temperature for a whole epoch in 2021, for a step in DINOv2.
         unit = self.steps_per_epoch if self.config.method == "dino" else 1

@@ -21,7 +21,7 @@ from dino_vit.eval.sets import choose_splits, describe_use
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.evaluations import Evaluations
-from dino_vit.training.facts import Inputs, check_alike, inspect, open_inputs
+from dino_vit.training.inputs import Inputs, check_alike, inspect, open_inputs
 from dino_vit.training.loop import train
 from dino_vit.training.networks import build_objective, compile_run, make_sharded, student_and_teacher
 from dino_vit.training.plan import Clock, Plan

@@ -12,7 +12,7 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import world_size
 from dino_vit.core.text import plural
-from dino_vit.training.facts import Inputs
+from dino_vit.training.inputs import Inputs
 from dino_vit.training.state import TrainingState
 
 # The records of a run beside its checkpoints, which are set aside with them.
@@ -83,7 +83,7 @@ def _changes(
         yield f"compute.precision={wanted} was {metadata['precision']} and is {run.precision} here"
     if metadata["source"] != inputs.source.fingerprint:
         yield f"the images of {config.data.images} are not those that it has learned from so far"
-    networks = {"fixed_teacher": f"teacher.weights={config.teacher.weights}"}
+    networks = {"frozen_teacher": f"teacher.weights={config.teacher.weights}"}
     networks |= {"gram_teacher": f"gram.weights={config.gram.weights}"} if config.gram else {}
     for key, name in networks.items():
         if metadata[key] not in (None, inputs.weights_read[key]):

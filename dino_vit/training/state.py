@@ -22,7 +22,7 @@ from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.interval import Interval
-from dino_vit.training.plan import Clock, Plan, Position, ScheduleValues
+from dino_vit.training.plan import Clock, Plan, PlannedStep, ScheduleValues
 from dino_vit.views.loader import Batch, Loader, UnreadableImages
 from dino_vit.views.masks import Masks
 
@@ -51,7 +51,7 @@ class TrainingState:
     weights_read: Mapping[str, str | None]  # digests of networks that stay as they are
     interval: Interval = field(init=False)
     writer: BackgroundWriter = field(init=False)
-    position: Position = field(default_factory=Position)  # of the last step
+    planned: PlannedStep = field(default_factory=PlannedStep)  # of the last step
     rates: ScheduleValues = field(init=False)  # of the last step
     step: int = 0
     # The first step of this start, and the share of the minutes by then.
@@ -92,8 +92,8 @@ class TrainingState:
 
         With a frozen teacher in its place, the average sees no images, so BatchNorm statistics follow too.
         """
-        networks, is_fixed = (self.teacher, self.student), self.objective.fixed_teacher is not None
-        named = ([*n.named_parameters(), *(n.named_buffers() if is_fixed else ())] for n in networks)
+        networks, is_frozen = (self.teacher, self.student), self.objective.frozen_teacher is not None
+        named = ([*n.named_parameters(), *(n.named_buffers() if is_frozen else ())] for n in networks)
         teacher, student = map(dict, named)
         return [*teacher.values()], [student[name] for name in teacher]  # the student may have another head
 
@@ -117,7 +117,7 @@ class TrainingState:
     @property
     def is_done(self) -> bool:
         """Whether all steps were taken: as many as were planned, or the last one of the minutes."""
-        return self.position.is_last if self.clock.budget else self.step >= self.plan.length
+        return self.planned.is_last if self.clock.budget else self.step >= self.plan.length
 
     @property
     def total_steps(self) -> int:
@@ -130,14 +130,14 @@ class TrainingState:
         return self.step + max(1, round((1 - share) * (self.step - first) / (share - start)))
 
     def begin_step(self) -> None:
-        """Move to the position of the next step."""
+        """Look up what is planned for the next step."""
         if (share := self.clock.share) is None:
-            self.position = self.plan.position(self.step)
+            self.planned = self.plan.by_step(self.step)
         else:
             self.first = self.first or (self.step, share)
-            is_last, before = self.clock.is_last, self.position.at
-            self.position = self.plan.position_in_time(share, before, is_last=is_last)
-        self.rates = self.plan.rates(self.position.at)
+            is_last, before = self.clock.is_last, self.planned.at
+            self.planned = self.plan.by_clock(share, before, is_last=is_last)
+        self.rates = self.plan.rates(self.planned.at)
 
     def begin_save(self) -> None:
         """Begin to write a checkpoint on rank 0; the state may change as soon as this returns."""
@@ -172,7 +172,7 @@ class TrainingState:
             "best": self.evaluations.best,
             "total_steps": self.total_steps,
             "length": self.plan.length,
-            "position": list(self.position),
+            "planned_step": list(self.planned),
             "seconds": self.clock.seconds,
             "evaluated_images": self.run.evaluated_images,
             "evaluation_seconds": self.clock.reserve,
@@ -191,10 +191,10 @@ class TrainingState:
         self.evaluations.measured_on = metadata["evaluated_by"]
         self.clock.before = self.clock.elapsed = self.clock.saved = metadata["seconds"]
         self.clock.reserve = metadata["evaluation_seconds"]
-        self.position = Position(*metadata["position"])
+        self.planned = PlannedStep(*metadata["planned_step"])
         if self.config.budget.minutes not in (None, metadata["config"]["budget"]["minutes"]):
             share = self.clock.share or 0.0  # the schedules are those of other minutes
-            self.position = Position(share * self.plan.length, is_last=share >= 1)
+            self.planned = PlannedStep(share * self.plan.length, is_last=share >= 1)
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, **self.objective.state}

@@ -82,7 +82,7 @@ def export_backbone(
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
             written = Path(folder) / path.name
             if format == "onnx":
-                _write_graph(model, written, _describe(model, format))
+                _write_graph(model, written, _describe_export(model, format))
             else:
                 _write_tensors(_backbone_of(model), written, format)
             summary = _compare_features(model, written, format)
@@ -119,7 +119,7 @@ def _size_of(exported: Backbone | ImageClassifier) -> Size:
     return size
 
 
-def _describe(exported: Backbone | ImageClassifier, format: str) -> str:
+def _describe_export(exported: Backbone | ImageClassifier, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
     model = _backbone_of(exported)
     facts = describe_backbone(model) if format == "onnx" else {}
@@ -137,7 +137,7 @@ def _describe(exported: Backbone | ImageClassifier, format: str) -> str:
 
 def _write_tensors(model: Backbone, path: Path, format: str) -> None:
     """Write the tensors under the names of another library."""
-    about = {EXPORT_KEY: _describe(model, format)}
+    about = {EXPORT_KEY: _describe_export(model, format)}
     if isinstance(model, TimmBackbone):
         tensors = contiguous_state_dict(model.model)
     else:

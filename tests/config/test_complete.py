@@ -58,7 +58,7 @@ def test_weights_decide_on_the_network_and_go_before_auto() -> None:
         )
 
 
-def test_a_fixed_teacher_goes_before_weights() -> None:
+def test_a_frozen_teacher_goes_before_weights() -> None:
     pixels = {"data.channels": 3, "data.bits": 8, "data.mean": (0.7,) * 3, "data.std": (0.2,) * 3}
     teacher = TeacherFacts(
         pixels={**pixels, "data.range": None},

@@ -9,7 +9,7 @@ from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dino_vit.eval.classifier_training import describe, untested_classes
+from dino_vit.eval.classifier_training import describe_training, untested_classes
 from dino_vit.eval.cross_validation import (
     FOLDS,
     Candidate,
@@ -111,7 +111,7 @@ def noise(images, classes, seed):
 
 def said_of(train, folds):
     tried = candidates(folds, neighbours_only=True)
-    return describe(train, cross_validate(train, folds, tried, ""), {})[0]
+    return describe_training(train, cross_validate(train, folds, tried, ""), {})[0]
 
 
 def test_noise_is_seldom_said_to_be_better_than_guessing():
@@ -144,7 +144,7 @@ def test_classes_of_one_image_are_in_no_figure():
     assert trials.tested.tolist() == [True] * 50 + [False] * 50
     assert (trials.figure.correct, trials.figure.images) == (50, 50)
     assert untested_classes(train, trials) == [f"{each:02}" for each in range(5, 55)]
-    said = describe(train, trials, {})
+    said = describe_training(train, trials, {})
     assert said[0].startswith("About 100 of 100 labels will be right")
     assert "of 50 classes with fewer than 5 labels (05: 1, 06: 1, " in said[-2]
     assert "on 50 of 100 labelled images of 5 classes; k-NN 100.0 %, always guessing 00 20.0 %" in said[-1]
@@ -161,7 +161,7 @@ def test_sure_labels_and_weak_classes_are_counted():
     folds, tested = torch.arange(94) % 5, torch.ones(94, dtype=torch.bool)
     trials = Trials([Candidate("k-NN", 1)], [scores], targets, "multiclass", folds, tested, range(94))
     train = LabelledFeatures(torch.zeros(94, 1), targets, np.arange(94), tuple(classes))
-    said = describe(train, trials, {})
+    said = describe_training(train, trials, {})
     assert said[0].startswith("About 87 of 100 labels will be right, ")
     assert said[1] == "Of labels with a confidence of 80 % or more, 41 of 47 were right in cross-validation"
     few, wrong = (
@@ -181,7 +181,7 @@ def test_nothing_is_announced_where_no_image_can_be_tested():
     trials = cross_validate(train, torch.arange(3), candidates(torch.arange(3)), "")
     assert trials.figure is None
     assert trials.tried[trials.best(trials.tested)] == Candidate("k-NN", 1), "the nearest image decides"
-    assert "cannot be said" in describe(train, trials, {})[0]
+    assert "cannot be said" in describe_training(train, trials, {})[0]
 
 
 def test_scores_of_candidates_on_other_scales_are_ranked_alike():

@@ -92,13 +92,13 @@ def try_here(generator: Generator, seed: str) -> str:
         try:
             action()
         except (ValueError, OSError, UnreadableImage) as error:
-            return _judge(str(error))
+            return _judge_message(str(error))
         except BaseException:
             return traceback.format_exc()
     return ""
 
 
-def _judge(sentence: str) -> str:
+def _judge_message(sentence: str) -> str:
     if len(sentence) < 10 or len(sentence) > 5000 or "\n" in sentence:
         return f"its error is no sentence: {sentence[:400]!r}"
     if re.search(r"object has no|positional argument|unhashable|not subscriptable", sentence):

@@ -230,7 +230,7 @@ def test_the_legend_counts_as_people_do_and_emphasises_a_class(page):
 
 
 def test_a_run_that_just_began_has_a_page(browser, folder):
-    """Without a checkpoint there is no map, and without readings there are no curves."""
+    """Without a checkpoint there is no map, and without metrics there are no curves."""
     shutil.rmtree(folder / "checkpoints")
     for name in ("baseline.json", "metrics.jsonl"):
         (folder / name).unlink()

@@ -22,7 +22,7 @@ def test_scalars_are_grouped_and_hold_every_number():
     assert not {"eval/knn", "eval/rankme", "train/diagnosis"} & set(HEALTHY.scalars())
 
 
-def test_readings_come_back_from_the_file(tmp_path):
+def test_metrics_come_back_from_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_records(path, METRICS) == []
     odd = replace(HEALTHY, step=10_050, loss=math.nan, gradient_norm=math.inf, knn=47.5)

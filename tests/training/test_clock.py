@@ -11,7 +11,7 @@ from dino_vit.config import length
 from dino_vit.config.facts import Speed
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.training import facts
+from dino_vit.training import inputs
 from dino_vit.training import plan as plan_module
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_start, start_record
@@ -48,18 +48,18 @@ class Played:
         monkeypatch.setattr(length, "step_seconds", lambda *_, **__: measured)
         self.state = opened(tmp_path / "run", TEN | settings)
         self.state.clock.start()
-        self.lr, self.positions, self.logged, self.evaluated = [], [], [], []
+        self.lr, self.planned, self.logged, self.evaluated = [], [], [], []
 
     def step(self, seconds):
         state = self.state
         state.begin_step()
         self.lr.append(state.rates.lr)
-        self.positions.append(state.position)
+        self.planned.append(state.planned)
         state.step, self.now = state.step + 1, self.now + seconds
         state.clock.agree(state.clock.seconds)
-        if state.position.is_logged:
+        if state.planned.is_logged:
             self.logged.append(state.clock.share)
-        if state.position.is_evaluated:
+        if state.planned.is_evaluated:
             self.evaluated.append(state.clock.share)
 
     def play(self, seconds):
@@ -106,14 +106,14 @@ def test_a_run_ends_within_a_step_of_its_minutes_with_its_rates_at_their_ends(tm
     assert rates == plan.rates(plan.length)
     assert (rates.lr, rates.momentum) == (1e-6, 1.0)
     assert run.state.total_steps == run.state.step
-    positions = [position.at for position in run.positions]
-    assert all(after >= before for before, after in pairwise(positions)), "the schedule never goes back"
+    planned = [step.at for step in run.planned]
+    assert all(after >= before for before, after in pairwise(planned)), "the schedule never goes back"
     warmup = plan.warmup_steps / plan.length
     assert all(lr <= plan.lr for lr in run.lr)
     if longest < 20:
-        reached = next(n for n, at in enumerate(positions) if at >= plan.warmup_steps)
+        reached = next(n for n, at in enumerate(planned) if at >= plan.warmup_steps)
         assert run.lr[reached] == pytest.approx(plan.lr, rel=0.01)
-        assert positions[reached] / plan.length == pytest.approx(warmup, abs=0.01)
+        assert planned[reached] / plan.length == pytest.approx(warmup, abs=0.01)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0])
@@ -123,7 +123,7 @@ def test_lines_and_evaluations_come_by_share_of_the_time(tmp_path, monkeypatch, 
     shares = [number / 6 for number in range(1, 7)]
     assert run.evaluated == pytest.approx(shares, abs=0.02)
     assert len(run.logged) == pytest.approx(24, abs=1)
-    assert {position.is_last for position in run.positions[:-1]} == {False}
+    assert {step.is_last for step in run.planned[:-1]} == {False}
 
 
 def test_the_evaluation_at_the_end_is_part_of_the_minutes(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_run_that_resumes_goes_on_where_it_was_unless_its_minutes_change(tmp_p
     changed = Played(tmp_path, monkeypatch, {"budget.minutes": 20, "compute.resume": "changed"})
     assert changed.state.plan.length == 600, "at 60 steps in 120 seconds"
     changed.step(2.0)
-    assert changed.positions[0].at == pytest.approx(60)
+    assert changed.planned[0].at == pytest.approx(60)
     in_steps = {"budget.minutes": "null", "budget.steps": 400, "compute.resume": "changed"}
     state = opened(tmp_path / "run", {**TEN, **in_steps})
     assert (state.total_steps, state.is_done) == (400, False)
@@ -181,7 +181,7 @@ def test_a_config_is_validated_twice_and_images_are_looked_at_once(tmp_path, mon
         return noted
 
     for name in ("open_images", "inspect_images", "channel_statistics"):
-        monkeypatch.setattr(facts, name, noting(name, getattr(facts, name)))
+        monkeypatch.setattr(inputs, name, noting(name, getattr(inputs, name)))
     settings = {**SETTINGS, "budget.minutes": 1 / 60, "recipe": "auto", "data.mean": "null"}
     validate = PretrainConfig.model_validate
     monkeypatch.setattr(PretrainConfig, "model_validate", noting("validated", validate))

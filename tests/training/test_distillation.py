@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import dino_vit
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.training.fixed_networks import open_teacher
+from dino_vit.training.frozen_networks import open_teacher
 from dino_vit.training.pretrain import set_up
 from tests.support.runs import RESNET, TINY, tensors
 from tests.support.training import assert_resumes_exactly, configured, opened, tensors_of, trained
@@ -61,7 +61,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
 def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_path, wide):
     state = trained(tmp_path / "run", pupil(wide))
     frozen = open_teacher(dino_vit.load_backbone(wide)).network
-    for name, tensor in tensors_of(state.objective.fixed_teacher).items():
+    for name, tensor in tensors_of(state.objective.frozen_teacher).items():
         assert torch.equal(tensor, frozen.state_dict()[name]), name
     assert state.teacher.backbone.width == 32
     kept = dino_vit.load_backbone(tmp_path / "run")

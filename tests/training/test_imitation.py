@@ -92,6 +92,6 @@ def test_a_model_of_timm_teaches_and_a_student_may_teach_on(tmp_path):
     size |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     before = tensors_of(model)
     state = trained(tmp_path / "run", {"teacher.weights": tmp_path / "resnet.safetensors", **size})
-    assert_close(tensors_of(state.objective.fixed_teacher.backbone), before, atol=0, rtol=0)
+    assert_close(tensors_of(state.objective.frozen_teacher.backbone), before, atol=0, rtol=0)
     trained(tmp_path / "next", {"teacher.weights": tmp_path / "run", **size})
     assert history(tmp_path / "next")[-1]["prototypes"] is None

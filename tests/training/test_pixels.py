@@ -50,7 +50,7 @@ def described(output):
     return json.loads(read_tensors(output / "checkpoints" / "step-00000003.safetensors")[1]["dino_vit"])
 
 
-def judge(output, source, *labels):
+def check_knn(output, source, *labels):
     assert main(["knn", str(source), f"weights={output}", "precision=no", *labels]) == 0
     (path,) = (output / "eval").glob("*.knn-*.json")
     assert json.loads(path.read_text())["results"]
@@ -82,7 +82,7 @@ def test_deep_images_keep_their_bits_from_the_file_to_the_weights(
     assert eval_transform_of(model).pixels == Pixels(channels=len(expected), bits=16, range=limits)
     assert eval_transform_of(model).mean == tuple(metadata["mean"])
     assert history(output)[-1]["knn"] is not None
-    judge(output, folder)
+    check_knn(output, folder)
 
 
 def test_a_resumed_run_keeps_what_it_measured(tmp_path):

@@ -24,7 +24,7 @@ def test_a_run_is_planned_as_the_reference_does() -> None:
 def test_every_unit_of_the_budget_ends_the_run(overrides: list[str], total: int) -> None:
     plan = Plan(run_of(*overrides, "optim.accumulate=4", "data.batch_size=16", images=2000))
     assert plan.length == total
-    assert [plan.position(step).is_last for step in (total - 2, total - 1)] == [False, True]
+    assert [plan.by_step(step).is_last for step in (total - 2, total - 1)] == [False, True]
 
 
 @pytest.mark.parametrize("per_epoch", [1, 7, 100, 2502])
@@ -47,7 +47,7 @@ def test_all_phases_have_the_steps_of_their_decimal_number(per_epoch: int) -> No
         assert {plan.warmup_steps, plan.freeze_steps, plan.head_steps} == {round(exact)}, text
         if epochs:
             due = {step for number in range(1, 12) if (step := round(number * exact)) < plan.length}
-            assert all(plan.position(step - 1).is_evaluated for step in due - {0}), text
+            assert all(plan.by_step(step - 1).is_evaluated for step in due - {0}), text
 
 
 @pytest.mark.parametrize("method", ["dino", "dinov2"])
@@ -71,7 +71,7 @@ def test_the_temperature_warms_up_by_epoch_in_2021_and_by_step_in_dinov2(method:
 )
 def test_evaluations_are_due_after_epochs_parts_of_them_or_steps(override: str, steps: list[int]) -> None:
     plan = Plan(run_of("budget.steps=25", *PHASES, "data.batch_size=10", override, images=100))
-    assert [step for step in range(1, 26) if plan.position(step - 1).is_evaluated] == steps
+    assert [step for step in range(1, 26) if plan.by_step(step - 1).is_evaluated] == steps
 
 
 def test_the_rate_may_stay_at_its_peak() -> None:
@@ -83,5 +83,5 @@ def test_steps_are_logged_at_their_interval_at_evaluations_and_at_the_end() -> N
     settings = ["budget.steps=25", *PHASES, "data.batch_size=10", "compute.log_every=6"]
     settings += ["compute.eval_every=1"]
     plan = Plan(run_of(*settings, images=100))
-    logged = [step for step in range(1, 26) if plan.position(step - 1).is_logged]
+    logged = [step for step in range(1, 26) if plan.by_step(step - 1).is_logged]
     assert logged == [6, 10, 12, 18, 20, 24, 25]

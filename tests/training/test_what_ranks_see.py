@@ -10,7 +10,7 @@ import dino_vit
 from dino_vit.core.distributed import agree, end_processes, in_all_processes, share_work
 from dino_vit.core.runtime import start_processes
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.training import facts
+from dino_vit.training import inputs
 from dino_vit.training.pretrain import set_up
 from tests.support.images import write_classes, write_synthetic
 from tests.support.processes import finish, torchrun_environs
@@ -79,7 +79,7 @@ def test_ranks_that_would_compute_different_things_name_them(tmp_path):
 def check_ranks(rank, environs, folder):
     os.environ.update(environs[rank])
     accelerator, config = start_processes(), configured(folder / "run", {"compute.precision": "auto"})
-    read = facts.read_item
+    read = inputs.read_item
     changes = [
         (
             "choose_precision",
@@ -95,7 +95,7 @@ def check_ranks(rank, environs, folder):
     ]
     for name, value, message in changes:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(facts, name, value)
+            patch.setattr(inputs, name, value)
             with pytest.raises(ValueError, match=message):
                 set_up(config, accelerator)
     set_up(config, accelerator)

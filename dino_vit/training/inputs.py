@@ -41,7 +41,7 @@ from dino_vit.views.build import build_pixels, open_images
 from dino_vit.views.eval_transform import eval_transform_of
 
 if TYPE_CHECKING:
-    from dino_vit.training.fixed_networks import TrainedTeacher
+    from dino_vit.training.frozen_networks import FrozenTeacher
 
 SAMPLES = 8  # images whose bytes all ranks compare
 
@@ -55,20 +55,20 @@ class Inputs:
     checkpoint: Checkpoint | None = None  # to resume from
     trained: Backbone | None = None  # of `init.weights`, in a new run
     architecture: Mapping[str, Any] | None = None  # of `init.weights`
-    fixed_teacher: "TrainedTeacher | None" = None  # of `teacher.weights`
+    frozen_teacher: "FrozenTeacher | None" = None  # of `teacher.weights`
     gram_teacher: Backbone | None = None  # of `gram.weights`
 
     @property
     def feature_teacher(self) -> Backbone | None:
-        """The fixed teacher, if it has no heads."""
-        teacher = self.fixed_teacher
+        """The frozen teacher, if it has no heads."""
+        teacher = self.frozen_teacher
         return teacher.backbone if teacher and teacher.network is None else None
 
     @property
     def weights_read(self) -> dict[str, str | None]:
         """Return the digests of the networks that stay as they are."""
-        teacher = self.fixed_teacher and self.fixed_teacher.backbone
-        networks = {"fixed_teacher": teacher, "gram_teacher": self.gram_teacher}
+        teacher = self.frozen_teacher and self.frozen_teacher.backbone
+        networks = {"frozen_teacher": teacher, "gram_teacher": self.gram_teacher}
         return {name: network.provenance.sha256 if network else None for name, network in networks.items()}
 
 
@@ -79,15 +79,15 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
     source = open_images(config)
     indices = evenly_spaced(len(source), INSPECTED_IMAGES)
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
-    trained, fixed_teacher, gram_teacher = None, None, None
+    trained, frozen_teacher, gram_teacher = None, None, None
     if config.teacher.weights is not None or config.gram:
-        from dino_vit.training.fixed_networks import load_fixed, open_teacher
+        from dino_vit.training.frozen_networks import load_given, open_teacher
 
         if config.teacher.weights:
-            fixed_teacher = open_teacher(load_fixed(config, "teacher.weights"))
-        gram_teacher = load_fixed(config, "gram.weights") if config.gram else None
+            frozen_teacher = open_teacher(load_given(config, "teacher.weights"))
+        gram_teacher = load_given(config, "gram.weights") if config.gram else None
     if config.init and not checkpoint:  # the file that a resumed run started from may be gone
-        trained = _load_trained(config, fixed_teacher and fixed_teacher.backbone)
+        trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
     architecture = trained.architecture if trained else None
     if config.init and checkpoint:
         saved = checkpoint.metadata["architecture"].items()
@@ -98,7 +98,7 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
         checkpoint=checkpoint,
         trained=trained,
         architecture=architecture,
-        fixed_teacher=fixed_teacher,
+        frozen_teacher=frozen_teacher,
         gram_teacher=gram_teacher,
     )
 
@@ -121,21 +121,21 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Fac
         ),
         checkpoint=checkpoint_facts(inputs.checkpoint) if inputs.checkpoint else None,
         weights=_weights_facts(inputs),
-        teacher=_teacher_facts(inputs.fixed_teacher) if inputs.fixed_teacher else None,
+        teacher=_teacher_facts(inputs.frozen_teacher) if inputs.frozen_teacher else None,
         samples=_samples(source) if world_size() > 1 else {},
     )
-    reading = decide(config, facts)  # how images are read does not depend on what is measured here
-    check_images(reading.config, facts.images)
-    is_open = reading["data.mean"] is None or reading["data.std"] is None
+    draft = decide(config, facts)  # how images are read does not depend on what is measured here
+    check_images(draft.config, facts.images)
+    is_open = draft["data.mean"] is None or draft["data.std"] is None
     indices = evenly_spaced(len(source), MEASURED_IMAGES if is_open else INSPECTED_IMAGES)
-    measured = _from_rank_0(lambda: channel_statistics(source, indices, build_pixels(reading.config)))
+    measured = _from_rank_0(lambda: channel_statistics(source, indices, build_pixels(draft.config)))
     facts = replace(facts, images=replace(facts.images, measured=measured))
     if config.budget.minutes is None or inputs.checkpoint:
         return facts
     from dino_vit.training.probe import measure_speed  # other runs measure nothing
 
     # On all ranks at the same time, as the run will compute.
-    speed = measure_speed(reading.config, inputs.summary, len(source), device)
+    speed = measure_speed(draft.config, inputs.summary, len(source), device)
     return replace(facts, speed=_from_rank_0(lambda: speed))
 
 
@@ -188,7 +188,7 @@ def _weights_facts(inputs: Inputs) -> WeightsFacts | None:
     )
 
 
-def _teacher_facts(teacher: "TrainedTeacher") -> TeacherFacts:
+def _teacher_facts(teacher: "FrozenTeacher") -> TeacherFacts:
     transform, heads, has_patch_head = eval_transform_of(teacher.backbone), dict[str, Any](), False
     pixels = transform.pixels
     if teacher.network is not None:
@@ -248,24 +248,24 @@ def check_alike(shared: Mapping[str, str]) -> None:
         raise ValueError(f"{text}. Give all of them the same settings, images and packages")
 
 
-def _load_trained(config: PretrainConfig, fixed_teacher: Backbone | None) -> Backbone:
-    """Load the weights that `init` starts from; a fixed teacher sees the same images."""
-    from dino_vit.training.fixed_networks import load_fixed
+def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Backbone:
+    """Load the weights that `init` starts from; a frozen teacher sees the same images."""
+    from dino_vit.training.frozen_networks import load_given
 
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if config.hides_patches else {}
     if "data.channels" in config.given:
         overrides["channels"] = config.data.channels
-    elif fixed_teacher:
-        overrides["channels"] = fixed_teacher.channels
+    elif frozen_teacher:
+        overrides["channels"] = frozen_teacher.channels
     if config.recipe != "auto" or {"views.global_size", "model.image_size"} & config.given:
         overrides["image_size"] = config.image_shape  # auto takes the weights' size
     names = ("network", "format")
     options = overrides | {name: getattr(config.init, name) for name in names}
-    backbone = load_fixed(config, "init.weights", **options)
+    backbone = load_given(config, "init.weights", **options)
     stated = backbone.provenance.size
     if "image_size" in overrides or stated in (None, backbone.image_size):
         return backbone
     # That of DINOv2's positions is not that of its images.
-    return load_fixed(config, "init.weights", **options, image_size=stated)
+    return load_given(config, "init.weights", **options, image_size=stated)

@@ -1,4 +1,4 @@
-"""The fixed networks that a student learns from beside its average: a frozen teacher, and a Gram teacher.
+"""The frozen networks that a student learns from beside its average: a frozen teacher, and a Gram teacher.
 
 A frozen teacher has the heads of its checkpoint and the centres of their outputs, if there are any.
 """
@@ -25,7 +25,7 @@ from dino_vit.weights.formats.layouts import OURS
 HEADS = {"head": "cls.center", "patch_head": "patch.center"}  # and the centre of the outputs of each
 
 
-class TrainedTeacher(NamedTuple):
+class FrozenTeacher(NamedTuple):
     """A frozen network, in evaluation mode: of a checkpoint with its heads, otherwise a backbone alone."""
 
     backbone: Backbone
@@ -34,7 +34,7 @@ class TrainedTeacher(NamedTuple):
     config: Mapping[str, Any] = {}  # the settings of the run
 
 
-def load_fixed(config: PretrainConfig, key: str, **options: Any) -> Backbone:
+def load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
     """Load the weights that a setting names: the same in all processes, and not those of the run itself."""
     weights = str(get(config, key))
     if Path(weights).resolve() == Path(config.output).resolve():
@@ -46,15 +46,15 @@ def load_fixed(config: PretrainConfig, key: str, **options: Any) -> Backbone:
     return backbone
 
 
-def open_teacher(backbone: Backbone) -> TrainedTeacher:
+def open_teacher(backbone: Backbone) -> FrozenTeacher:
     """Open what `teacher.weights` names, with the heads that lie beside the loaded backbone, if any."""
     backbone.requires_grad_(False)
     path = Path(backbone.provenance.source)
     if backbone.provenance.format != OURS.format or not path.is_file():
-        return TrainedTeacher(backbone)
+        return FrozenTeacher(backbone)
     checkpoint = read_checkpoint(path)
     if "teacher.head.last_layer.weight_v" not in checkpoint.tensors:
-        return TrainedTeacher(backbone)  # a backbone alone, or a run that learned the features of another
+        return FrozenTeacher(backbone)  # a backbone alone, or a run that learned the features of another
     config = checkpoint.metadata["config"]
     sizes = load(PretrainConfig, None, config).head.model_dump(exclude={"shared"})
     heads, centers = dict[str, DINOHead](), dict[str, Tensor]()
@@ -68,10 +68,10 @@ def open_teacher(backbone: Backbone) -> TrainedTeacher:
                 heads[name] = DINOHead(in_dim=backbone.width, **sizes)
             heads[name].load_state_dict(tensors, assign=True)
     network = Network(backbone, heads).eval().requires_grad_(False)
-    return TrainedTeacher(backbone, network, centers, config)
+    return FrozenTeacher(backbone, network, centers, config)
 
 
-def check_fixed_teacher(config: PretrainConfig, teacher: Backbone, student: Backbone) -> None:
+def check_frozen_teacher(config: PretrainConfig, teacher: Backbone, student: Backbone) -> None:
     """Check that a frozen teacher takes the global views, and sees the patches that the student sees."""
     name, size = f"teacher.weights={config.teacher.weights}", config.views.global_shape
     try:
