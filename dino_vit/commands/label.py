@@ -101,10 +101,19 @@ def read_rows(path: str, source: ImageSet) -> dict[str, Row]:
         raise ValueError(f"{public(path)} has several labels of an image; label is for one of each")
     origins, sure = read_column(path, "origin"), read_column(path, "confidence")
     return {
-        name: Row(public(name), str(label), origins.get(name, ""), float(sure.get(name) or 0))
+        name: Row(public(name), str(label), origins.get(name, ""), as_number(sure.get(name, "")))
         for name, label in table.items()
         if str(label).lower() not in NO_LABEL
     }
+
+
+def as_number(text: str) -> float:
+    """Return a number as spreadsheets write it; 0 for none."""
+    try:
+        number = float(text.replace(",", "."))
+    except ValueError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0
 
 
 def find(rows: dict[str, Row], source: ImageSet, index: int) -> Row | None:

@@ -4,14 +4,18 @@ from weakref import WeakValueDictionary
 
 # Of objects that the program still holds: they may be large.
 _passed = WeakValueDictionary[str, object]()
-_lists: dict[str, object] = {}  # nothing can refer to these weakly
+_kept: dict[str, object] = {}  # those that cannot be referred to weakly, such as lists
 
 
 def pass_object(value: object, name: str) -> str:
     """Return the text by which `find` returns an object in this process; the same name replaces the last."""
-    kept = _lists if isinstance(value, list | tuple) else _passed
-    kept[f"object:{name}"] = value
-    return f"object:{name}"
+    spec = f"object:{name}"
+    _kept.pop(spec, None)
+    try:
+        _passed[spec] = value
+    except TypeError:
+        _kept[spec] = value
+    return spec
 
 
 def title_of(value: object) -> str:
@@ -26,7 +30,7 @@ def is_object(spec: str) -> bool:
 
 def find(spec: str) -> object:
     """Return the object of a name."""
-    if (value := _passed.get(spec, _lists.get(spec))) is None:
+    if (value := _kept.get(spec, _passed.get(spec))) is None:
         text = f"{spec} is an object of a Python program, and not known here"
         raise ValueError(f"{text}: run that program, or pass the object to the function in Python")
     return value

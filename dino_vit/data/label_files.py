@@ -264,8 +264,11 @@ def read_column(path: str, title: str) -> dict[str, str]:
             cells = list(zip(columns["name"], texts, strict=True))
     elif suffix_of(path) in _DELIMITERS:
         rows = _rows(public(path), data.decode("utf-8-sig", errors="surrogateescape"))
-        name, column = (_find_column(_header(rows), titles) for titles in (PATH_COLUMNS, [title]))
-        if name is not None and column is not None:
+        column = _find_column(_header(rows), [title])
+        if column is not None:
+            name = _find_column(_header(rows), PATH_COLUMNS)
+            if name is None:  # of another title
+                name = next((at for at, cell in enumerate(rows[1]) if _is_path(cell)), 0)
             cells = [(row[name], row[column]) for row in rows[1:] if column < len(row)]
     return {printable(name): cell.strip() for name, cell in cells}
 

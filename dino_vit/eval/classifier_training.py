@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,11 @@ def describe_training(
     """Say how good the labels will be: in plain sentences, then by figures."""
     figure = trials.figure
     if figure is None:
-        text = "How good these labels are cannot be said: label two or more images of a class"
-        return [f"{text}, not taken one after the other"]
-    tested = trials.targets[trials.tested]
+        text = "How good these labels are cannot be said: label"
+        if trials.tested.any():
+            return [f"{text} images that were not picked by their guesses, as the random ones of `label`"]
+        return [f"{text} two or more images of a class, not taken one after the other"]
+    tested = trials.targets[trials.judged]
     by_neighbours = {"k-NN": of_kind(trials, neighbours=True).figure}
     by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
     others = [f"{name} {each.value:.1f} %" for name, each in by_neighbours.items() if each]
@@ -86,7 +89,7 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
     """Say how many of the labels that are sure are right."""
     if temperature is None:
         return
-    best, rows = trials.best(trials.tested), trials.tested
+    best, rows = trials.best(trials.tested), trials.judged
     outputs = activate(trials.scores[best][rows], trials.task, temperature)
     sure = confidences_of(outputs, trials.task) >= SURE
     count, total = int(trials.hits[best][rows][sure].sum()), int(sure.sum())
@@ -96,7 +99,7 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
 
 def _weak_classes(learned: LabelledFeatures, trials: Trials, untested: Sequence[str]) -> Iterator[str]:
     """Name the classes with few labels, those that cannot be tested, and those that are mostly wrong."""
-    targets, size, rows = learned.targets, len(learned.classes), trials.tested
+    targets, size, rows = learned.targets, len(learned.classes), trials.judged
     counts = targets.bincount(minlength=size) if targets.ndim == 1 else targets.sum(dim=0).long()
     named = dict(zip(learned.classes, counts.tolist(), strict=True))
     few = sorted((count, name) for name, count in named.items() if count < FEW_OF_CLASS)
@@ -150,17 +153,17 @@ def train_classifier(
     task = learned.task
     if len(learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
-    every = _try(labelled, learned, origins, "Cross-validation, folds")
-    untested, trials = untested_classes(learned, every), _judged(every, labelled, learned, origins)
+    trials = _try(labelled, learned, origins, "Cross-validation, folds")
+    untested = untested_classes(learned, trials)
     baselines, better = dict[str, Figure](), None
     if len(learned) <= BASELINE_IMAGES:
         baselines, better = _try_baselines(frozen, labelled, origins, trials)
     best = trials.best(trials.tested)
     candidate = trials.tried[best]
-    scores, targets = trials.scores[best][trials.tested], trials.targets[trials.tested]
+    scores, targets = trials.scores[best][trials.judged], trials.targets[trials.judged]
     temperature = float(calibrate(scores, targets, task)) if len(targets) >= FEW else None
     lines = describe_training(learned, trials, baselines, temperature, untested, describe_judges(origins))
-    percents = [round(100 * share, 4) for share in trials.figures(trials.tested)] if trials.figure else []
+    percents = [round(100 * share, 4) for share in trials.figures(trials.judged)] if trials.figure else []
     details = {
         "labelled": len(learned),
         "classes": len(learned.classes),
@@ -181,7 +184,7 @@ def train_classifier(
     model: Any = frozen.model
     classifier = ImageClassifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
     classifier = classifier.to(frozen.device).eval()
-    doubts = find_wrong_labels(every, learned.classes, names)
+    doubts = find_wrong_labels(trials, learned.classes, names)
     return TrainedClassifier(classifier, learned, names, details, lines, doubts)
 
 
@@ -196,8 +199,7 @@ def _try_baselines(
 
     def figure_of(name: str, *, neighbours_only: bool) -> Figure | None:
         title = f"{name.capitalize()}, folds"
-        every = _try(labelled, sets[name], origins, title, neighbours_only=neighbours_only)
-        return _judged(every, labelled, sets[name], origins).figure
+        return _try(labelled, sets[name], origins, title, neighbours_only=neighbours_only).figure
 
     for name in BASELINES:
         if name != frozen.model.architecture.get("name"):
@@ -224,13 +226,8 @@ def _try(
 ) -> Trials:
     """Cross-validate on the images that could be read; those that were labelled at once stay in one fold."""
     readable = np.isin(labelled.indices, features.indices)
-    folds = labelled.part(readable, labelled.name).folds(FOLDS, seed=0, whole_runs=True)
-    joined = torch.from_numpy(join_groups(folds, origins[readable])).to(features.features.device)
-    return cross_validate(features, joined, candidates(joined, neighbours_only=neighbours_only), title)
-
-
-def _judged(trials: Trials, labelled: LabelledSubset, features: LabelledFeatures, origins: Origins) -> Trials:
-    """Return the trials as judged by the images that may judge."""
-    readable = np.isin(labelled.indices, features.indices)
-    judges = torch.from_numpy(may_judge(origins[readable])[trials.rows]).to(trials.tested.device)
-    return replace(trials, tested=trials.tested & judges)
+    given, device = origins[readable], features.features.device
+    part = labelled.part(readable, labelled.name)
+    folds = torch.from_numpy(part.folds(FOLDS, seed=0, join=partial(join_groups, origins=given))).to(device)
+    trials = cross_validate(features, folds, candidates(folds, neighbours_only=neighbours_only), title)
+    return replace(trials, judges=torch.from_numpy(may_judge(given)[trials.rows]).to(device))

@@ -61,6 +61,12 @@ class Trials:
     folds: Tensor  # (n,)
     tested: Tensor  # (n,) whether other folds have the class of an image
     rows: Sequence[int]  # of the images among those that were learned from
+    judges: Tensor | None = None  # (n,) which images may judge; None: all
+
+    @cached_property
+    def judged(self) -> Tensor:
+        """Which images the figures are of: those that can be tested, and may judge, (n,)."""
+        return self.tested if self.judges is None else self.tested & self.judges
 
     @cached_property
     def hits(self) -> Tensor:
@@ -116,14 +122,15 @@ class Trials:
     @cached_property
     def figure(self) -> Figure | None:
         """The accuracy, or mAP, of what is chosen so; None if no image can be tested."""
-        if not self.tested.any():
+        if not self.judged.any():
             return None
         if self.task == "multiclass":
-            return _widened(accuracy(int(self.right[self.tested].sum()), int(self.tested.sum())))
+            return _widened(accuracy(int(self.right[self.judged].sum()), int(self.judged.sum())))
         # By ranks, as scores of different candidates do not compare.
         ranks = [_ranks(scores) for scores in self.scores]
         scores = torch.stack([ranks[number][row] for row, number in enumerate(self.chosen.tolist())])
-        return _widened(measure(self.task, np.arange(len(scores)), scores, self.targets)[0].figure)
+        scores, targets = scores[self.judged], self.targets[self.judged]
+        return _widened(measure(self.task, np.arange(len(scores)), scores, targets)[0].figure)
 
 
 def _widened(figure: Figure) -> Figure:

@@ -42,10 +42,10 @@ def describe_judges(origins: Origins) -> str:
     return "if these images are like the labelled ones"
 
 
-def join_groups(folds: NDArray[np.int64], origins: Origins) -> NDArray[np.int64]:
-    """Return the folds with the images of a group in that of its first one."""
-    folds = folds.copy()
+def join_groups(runs: NDArray[np.int64], origins: Origins) -> NDArray[np.int64]:
+    """Return the runs of photos, numbered from 0, with those that have images of the same group as one."""
+    runs = runs.copy()
     for group in {each for each in origins.tolist() if each.startswith(_GROUP)}:
-        rows = origins == group
-        folds[rows] = folds[rows.argmax()]
-    return folds
+        touched = np.unique(runs[origins == group])
+        runs[np.isin(runs, touched)] = touched[0]
+    return np.unique(runs, return_inverse=True)[1]

@@ -1,7 +1,7 @@
 """Which images are learned from, and which are judged by them (`divide`) or labelled; and their features."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,15 +68,19 @@ class LabelledSubset:
         labels = hashlib.sha256("\0".join(self.classes).encode() + self.targets.tobytes())
         return f"{self.images.fingerprint}-{labels.hexdigest()[:16]}"
 
-    def folds(self, count: int, seed: int, *, whole_runs: bool = False) -> Rows:
-        """Return the fold of each image, by blocks of neighbours in the order of their names."""
+    def folds(self, count: int, seed: int, *, join: Callable[[Rows], Rows] | None = None) -> Rows:
+        """Return the fold of each image, by blocks of neighbours in the order of their names.
+
+        With `join` each run of photos is in one fold, and it joins some of the runs (n,) to one.
+        """
 
         def name(row: int) -> str:
             return self.source.name(int(self.indices[row]))
 
         series = (series_of(name(row)) for row in range(len(self)))
         classes = self.targets.tolist() if self.task == "multiclass" else None
-        runs = find_runs([*map(name, range(len(self)))], len(self.source), classes) if whole_runs else None
+        names = map(name, range(len(self)))
+        runs = join(find_runs([*names], len(self.source), classes)) if join else None
         return choose_folds(series, count, seed, lambda row: numbers_of(name(row)), classes, runs)
 
     def require_two_classes(self) -> None:

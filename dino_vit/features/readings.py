@@ -1,6 +1,7 @@
 """What is read of images: tokens of one backbone or of several side by side, as they are or levelled."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -49,7 +50,12 @@ def _own_specs(frozen: FrozenBackbone, spec: FeatureSpec) -> list[FeatureSpec]:
     """Return the tokens of each backbone; beside others, one without patches gives what it has."""
     if frozen.beside and spec.tokens in ("patches", "all"):
         raise ValueError(f"tokens={spec.tokens} are of one backbone; give weights without others beside them")
-    return [spec if each.model.has_patches or not frozen.beside else CLS for each in frozen.side_by_side]
+    if not frozen.beside:
+        return [spec]
+    return [
+        replace(spec, blocks=min(spec.blocks, each.model.depth)) if each.model.has_patches else CLS
+        for each in frozen.side_by_side
+    ]
 
 
 def part_widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[int]:

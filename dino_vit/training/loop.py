@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dino_vit.config.length import EVALUATED
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.distributed import DelayedVote, broadcast_int, limit_waits
 from dino_vit.core.process import Interruption
@@ -44,7 +45,8 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     evaluations, clock = state.evaluations, state.clock
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(evaluations.evaluate_baseline(state.teacher))
-        clock.reserve = evaluations.seconds
+        # The first one, which opens files, may take as long as all minutes.
+        clock.reserve = min(evaluations.seconds, EVALUATED * (clock.budget or 0.0))
         clock.skip_evaluation()
     state.interval.start_timing()
     interruption.in_steps, first, vote = True, state.step, DelayedVote()

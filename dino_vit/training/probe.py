@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from dino_vit.config.facts import BlockTimes, Speed
 from dino_vit.config.pretrain import PretrainConfig
@@ -75,8 +76,9 @@ def _pixel_seconds(
     on_device = [(views.to(device), batch.augment[size]) for size, views in batch.views.items()]
     augmented = _seconds(lambda: [augment(*views) for views in on_device], device)
     seen = augment(*on_device[0])
+    seen = F.pad(seen, (0, max(0, PATCH - seen.shape[3]), 0, max(0, PATCH - seen.shape[2])))
     sizes: Any = {"patch_size": (PATCH, PATCH), "channels": channels, "width": WIDTHS[0]}
-    rows, columns = (max(1, side // PATCH) for side in seen.shape[-2:])
+    rows, columns = (side // PATCH for side in seen.shape[-2:])
     seen = seen[:, :, : rows * PATCH, : columns * PATCH]
     stem, conv = PatchStem(**sizes).to(device), ConvStem(**sizes, conv_width=4 * MAPS).to(device)
     predicted = torch.zeros(len(seen), rows * columns, AROUND, device=device)

@@ -9,6 +9,7 @@ from pyarrow import parquet
 
 import dino_vit
 from dino_vit.cli import main
+from dino_vit.commands.label import as_number
 from tests.support.labelling import NAMES, write_images
 from tests.support.reports import ParsedPage, picture_of
 
@@ -154,3 +155,8 @@ def test_unreadable_images_are_left_out_and_a_handful_is_enough(tmp_path, capsys
     assert main(["label", str(tmp_path / "photos"), "pixels", "images=6000", output]) == 0
     assert "5 of 6 images" in capsys.readouterr().out
     assert "torn.png" in caplog.text
+
+
+@pytest.mark.parametrize(("text", "number"), [("0.5", 0.5), ("0,5", 0.5), ("", 0), ("nan", 0), ("sure", 0)])
+def test_confidences_are_numbers_as_spreadsheets_write_them(text, number):
+    assert as_number(text) == number

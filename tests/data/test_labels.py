@@ -6,7 +6,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from dino_vit.data.label_files import read_entries
+from dino_vit.data.label_files import read_column, read_entries
 from dino_vit.data.labels import Folders, encode_labels, folder_columns
 from dino_vit.data.open import open_source
 from tests.support.image_sets import FILES, write_folder
@@ -287,3 +287,9 @@ def test_a_list_with_two_labels_for_an_image_is_refused(tmp_path, caplog):
 def test_a_file_that_is_no_text_is_no_list(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read_entries("labels.csv", data, labels_needed=True)
+
+
+@pytest.mark.parametrize("title", ["name", "photo"])
+def test_another_column_of_a_table_is_read_by_name_whatever_the_column_of_names_is_called(tmp_path, title):
+    (tmp_path / "few.csv").write_text(f"{title},label,origin\na.jpg,cat,random\nb.jpg,dog,\n")
+    assert read_column(str(tmp_path / "few.csv"), "origin") == {"a.jpg": "random", "b.jpg": ""}

@@ -13,9 +13,11 @@ SETTINGS = {"precision": "no", "verbose": False}
 pytestmark = pytest.mark.usefixtures("few_penalties")
 
 
-def test_images_of_a_group_are_in_one_fold_and_others_stay():
-    origins = np.array(["group:1", "given", "group:2", "group:1", "group:2", "random"])
-    assert join_groups(np.arange(6), origins).tolist() == [0, 1, 2, 0, 2, 5]
+def test_runs_with_images_of_a_group_become_one_and_others_stay():
+    origins = np.array(["group:1", "given", "given", "group:1", "group:2", "random"])
+    runs = np.array([0, 0, 1, 2, 3, 4])
+    assert join_groups(runs, origins).tolist() == [0, 0, 1, 0, 2, 3]
+    assert join_groups(runs, np.full(6, "given")).tolist() == runs.tolist()
 
 
 def test_enough_random_images_alone_judge_and_what_was_picked_by_its_guess_never_does():
@@ -58,3 +60,17 @@ def test_a_class_that_was_labelled_at_once_cannot_be_tested(photos, weights):
     few = write(photos, lambda row: "group:3" if row // 2 % len(COLOURS) == 0 else "chosen")
     found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
     assert found.details["untested"] == [blue]
+
+
+def test_what_was_picked_by_its_guess_chooses_the_classifier_but_is_no_figure(photos, weights):
+    few = write(photos, lambda row: "checked")
+    found = dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS)
+    assert found.details["cross_validated"] is None
+    assert str(found).startswith(
+        "How good these labels are cannot be said: label images that were not picked"
+    )
+    given = dino_vit.predict(
+        photos / "photos", weights, labels=write(photos, lambda row: "given"), **SETTINGS
+    )
+    assert found.details["classifier"] == given.details["classifier"]
+    assert found.labels == given.labels

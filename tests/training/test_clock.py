@@ -13,6 +13,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training import inputs
 from dino_vit.training import plan as plan_module
+from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.pretrain import pretrain
 from dino_vit.training.reporter import describe_start, start_record
 from tests.support.processes import finish, pair, torchrun_environs
@@ -230,3 +231,18 @@ def test_evaluations_move_the_clock(tmp_path, monkeypatch):
     trained(tmp_path / "run", {"budget.steps": 16, "compute.eval_every": 1})
     assert len(moved) == 3  # before the first step, and after each epoch
     assert moved == sorted(moved)
+
+
+def test_a_slow_first_evaluation_leaves_time_to_train(tmp_path, monkeypatch):
+    """It opens files and libraries: what it took is no measure of the one at the end."""
+    reserved, measure = [], Evaluations.evaluate_baseline
+
+    def slow(evaluations, teacher):
+        baseline = measure(evaluations, teacher)
+        evaluations.seconds = 1e4
+        return baseline
+
+    monkeypatch.setattr(Evaluations, "evaluate_baseline", slow)
+    monkeypatch.setattr(plan_module.Clock, "skip_evaluation", lambda clock: reserved.append(clock.reserve))
+    trained(tmp_path / "run", {"budget.steps": "null", "budget.minutes": 0.02, "compute.eval_every": 1})
+    assert reserved[0] == pytest.approx(0.1 * 60 * 0.02)

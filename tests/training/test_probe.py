@@ -29,3 +29,7 @@ def test_other_pixels_and_modules_of_ones_own_are_measured_too(tmp_path):
     settings = {"data.channels": 2, "data.mean": [0.5, 0.5], "data.std": [0.2, 0.2], "data.bits": 16}
     settings |= {f"augment.{name}": 0 for name in ("saturation", "hue", "grey")}
     assert speed_of(tmp_path, settings).augment > 0
+
+
+def test_views_smaller_than_a_patch_are_measured_too(tmp_path):
+    assert speed_of(tmp_path, {"views.global_size": 4, "views.local_size": 2, "model.patch_size": 2}).stem > 0

@@ -81,7 +81,7 @@ class One {
       photo(figure, other);
       element(figure, "span", {}, answers[other].label);
     }
-    if (answers[n] || !others.length) return;
+    if (answers[n] || !others.length || this.answers.sample.has(n)) return; // a random one has no group: it judges
     element(parent, "h3", {}, "The same thing? Tick it, and it gets the same label");
     const beside = element(parent, "div", { class: "strip beside" });
     for (const other of others) {
