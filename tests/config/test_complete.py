@@ -8,7 +8,7 @@ import pytest
 
 from dino_vit.config.auto import ENOUGH_IMAGES, SHORT, network_ladder
 from dino_vit.config.complete import DecidedRun, complete, decide
-from dino_vit.config.cost import evaluation_seconds, step_seconds
+from dino_vit.config.cost import BETWEEN, evaluation_seconds, step_seconds
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import CheckpointFacts, Facts, TeacherFacts, WeightsFacts
 from dino_vit.config.loading import load
@@ -163,7 +163,7 @@ def test_images_that_are_kept_are_decoded_in_the_first_epoch_alone(keeps_images:
     known = replace(known, images=replace(known.images, seconds=0.05))
     run = complete(load(PretrainConfig, None, ["data.source=photos", *given]), known)
     slow, fast = (step_seconds(run.config, known, are_decoded=are) for are in (False, True))
-    assert slow == pytest.approx(fast + 64 * 0.05 / 2)
+    assert slow == pytest.approx(fast + BETWEEN * 64 * 0.05 / 2)
     expected = 100 + (600 - 100 * slow) / fast if keeps_images else 600 / slow
     assert run.length == pytest.approx(expected, rel=0.01)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dino_vit.config.cost import evaluation_seconds, forward_flops, step_seconds
+from dino_vit.config.cost import BETWEEN, evaluation_seconds, forward_flops, step_seconds
 from dino_vit.config.facts import BlockTimes, Facts, Speed
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
@@ -26,7 +26,7 @@ def facts(speed: Speed, seconds: float = 0.0) -> Facts:
 
 
 def seconds(speed: Speed, *given: str, decoding: float = 0.0, are_decoded: bool = True) -> float:
-    return step_seconds(config_of(*given), facts(speed, decoding), are_decoded=are_decoded)
+    return step_seconds(config_of(*given), facts(speed, decoding), are_decoded=are_decoded) / BETWEEN
 
 
 def blocks(*times: float) -> Speed:
