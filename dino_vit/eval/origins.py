@@ -21,12 +21,11 @@ def read_origins(path: str | None, labelled: LabelledSubset) -> Origins:
     column = read_column(path, "origin") if path not in (None, NO_LABELS) else {}
     if not column:
         return np.full(len(labelled), GIVEN)
-    source, indices = labelled.source, labelled.indices.tolist()
-    by_full_name = (column.get(printable(source.full_name(index))) for index in indices)
-    found = (
-        full or column.get(source.name(index)) for full, index in zip(by_full_name, indices, strict=True)
-    )
-    return np.array([origin or GIVEN for origin in found])
+    found = list[str]()
+    for index in labelled.indices.tolist():
+        full, name = printable(labelled.source.full_name(index)), labelled.source.name(index)
+        found.append(column.get(full) or column.get(name) or GIVEN)
+    return np.array(found)
 
 
 def may_judge(origins: Origins) -> NDArray[np.bool_]:

@@ -165,9 +165,8 @@ def _write(
 
 def _sure_rows(columns: Columns, least: float) -> Columns:
     """Return the rows of a table with a confidence of at least so much."""
-    rows = np.flatnonzero(
-        columns.get("confidence", np.zeros(len(columns["name"]))) >= least
-    )  # too few labels: none
+    unsure = np.zeros(len(columns["name"]))  # where the labels are too few to tell
+    rows = np.flatnonzero(columns.get("confidence", unsure) >= least)
     return {
         title: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
         for title, values in columns.items()
