@@ -22,8 +22,6 @@ from dino_vit.eval.results import (
     asked_output,
     conclude_classes,
     conclude_labels,
-    few_images,
-    few_text,
     has_two_classes,
     lowest,
     score,
@@ -77,12 +75,11 @@ def evaluate(
     rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
     lines, title = [heading, format_table(["k", *columns.values()], rows)], f"k-NN {metric}, k={first}"
     if val.task != "multiclass":
-        return conclude_labels("knn", path, title, answers[first], train, val, details, lines)
-    few, per_class = few_images(train, val), figures[first]["per_class"]
-    lines += [answers[first].guesses(), *few_text(few)]
-    rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in per_class.items()}
-    lines.append(lowest(f"class, k={first}", rows_of_classes))
-    return conclude_classes("knn", path, title, answers[first], details | {"few_images": few}, lines)
+        return conclude_labels("knn", path, title, answers[first], val, details, lines)
+    classes = figures[first]["per_class"].items()
+    rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in classes}
+    lines += [answers[first].guesses(), lowest(f"class, k={first}", rows_of_classes)]
+    return conclude_classes("knn", path, title, answers[first], details, lines)
 
 
 def _answer(

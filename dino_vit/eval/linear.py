@@ -31,8 +31,6 @@ from dino_vit.eval.results import (
     asked_output,
     conclude_classes,
     conclude_labels,
-    few_images,
-    few_text,
     has_two_classes,
     score,
 )
@@ -141,10 +139,10 @@ def conclude_best(
     if val.task != "multiclass":
         figures, metric = score(val, _outputs(head, val)[:, 0]), TITLES[val.task]
         text += [f"{title}: {metric} {figures[0].figure} %", how]
-        return conclude_labels(command, path, f"linear {metric}", figures, train, val, details, text)
-    predictions, few = val.predictions(top_classes(head, val.features)), few_images(train, val)
-    details |= {"best": cells[best] | predictions.figures(), "few_images": few}
-    text += [f"{title}: {predictions.summary()}", how, *few_text(few)]
+        return conclude_labels(command, path, f"linear {metric}", figures, val, details, text)
+    predictions = val.predictions(top_classes(head, val.features))
+    details["best"] = cells[best] | predictions.figures()
+    text += [f"{title}: {predictions.summary()}", how]
     if has_two_classes(val):
         outputs = _outputs(head, val)[:, 0]
         details["best"]["auroc"] = figure = score(val, outputs[:, 1:] - outputs[:, :1])[0].figure
