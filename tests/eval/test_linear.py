@@ -111,7 +111,7 @@ def test_the_loss_of_each_head_is_that_of_its_scores(task, heads, monkeypatch):
         targets = F.one_hot(targets, 5).float()
     naive = {"multiclass": F.cross_entropy, "multilabel": F.binary_cross_entropy_with_logits}[task]
     expected = [naive(features[:, 2:8] @ w.T + b, targets) for w, b in zip(*heads[:2], strict=True)]
-    found = head_losses(heads, features, targets, task)
+    found = head_losses(heads, LabelledFeatures(features, targets, np.arange(23), (), task))
     torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=0)
 
 
