@@ -21,7 +21,7 @@ from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
-from dino_vit.eval.sets import count_shared, divide, labelled_subset
+from dino_vit.eval.sets import divide, labelled_subset
 from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
 from dino_vit.features.batches import missing_indices, warn_of_unreadable
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
@@ -202,14 +202,6 @@ class OnlineEvaluation:
             for part, value in zip(("", "_answers", "_error"), figure, strict=True)
         }
         return replace(figures, **by_name)
-
-    def describe_leak(self) -> str | None:
-        """Say how many images to judge by are among those that vote, too, whatever paths lead to them."""
-        train, val = self.indices[: self.votes], self.indices[self.votes :]
-        shared = count_shared(self.source.subset(val), self.source.subset(train)) if self.votes else 0
-        verb = "is" if shared == 1 else "are"
-        text = f"{shared:,} of the {plural(len(val), 'image')} to judge by {verb} among those to learn from"
-        return f"{text}, so k-NN and the probe are inflated" if shared else None
 
     def guesses(self) -> Guesses | None:
         """Return how well labels can be told without a network, computed by the calling process alone."""
