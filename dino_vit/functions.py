@@ -34,14 +34,13 @@ from dino_vit.config.loading import (
     parse_arguments,
 )
 from dino_vit.config.objects import pass_object, title_of
-from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
+from dino_vit.config.settings import Settings, flat, settings_of, values
 from dino_vit.core.process import open_closed_streams
 from dino_vit.core.text import log_shown
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
 MODULE = "augment.module"  # and this a module or a function
 FileName = str | os.PathLike[str]
-CALLBACKS = "callbacks is not a setting; give functions as on_metrics= and on_checkpoint="
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -56,8 +55,6 @@ def function_of(name: str) -> Callable[..., Any]:
         from dino_vit.core.invocation import invoked  # imports torch
 
         open_closed_streams()
-        if hooks and "callbacks" in keywords:
-            raise ConfigError([CALLBACKS])
         called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}
         named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`

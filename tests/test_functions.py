@@ -238,7 +238,6 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
             "did you mean model={'arch': 'vit_small'}",
         ),
         (lambda: dino_vit.pretrain(budget={"minute": 1}), ValueError, "did you mean budget={'minutes': 1}"),
-        (lambda: dino_vit.pretrain(callbacks=[]), ValueError, "give functions as on_metrics= and on_"),
         (lambda: dino_vit.knn("photos", "a", "b"), TypeError, "too many positional arguments"),
         (lambda: dino_vit.knn("photos"), ValueError, "weights is missing: run folder, weights file, "),
         (lambda: dino_vit.knn(config=PretrainConfig()), TypeError, "must be a file or a KnnConfig"),
