@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import SymInt, Tensor
+from torch import Tensor
 
 Grid = tuple[int, int]
 Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, d) for each patch and channel of a head
@@ -38,8 +38,7 @@ def interpolate_pos_embs(
     With `matrices`, which keeps those of earlier calls, it is a product with a matrix: its backward pass is
     deterministic, and needs no slow bicubic kernel.
     """
-    dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
-    if not dynamic and grid == trained_grid:
+    if grid == trained_grid:
         return pos_embs
     # Under torch.compile the matrix would be computed again in every call.
     if matrices is None or torch.compiler.is_compiling() or not _is_small(grid, trained_grid):

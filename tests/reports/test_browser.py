@@ -1,6 +1,5 @@
 """The page in a real browser: its widths, colours, charts and map."""
 
-import shutil
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from dino_vit.cli import main
 from tests.support.browser import set_screen, text_of
 from tests.support.reports import HOSTILE
 
@@ -82,13 +80,6 @@ def open_others(page):
     page.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
     drawn = "return [...document.querySelectorAll('.chart svg')].every((svg) => svg.children.length)"
     WebDriverWait(page, 10).until(lambda _: page.execute_script(drawn))
-
-
-def test_four_charts_are_shown_and_the_others_when_asked_for(page):
-    every = page.find_elements(By.CSS_SELECTOR, ".chart")
-    assert [element.is_displayed() for element in every] == [True] * 4 + [False] * (len(every) - 4)
-    open_others(page)
-    assert all(element.is_displayed() for element in every)
 
 
 def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page):
@@ -227,15 +218,3 @@ def test_the_legend_counts_as_people_do_and_emphasises_a_class(page):
     assert buttons[-2].get_attribute("aria-pressed") == "true"
     buttons[-2].send_keys(Keys.SPACE)
     assert bright() == [-1, *range(11)]
-
-
-def test_a_run_that_just_began_has_a_page(browser, folder):
-    """Without a checkpoint there is no map, and without metrics there are no curves."""
-    shutil.rmtree(folder / "checkpoints")
-    for name in ("baseline.json", "metrics.jsonl"):
-        (folder / name).unlink()
-    assert main(["report", str(folder)]) == 0
-    browser.get((folder / "report.html").as_uri())
-    assert browser.execute_script("return report.charts") == []
-    assert [it.text for it in browser.find_elements(By.TAG_NAME, "h2")] == ["Curves", "Views", "Run"]
-    assert browser.get_log("browser") == []
