@@ -25,7 +25,8 @@ def in_the_folder(tmp_path, monkeypatch):
 def own(**stated):
     """Write a file of ours that states something else; return its name."""
     model = backbone(heads=4)
-    architecture = model.architecture | stated.pop("architecture", {})
+    changes = stated.pop("architecture", {})
+    architecture = None if changes is None else model.architecture | changes
     stated = {"kind": "backbone", "version": 1, "mean": [0.1] * 3, "std": [0.2] * 3, **stated}
     text = json.dumps({**stated, "architecture": architecture})
     write_tensors(Path("own.safetensors"), model.state_dict(), text)
@@ -59,6 +60,8 @@ def test_an_export_runs_no_text(format, tmp_path):
         ({"architecture": {"heads": 0}}, "heads = 0: must be greater than or equal to 1"),
         ({"architecture": {"name": ["resnet18"]}}, "got an unexpected keyword argument"),
         ({"architecture": {"later": 1}}, "got an unexpected keyword argument 'later'"),
+        ({"architecture": None}, "architecture is missing"),
+        ({"version": 2}, "has format version 2, but this dino-vit reads 1"),
     ],
 )
 def test_what_no_backbone_states_is_a_sentence(stated, said):

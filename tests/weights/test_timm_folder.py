@@ -120,18 +120,14 @@ def test_uploaded_it_is_opened_by_its_name(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
-def test_it_is_fine_tuned_and_gives_maps_at_other_sizes_by_timms_own_arguments():
-    model, _ = written()
+def test_it_is_fine_tuned_at_other_sizes_by_timms_own_arguments():
+    written()
     classifier = timm.create_model("local-dir:vit", pretrained=True, num_classes=7, img_size=64).eval()
     images = torch.randn(2, 3, 64, 64)
     assert classifier(images).shape == (2, 7)
     assert_close_to_scale(
         classifier.forward_features(images)[:, 0], load_backbone("vit", image_size=64)(images)
     )
-    body = timm.create_model("local-dir:vit", pretrained=True, features_only=True, out_indices=[3]).eval()
-    images = torch.randn(2, 3, 32, 32)
-    patches = model.norm(body(images)[0].flatten(2).transpose(1, 2))
-    assert_close_to_scale(patches, model.forward_features(images)[:, 1:])
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
