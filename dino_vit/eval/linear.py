@@ -28,8 +28,7 @@ from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,
     asked_output,
-    conclude_classes,
-    conclude_labels,
+    conclude,
     has_two_classes,
     score,
 )
@@ -140,7 +139,7 @@ def conclude_best(
     if val.task != "multiclass":
         figures, metric = score(val, head_scores(head, val.features)[:, 0].sigmoid()), TITLES[val.task]
         text += [f"{title}: {metric} {figures[0].figure} %", how]
-        return conclude_labels(command, path, f"linear {metric}", figures, val, details, text)
+        return conclude(command, path, f"linear {metric}", figures, details, text, val.classes)
     predictions = val.predictions(top_classes(head, val.features))
     details["best"] = cells[best] | predictions.figures()
     text += [f"{title}: {predictions.summary()}", how]
@@ -148,7 +147,7 @@ def conclude_best(
         outputs = head_scores(head, val.features)[:, 0]
         details["best"]["auroc"] = figure = score(val, outputs[:, 1:] - outputs[:, :1])[0].figure
         text.append(f"AUROC {figure} %")
-    return conclude_classes(command, path, "linear top-1", predictions, details, text)
+    return conclude(command, path, "linear top-1", predictions, details, text)
 
 
 def _cells(

@@ -125,12 +125,27 @@ def conclude(
     command: str,
     path: Path | None,
     title: str,
-    measured: PerImageMetric,
+    judged: Predictions | Sequence[PerImageMetric],
     details: Mapping[str, Any],
     lines: Sequence[str],
-    **parts: Any,
+    labels: Sequence[str] = (),
 ) -> EvaluationResult:
-    """Return the result of an evaluation; with a path, write the JSON file."""
+    """Return the result of classes, or of the figures of several labels; with a path, write the JSON file."""
+    parts: dict[str, Any]
+    if isinstance(judged, Predictions):
+        measured, figures = (
+            measured_share(title, judged.images, torch.from_numpy(judged.right)),
+            judged.figures(),
+        )
+        parts = {"predictions": judged, "top5": figures["top5"], "per_class": figures["per_class"]}
+    else:
+        measured, per_target = judged[0], dict(zip(labels, _rows(judged), strict=True))
+        means = {each.title: each.figure for each in judged}
+        lines = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
+        lines.append(lowest("label", per_target))
+        details = {**details, "task": "multilabel", "mean": means, "per_target": per_target}
+        parts = {"per_class": dict(zip(labels, measured.column_figures, strict=True))}
+        parts["outputs"] = measured.parts[0].float().numpy()
     return EvaluationResult(
         figure=measured.figure,
         measured=replace(measured, title=title.partition(",")[0]),
@@ -141,19 +156,12 @@ def conclude(
     )
 
 
-def conclude_classes(
-    command: str,
-    path: Path | None,
-    title: str,
-    predictions: Predictions,
-    details: Mapping[str, Any],
-    lines: Sequence[str],
-) -> EvaluationResult:
-    """Return the result of a classification; with a path, write the JSON file."""
-    figures = predictions.figures()
-    parts = {"predictions": predictions, "top5": figures["top5"], "per_class": figures["per_class"]}
-    measured = measured_share(title, predictions.images, torch.from_numpy(predictions.right))
-    return conclude(command, path, title, measured, details, lines, **parts)
+def _rows(figures: Sequence[PerImageMetric]) -> list[dict[str, object]]:
+    """Return the figures of each label by their names."""
+    targets = figures[0].parts[1]
+    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
+    columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def has_two_classes(val: LabelledFeatures) -> bool:
@@ -167,29 +175,6 @@ def score(val: LabelledFeatures, outputs: Tensor) -> list[PerImageMetric]:
     if math.isnan(figures[0].mean):
         raise ValueError(f"the {len(val):,} images to judge by have no labels: give more images")
     return figures
-
-
-def conclude_labels(
-    command: str,
-    path: Path | None,
-    title: str,
-    figures: Sequence[PerImageMetric],
-    val: LabelledFeatures,
-    details: Mapping[str, Any],
-    lines: Sequence[str],
-) -> EvaluationResult:
-    """Return what the figures say; with a path write JSON."""
-    measured, (outputs, targets) = figures[0], figures[0].parts
-    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
-    columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
-    means = {each.title: each.figure for each in figures}
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    per_target = dict(zip(val.classes, rows, strict=True))
-    text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items()), lowest("label", per_target)]
-    results = {**details, "task": val.task, "mean": means, "per_target": per_target}
-    per_class = dict(zip(val.classes, measured.column_figures, strict=True))
-    parts = {"per_class": per_class, "outputs": outputs.float().numpy()}
-    return conclude(command, path, title, measured, results, text, **parts)
 
 
 def lowest(what: str, figures: Mapping[str, Mapping[str, object]]) -> str:
