@@ -125,16 +125,6 @@ def test_labels_of_a_file_colour_the_map_and_missing_ones_are_reported(folder, t
     assert write_report(folder, "labels=none").data["map"]["classes"] == []
 
 
-def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
-    for arguments, message in (
-        (["report", str(tmp_path / "none")], "is not the folder of a run: there is no such folder"),
-        (["report", str(tmp_path)], "is not the folder of a run: it has no config.yaml"),
-    ):
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_long_curve_keeps_its_ends_and_its_peaks():
     points = [(step, math.sin(step / 900)) for step in range(20_000)]
     points[7_777] = (7_777, 50.0)
