@@ -217,8 +217,6 @@ def demo(
 ) -> DemoResult:
     """Try it: train a small network on generated images in minutes, and show what it learned.
 
-        dino_vit.demo(quick=True)
-
     Pretrain on textures, measure by k-NN what was learned, and write a report.
 
     The settings and their defaults:
@@ -244,8 +242,6 @@ def inspect_data(
     verbose: bool = True,
 ) -> Facts:
     """Check images before training: how many, which sizes, which cannot be read.
-
-        dino_vit.inspect_data("photos", sheet="views.png")
 
     Inspect the images, and draw the views.
 
@@ -275,8 +271,6 @@ def pack(
     verbose: bool = True,
 ) -> PackResult:
     """Pack many image files into a few tar files (shards), which are read faster.
-
-        dino_vit.pack("photos", "photos-packed")
 
     Pack the source into a hidden folder, and rename it when it is complete.
 
@@ -316,8 +310,6 @@ def pretrain(
     verbose: bool = True,
 ) -> RunFolder:
     """Train a vision transformer on your images, without labels (DINO).
-
-        dino_vit.pretrain("photos", "runs/photos", recipe="auto", budget={"minutes": 20.0})
 
     Train as configured, resuming where the output folder has a run.
 
@@ -457,8 +449,6 @@ def report(
 ) -> Written:
     """Write an HTML page about a training run: curves, a map of the images, attention.
 
-        dino_vit.report("runs/pretrain")
-
     Write the page and return its file; rank 0 writes it.
 
     The settings and their defaults:
@@ -497,8 +487,6 @@ def knn(
     verbose: bool = True,
 ) -> EvaluationResult:
     """Measure how good features are: classify labelled images by their nearest neighbours.
-
-        dino_vit.knn("photos", "runs/demo")
 
     Classify; with an output, write the JSON. The figures are those of the first k.
 
@@ -550,8 +538,6 @@ def linear(
 ) -> EvaluationResult:
     """Measure how good features are: train linear classifiers on them, with the network frozen.
 
-        dino_vit.linear("photos", "runs/pretrain")
-
     Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
 
     The settings and their defaults:
@@ -601,8 +587,6 @@ def predict(
 ) -> LabelPredictions:
     """Label all images by a few that have labels, with a confidence for each.
 
-        dino_vit.predict("photos", "runs/pretrain", labels="few.csv")
-
     Label images; with an output, write the table and JSON.
 
     The settings and their defaults:
@@ -651,8 +635,6 @@ def label(
 ) -> Written:
     """Write a page to label images by: typical ones first, then guesses to check.
 
-        dino_vit.label("photos", "runs/pretrain")
-
     Write the page and return its file; rank 0 writes it.
 
     The settings and their defaults:
@@ -699,8 +681,6 @@ def compare(
 ) -> ComparisonResult:
     """Compare the weights of several trainings on the same images, and say which to take.
 
-        dino_vit.compare("photos", ("runs/a", "runs/b"))
-
     Measure all backbones and compare them by pairs of images; with an output, write JSON.
 
     The settings and their defaults:
@@ -739,8 +719,6 @@ def attention(
     verbose: bool = True,
 ) -> AttentionMaps | None:
     """Draw what a network attends to in images.
-
-        dino_vit.attention("photos", "runs/pretrain", output="maps")
 
     Draw every image and its maps; only rank 0 does.
 
@@ -781,8 +759,6 @@ def embed(
 ) -> ImageEmbeddings:
     """Write a feature vector for each image to a Parquet file.
 
-        dino_vit.embed("photos", "runs/pretrain", output="photos.parquet")
-
     Compute the embeddings of a source, and write them to a file if there is an output.
 
     The settings and their defaults:
@@ -820,8 +796,6 @@ def inspect_weights(
 ) -> Facts:
     """Show what a file or folder of weights holds: format, architecture, normalisation, step.
 
-        dino_vit.inspect_weights("runs/pretrain")
-
     Return the facts about a backbone; as text, two columns or JSON.
 
     The settings and their defaults:
@@ -850,8 +824,6 @@ def export(
     verbose: bool = True,
 ) -> Written:
     """Write weights for another library (timm, Hugging Face, ONNX), and check that the features agree.
-
-        dino_vit.export("runs/pretrain", "vits16.pth", format="timm")
 
     Write a backbone for another library; as text, the lines that use it.
 

@@ -16,8 +16,7 @@ is taken for weights.
 
 import hashlib
 import os
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from inspect import Parameter, Signature, cleandoc, signature
 from operator import or_
@@ -26,22 +25,15 @@ from types import GenericAlias, UnionType
 from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 
 from dino_vit.commands import COMMANDS
-from dino_vit.config.loading import (
-    add_config_arguments,
-    config_from,
-    list_settings,
-    load,
-    parse_arguments,
-)
+from dino_vit.config.loading import list_settings, load
 from dino_vit.config.objects import pass_object, title_of
-from dino_vit.config.settings import ConfigError, Settings, flat, settings_of, values
+from dino_vit.config.settings import Settings, flat, settings_of
 from dino_vit.core.process import open_closed_streams
 from dino_vit.core.text import log_shown
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
 MODULE = "augment.module"  # and this a module or a function
 FileName = str | os.PathLike[str]
-CALLBACKS = "callbacks is not a setting; give functions as on_metrics= and on_checkpoint="
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -56,8 +48,6 @@ def function_of(name: str) -> Callable[..., Any]:
         from dino_vit.core.invocation import invoked  # imports torch
 
         open_closed_streams()
-        if hooks and "callbacks" in keywords:
-            raise ConfigError([CALLBACKS])
         called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}
         named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
         given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
@@ -69,25 +59,11 @@ def function_of(name: str) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name.replace("-", "_")
     function.__module__ = "dino_vit"
-    texts = [str(cls.__doc__), *_example(name, cls), cleandoc(str(run.__doc__))]
+    texts = [str(cls.__doc__), cleandoc(str(run.__doc__))]
     texts.append("The settings and their defaults:")
     function.__doc__ = "\n\n".join([*texts, f"{list_settings(cls)}\n"])
     function.__signature__ = taken  # type: ignore[attr-defined]
     return function
-
-
-def _example(name: str, cls: type[Settings]) -> Iterator[str]:
-    """Yield the first example of a command as a call, if it has one."""
-    for example in cls.examples[:1]:
-        parser = ArgumentParser()
-        add_config_arguments(parser, cls)
-        given = values(config_from(parse_arguments(parser, example.split()[1:]), cls), given=True)
-        called = [repr(given.pop(key)) for key in cls.positional if key in given]
-        for key, value in given.items():
-            section, _, setting = key.rpartition(".")
-            text = f"{section}={ {setting: value} }" if section else f"{key}={value!r}"
-            called += [] if value is None else [text]  # null: of settings that this one excludes
-        yield f"    dino_vit.{name.replace('-', '_')}({', '.join(called)})".replace("'", '"')
 
 
 def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) -> Signature:

@@ -33,7 +33,7 @@ from dino_vit.core.invocation import after_figures
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.eval.linear import count_correct, top_classes
-from dino_vit.eval.results import EvaluationResult, conclude_classes, output_of
+from dino_vit.eval.results import EvaluationResult, conclude, output_of
 from dino_vit.eval.sets import LabelledSubset, labelled_features, open_sets
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.method.optim import warmup_cosine
@@ -94,7 +94,7 @@ def run(config: Dino2021Config) -> EvaluationResult:
         f"trained on {plural(len(train), 'image')} for {plural(config.epochs, 'epoch')}; best after "
         f"epoch {percents.index(best) + 1}: {best:.2f} %, the figure that the 2021 code reports\n{head}"
     )
-    return conclude_classes("dino2021", output, "linear top-1", predictions, details, [text])
+    return conclude("dino2021", output, "linear top-1", predictions, details, [text])
 
 
 class HeadTraining(EpochTraining):

@@ -43,7 +43,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
 from dino_vit.eval.knn import classify
-from dino_vit.eval.results import EvaluationResult, conclude_classes
+from dino_vit.eval.results import EvaluationResult, conclude
 from dino_vit.eval.sets import labelled_features, open_sets
 from dino_vit.eval.statistics import TOP_K, Figure, Predictions, accuracy
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
@@ -237,7 +237,7 @@ def _result(tuning: Finetuning) -> EvaluationResult:
         f"k-NN of the network before fine-tuning: {before} %{advice}\n"
         f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
-    return conclude_classes("finetune", folder / RESULTS, "top-1", predictions, details, [text])
+    return conclude("finetune", folder / RESULTS, "top-1", predictions, details, [text])
 
 
 if __name__ == "__main__":

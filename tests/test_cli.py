@@ -61,13 +61,6 @@ def test_help_and_mistakes_of_every_command_need_no_torch():
     assert python(code) == "[]"
 
 
-def test_the_help_has_a_line_for_every_command(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(f" {name} {command.help}" in shown for name, command in COMMANDS.items())
-
-
 def test_without_arguments_it_shows_first_commands_that_parse(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -191,25 +184,6 @@ def test_an_option_may_be_written_as_its_setting():
     argv = ["pretrain", "--data.batch_size", "32", "--data.max-pixels=9"]
     config = config_from(parse_arguments(build_parser(argv), argv), PretrainConfig)
     assert (config.data.batch_size, config.data.max_pixels) == (32, 9)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["data.source=/no/such/folder"], "'/no/such/folder'"),
-        (
-            ["data.source=synthetic", "compute.trackers=[tensorbord]"],
-            "compute.trackers: tensorbord is not installed. Install it, choose from",
-        ),
-        (["output=/dev/null/run", "budget.epochs=20", *SMALL], "/dev/null"),
-    ],
-)
-def test_what_pretrain_cannot_do_is_a_message_and_exit_code_2(tmp_path, capsys, settings, message):
-    assert main(["pretrain", f"output={tmp_path / 'run'}", *settings]) == 2
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert "Traceback" not in shown
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])

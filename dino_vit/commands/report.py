@@ -30,7 +30,7 @@ from dino_vit.data.label_files import join_labels
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.data.remote import SourceLost
-from dino_vit.eval.attention import attention_of, whole_patches
+from dino_vit.eval.attention import attention_of
 from dino_vit.eval.neighbours import nearest
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.features.readings import fit_levelling, levelled_spec
@@ -84,8 +84,7 @@ def attention_rows(teacher: FrozenBackbone, source: ImageSet, indices: list[int]
     rows = []
     for index in indices[:ROWS]:
         image, name = read_image(source, index, teacher.transform.pixels), source.name(index)
-        picture, batch = whole_patches(teacher, image)
-        heads = attention_of(teacher, batch)
+        picture, heads = attention_of(teacher, image)
         mean = overlay(as_picture(picture), heads.mean(dim=0), teacher.model.patch_size)
         tiles = [draw_tile(image, "image"), draw_tile(mean, "mean of heads")]
         tiles += [draw_patches(heat(head), f"head {n}") for n, head in enumerate(heads[:HEADS])]
@@ -141,7 +140,7 @@ def _draw_images(teacher: FrozenBackbone, source: ImageSet, indices: list[int]) 
             thumbnails.append(square.resize(as_picture(image)))
             photos.append(data_uri(resize_sides(as_picture(image), None, photo_side), quality=60))
             if isinstance(teacher.model, VisionTransformer):
-                mean = attention_of(teacher, whole_patches(teacher, image)[1]).mean(dim=0)
+                mean = attention_of(teacher, image)[1].mean(dim=0)
                 attention.append(data_uri(heat(mean), quality=None))  # a pixel for each patch
             advance(1)
     return {"thumbnails": build_atlas(torch.stack(thumbnails)), "photos": photos, "attention": attention}

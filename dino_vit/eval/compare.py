@@ -35,7 +35,6 @@ RANK_IMAGES = 5000
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
 
 Measured = Mapping[str, Mapping[str, PerImageMetric]]  # by title, then by the weights
-Figures = Mapping[str, Mapping[str, Figure]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,11 @@ def run(config: CompareConfig) -> ComparisonResult:
     unreadable = set[str]()  # images that cannot be read are said once
     for number, weights in enumerate(config.weights, 1):
         log.info("%d of %d: %s", number, len(config.weights), weights)
-        frozen = replace(_load(config, weights), unreadable=unreadable)
+        trained = config.trained[0] if weights == UNTRAINED else weights
+        frozen = frozen_backbones(CachedConfig(**_shared(config, CachedConfig), weights=trained))
+        frozen = replace(frozen, unreadable=unreadable)
+        if weights == UNTRAINED:
+            frozen = untrained_like(frozen, config.seed)
         ranks[weights] = _effective_rank(config, frozen, source, weights)
         for metric in _evaluate(config, weights, frozen, sets) if sets else ():
             measured.setdefault(metric.title, {})[weights] = metric
@@ -86,13 +89,6 @@ def run(config: CompareConfig) -> ComparisonResult:
     learned = f", learned from {public(config.train)}" if config.train else ""
     images = f"{plural(len(source), 'image')} of {public(config.source)}{learned}"
     return _conclude(config, f"{', '.join(config.weights)} on {images}", ranks, measured)
-
-
-def _load(config: CompareConfig, weights: str) -> FrozenBackbone:
-    """Load one of the backbones; the untrained one has the network of the first."""
-    trained = config.trained[0] if weights == UNTRAINED else weights
-    frozen = frozen_backbones(CachedConfig(**_shared(config, CachedConfig), weights=trained))
-    return untrained_like(frozen, config.seed) if weights == UNTRAINED else frozen
 
 
 def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
@@ -106,8 +102,9 @@ def untrained_like(trained: FrozenBackbone, seed: int) -> FrozenBackbone:
 
 
 def _effective_rank(config: CompareConfig, frozen: FrozenBackbone, source: ImageSet, name: str) -> float:
-    few = len(source) <= RANK_IMAGES  # then all, whose features k-NN needs too
-    indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
+    indices = None  # then all, whose features k-NN needs too
+    if len(source) > RANK_IMAGES:
+        indices = sorted(random_indices(source, config.seed)[:RANK_IMAGES])
     values, _ = joined_features(frozen, source, indices=indices, title=f"features of {name}")
     features = torch.from_numpy(values)
     return rankme(fit_reading(frozen, features, CLS, 0.0)(features))
@@ -137,10 +134,7 @@ def _conclude(
     """Compare what was measured, and write the JSON."""
     pairs = compare_pairs(measured)
     best = standings(measured, pairs)
-    figures = {
-        title: {name: metric.figure for name, metric in by_name.items()}
-        for title, by_name in measured.items()
-    }
+    figures = {title: {name: each.figure for name, each in row.items()} for title, row in measured.items()}
     answer, path = verdict(best), Path(config.output) if config.output else None
     text = f"{heading}\n\n{_table(ranks, figures, best)}\n\n{answer}"
     if path:
@@ -184,32 +178,35 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     if not by_title:
         text = "There are no labels to judge by: use a folder for each class, or labels=FILE."
         return f"{text} The effective rank alone does not tell which features are better."
-    top = [*by_title.values()]
+    top, titles = [*by_title.values()], " and ".join(by_title)
     everywhere = [name for name in top[0] if all(name in names for names in top)]
-    if everywhere:
-        titles = " and ".join(by_title)
-        if all(names == (everywhere[0],) for names in top):
-            return f"Take {everywhere[0]}: on these images it is the best by {titles}."
-        first, *others = everywhere
-        text = " or ".join(everywhere)
-        if others and all(names[0] == first for names in top):
-            text = f"{first}; {' and '.join(others)} may be as good"
-        return f"Take {text}: no significant difference on these images by {titles}."
-    wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
-    return f"It depends on the figure. The best is {wins}."
+    if not everywhere:
+        wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
+        return f"It depends on the figure. The best is {wins}."
+    first, *others = everywhere
+    if all(names == (first,) for names in top):
+        return f"Take {first}: on these images it is the best by {titles}."
+    text = " or ".join(everywhere)
+    if others and all(names[0] == first for names in top):
+        text = f"{first}; {' and '.join(others)} may be as good"
+    return f"Take {text}: no significant difference on these images by {titles}."
 
 
-def _table(ranks: Mapping[str, float], figures: Figures, best: Mapping[str, tuple[str, ...]]) -> str:
+def _table(
+    ranks: Mapping[str, float],
+    figures: Mapping[str, Mapping[str, Figure]],
+    best: Mapping[str, tuple[str, ...]],
+) -> str:
     """Return the figures as a table, with marks at the best and those not significantly worse."""
-    rows = []
-    for name, rank in ranks.items():
-        row = [name]
-        for title, by_name in figures.items():
-            mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
-            row.append(f"{by_name[name]}{mark}")
-        rows.append([*row, f"{rank:.1f}"])
-    images = {title: next(iter(by_name.values())).images for title, by_name in figures.items()}
-    titles = [f"{title}, {count:,} images " for title, count in images.items()]
+
+    def mark(title: str, name: str) -> str:
+        return "*" if name == best[title][0] else "=" if name in best[title] else " "
+
+    rows = [
+        [name, *(f"{row[name]}{mark(title, name)}" for title, row in figures.items()), f"{rank:.1f}"]
+        for name, rank in ranks.items()
+    ]
+    titles = [f"{title}, {next(iter(row.values())).images:,} images " for title, row in figures.items()]
     table = format_table(["%", *titles, "effective rank"], rows)
     pairs = plural(math.comb(len(ranks), 2), "pair")
     meaning = "effective rank: over about how many directions features spread"

@@ -20,19 +20,13 @@ from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,
     asked_output,
-    conclude_classes,
-    conclude_labels,
-    few_images,
-    few_text,
+    conclude,
     has_two_classes,
     lowest,
     score,
 )
 from dino_vit.eval.sets import LabelledFeatures, Sets, features_of_sets, open_sets
-from dino_vit.eval.statistics import (
-    TITLES,
-    Predictions,
-)
+from dino_vit.eval.statistics import TITLES, Predictions
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
 from dino_vit.features.readings import fit_reading
 from dino_vit.models.backbone import FeatureSpec
@@ -76,13 +70,11 @@ def evaluate(
     }
     rows = [[str(k), *(str(row[name]) for name in columns)] for k, row in figures.items()]
     lines, title = [heading, format_table(["k", *columns.values()], rows)], f"k-NN {metric}, k={first}"
-    if val.task != "multiclass":
-        return conclude_labels("knn", path, title, answers[first], train, val, details, lines)
-    few, per_class = few_images(train, val), figures[first]["per_class"]
-    lines += [answers[first].guesses(), *few_text(few)]
-    rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in per_class.items()}
-    lines.append(lowest(f"class, k={first}", rows_of_classes))
-    return conclude_classes("knn", path, title, answers[first], details | {"few_images": few}, lines)
+    if val.task == "multiclass":
+        classes = figures[first]["per_class"].items()
+        rows_of_classes = {name: {"top-1 %": each, "images": each.images} for name, each in classes}
+        lines += [answers[first].guesses(), lowest(f"class, k={first}", rows_of_classes)]
+    return conclude("knn", path, title, answers[first], details, lines, val.classes)
 
 
 def _answer(

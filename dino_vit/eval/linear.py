@@ -8,7 +8,7 @@ n images, r heads (one per penalty), c classes
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.commands import STANDARD_CS, LinearConfig
-from dino_vit.config.settings import Task
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.holdout import choose_folds
@@ -29,10 +28,7 @@ from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,
     asked_output,
-    conclude_classes,
-    conclude_labels,
-    few_images,
-    few_text,
+    conclude,
     has_two_classes,
     score,
 )
@@ -123,7 +119,9 @@ def conclude_best(
     """Return the figures on `val` of the head that is best on other images, and a table of all heads."""
     judged = _judge_heads(grid.heads, val)
     held_out = None if chosen_on is val else _judge_heads(grid.heads, chosen_on)
-    best = _best_head(grid.heads, held_out or judged, chosen_on)
+    losses = _by_row(head_losses(heads, chosen_on) for heads in grid.heads)
+    # Of heads that are alike the one with the lowest loss, which decides alone if no figure can.
+    best = max(range(len(losses)), key=lambda n: (np.nan_to_num((held_out or judged)[n], nan=-1), -losses[n]))
     cells = _cells(grid, "top1" if val.task == "multiclass" else "score", judged, held_out)
     how = _how_chosen(held_out[best], chosen_on) if held_out else AS_PUBLISHED
     row, column = divmod(best, len(grid.inputs))
@@ -139,17 +137,17 @@ def conclude_best(
     chosen = grid.heads[column]
     head = LinearHeads(chosen.weight[row : row + 1], chosen.bias[row : row + 1], chosen.columns)
     if val.task != "multiclass":
-        figures, metric = score(val, _outputs(head, val)[:, 0]), TITLES[val.task]
+        figures, metric = score(val, head_scores(head, val.features)[:, 0].sigmoid()), TITLES[val.task]
         text += [f"{title}: {metric} {figures[0].figure} %", how]
-        return conclude_labels(command, path, f"linear {metric}", figures, train, val, details, text)
-    predictions, few = val.predictions(top_classes(head, val.features)), few_images(train, val)
-    details |= {"best": cells[best] | predictions.figures(), "few_images": few}
-    text += [f"{title}: {predictions.summary()}", how, *few_text(few)]
+        return conclude(command, path, f"linear {metric}", figures, details, text, val.classes)
+    predictions = val.predictions(top_classes(head, val.features))
+    details["best"] = cells[best] | predictions.figures()
+    text += [f"{title}: {predictions.summary()}", how]
     if has_two_classes(val):
-        outputs = _outputs(head, val)[:, 0]
+        outputs = head_scores(head, val.features)[:, 0]
         details["best"]["auroc"] = figure = score(val, outputs[:, 1:] - outputs[:, :1])[0].figure
         text.append(f"AUROC {figure} %")
-    return conclude_classes(command, path, "linear top-1", predictions, details, text)
+    return conclude(command, path, "linear top-1", predictions, details, text)
 
 
 def _cells(
@@ -171,31 +169,24 @@ def _how_chosen(percent: float, images: LabelledFeatures) -> str:
     return f"chosen on {plural(len(images), 'training image')} that no head was trained on: {figure}"
 
 
-def _outputs(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
-    """Return what all heads predict: of several labels the probability of each, (n, r, c)."""
-    scores = head_scores(heads, images.features)
-    return scores.sigmoid() if images.task == "multilabel" else scores
-
-
-def _judge_heads(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[float]:
+def _judge_heads(grid: Sequence[LinearHeads], images: LabelledFeatures) -> list[float]:
     """Return the accuracy, or mAP, of every head in per cent: for each rate or C that of each input."""
     if images.task == "multiclass":
-        correct = [count_correct(each, images.features, images.targets) for each in heads]
-        return [100 * count / len(images) for count in torch.stack(correct, dim=1).flatten().tolist()]
-    outputs = [_outputs(each, images).unbind(1) for each in heads]
-    return [
-        100 * measure(images.task, images.indices, head_outputs, images.targets)[0].mean
-        for row in zip(*outputs, strict=True)
-        for head_outputs in row
-    ]
+        counts = (count_correct(heads, images.features, images.targets) for heads in grid)
+        return _by_row(100 * count.double() / len(images) for count in counts)
+    outputs = (head_scores(heads, images.features).sigmoid().unbind(1) for heads in grid)
+    return _by_row(
+        torch.tensor([_mean_in_percent(images, each) for each in row], dtype=torch.double) for row in outputs
+    )
 
 
-def _best_head(heads: Sequence[LinearHeads], percents: Sequence[float], images: LabelledFeatures) -> int:
-    """Return the head with the best figure; of heads alike by it, the one with the lowest loss."""
-    losses = [head_losses(each, images.features, images.targets, images.task) for each in heads]
-    all_losses = torch.stack(losses, dim=1).flatten().tolist()
-    judged = [-math.inf if math.isnan(percent) else percent for percent in percents]
-    return max(range(len(judged)), key=lambda index: (judged[index], -all_losses[index]))
+def _mean_in_percent(images: LabelledFeatures, outputs: Tensor) -> float:
+    return 100 * measure(images.task, images.indices, outputs, images.targets)[0].mean
+
+
+def _by_row(columns: Iterable[Tensor]) -> list[float]:
+    """Return a figure of every head, row by row of the table, from those of each input."""
+    return torch.stack([*columns], dim=1).flatten().tolist()
 
 
 def _table(grid: Grid, percents: Sequence[float], best: int) -> str:
@@ -227,18 +218,17 @@ def head_scores(heads: LinearHeads, features: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def head_losses(heads: LinearHeads, features: Tensor, targets: Tensor, task: Task) -> Tensor:
+def head_losses(heads: LinearHeads, images: LabelledFeatures) -> Tensor:
     """Return the mean cross-entropy of each head, (r,)."""
     total = torch.zeros(len(heads.bias), dtype=torch.double, device=heads.bias.device)
-    for rows, scores in _scores_in_blocks(heads, features):
-        y = repeat(targets[rows].to(scores.device), "n ... -> n r ...", r=scores.shape[1])
-        if task == "multiclass":
+    for rows, scores in _scores_in_blocks(heads, images.features):
+        y = repeat(images.targets[rows].to(scores.device), "n ... -> n r ...", r=scores.shape[1])
+        if images.task == "multiclass":
             losses = F.cross_entropy(rearrange(scores, "n r c -> n c r"), y, reduction="none")
         else:
-            y = y.to(scores.dtype)
-            losses = F.binary_cross_entropy_with_logits(scores, y, reduction="none").mean(dim=2)
+            losses = F.binary_cross_entropy_with_logits(scores, y.to(scores), reduction="none").mean(dim=2)
         total += losses.double().sum(dim=0)
-    return total / len(features)
+    return total / len(images)
 
 
 def _scores_in_blocks(heads: LinearHeads, features: Tensor) -> Iterator[tuple[slice, Tensor]]:

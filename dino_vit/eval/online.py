@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from dino_vit.core.text import plural
 from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.eval.holdout import choose_folds
 from dino_vit.eval.neighbours import neighbour_means, weighted_knn
-from dino_vit.eval.sets import count_shared, divide, labelled_subset
+from dino_vit.eval.sets import divide, labelled_subset
 from dino_vit.eval.statistics import TITLES, measure, trivial_baselines
 from dino_vit.features.batches import missing_indices, warn_of_unreadable
 from dino_vit.features.frozen import FrozenBackbone, build_baseline
@@ -128,12 +128,6 @@ class _WithColours(FeatureSpec):
         return torch.cat([super().extract(model, images), colours(images)], dim=1)
 
 
-class _Judged(NamedTuple):
-    percent: float
-    answers: str | None = None  # of which images they were right
-    error: float | None = None
-
-
 class OnlineEvaluation:
     """Evaluate a backbone on the same few thousand images of a source each time, without side effects.
 
@@ -180,7 +174,8 @@ class OnlineEvaluation:
         spec = levelled_spec(backbone) if self.has_labels else CLS
         channels = self.transform.pixels.channels
         values, rows = self._features(backbone, _WithColours(tokens=spec.tokens, channels=channels))
-        if len(rows) < 2 or not values.isfinite().all():
+        is_split = not self.votes or 0 < int((rows < self.votes).sum()) < len(rows)
+        if len(rows) < 2 or not is_split or not values.isfinite().all():  # most images became unreadable
             return OnlineFigures(math.nan, math.nan if self.has_labels else None)
 
         tokens, image_colours = values[:, : -2 * channels], values[:, -2 * channels :].cpu()
@@ -191,25 +186,12 @@ class OnlineEvaluation:
             return figures
         places = rearrange(tokens, "n (p d) -> n p d", d=backbone.width)
         averaged = torch.cat([cls, *([places[:, 1:].mean(dim=1)] if backbone.has_patches else [])], dim=1)
-        judged = {
-            "knn": self._classified(cls, rows),
-            "levelled_knn": self._classified(tokens, rows, spec.widths(backbone)),
-            "probe": self._probe(averaged, rows),
-        }
-        by_name: dict[str, Any] = {
-            f"{name}{part}": value
-            for name, figure in judged.items()
-            for part, value in zip(("", "_answers", "_error"), figure, strict=True)
-        }
-        return replace(figures, **by_name)
-
-    def describe_leak(self) -> str | None:
-        """Say how many images to judge by are among those that vote, too, whatever paths lead to them."""
-        train, val = self.indices[: self.votes], self.indices[self.votes :]
-        shared = count_shared(self.source.subset(val), self.source.subset(train)) if self.votes else 0
-        verb = "is" if shared == 1 else "are"
-        text = f"{shared:,} of the {plural(len(val), 'image')} to judge by {verb} among those to learn from"
-        return f"{text}, so k-NN and the probe are inflated" if shared else None
+        return replace(
+            figures,
+            **self._judge(self._neighbours(cls, rows), rows, "knn"),
+            **self._judge(self._neighbours(tokens, rows, spec.widths(backbone)), rows, "levelled_knn"),
+            **self._judge(self._probe(averaged, rows), rows, "probe"),
+        )
 
     def guesses(self) -> Guesses | None:
         """Return how well labels can be told without a network, computed by the calling process alone."""
@@ -220,8 +202,8 @@ class OnlineEvaluation:
             trivial = trivial_baselines(targets.numpy(), self.source.labels.names)
             largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
         else:
-            guess, rows = targets.mean(dim=0).expand_as(targets), torch.arange(self.votes, len(self.targets))
-            largest, chance = None, max(0.0, self._judge(guess, rows).percent)
+            guess, rows = targets.mean(dim=0).expand_as(targets), torch.arange(len(self.targets))
+            largest, chance = None, max(0.0, self._judge(guess, rows)["percent"])
         return Guesses(
             metric=TITLES[self.task],
             **self._baselines(),
@@ -236,17 +218,17 @@ class OnlineEvaluation:
         figures, pixels = dict[str, float](), self.transform.pixels
         for name in BASELINES:
             model = build_baseline(name, self.source, pixels=pixels)
-            features = FrozenBackbone(model=model, transform=model.transform).extract(
-                self.source, self.indices
-            )
+            frozen = FrozenBackbone(model=model, transform=model.transform)
+            features = frozen.extract(self.source, self.indices)
             rows = self._rows(features.indices)
-            figures[name] = max(
-                self._classified(features.values, rows, widths, _BASELINE_IMAGES).percent
+            answers = (
+                self._neighbours(features.values, rows, widths, _BASELINE_IMAGES)
                 for widths in ([], [model.width])
             )
+            figures[name] = max(self._judge(each, rows)["percent"] for each in answers)
             if name == "pixels":
                 images = features.values.view(-1, pixels.channels, *model.image_size)
-                figures["colours"] = self._probe(colours(images), rows).percent
+                figures["colours"] = self._judge(self._probe(colours(images), rows), rows)["percent"]
         return figures
 
     def _features(self, backbone: Backbone, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
@@ -268,39 +250,32 @@ class OnlineEvaluation:
         """Return the places in the evaluation of images that could be read, in its order."""
         return torch.isin(torch.tensor(self.indices), indices).nonzero()[:, 0]
 
-    def _classified(
+    def _neighbours(
         self, features: Tensor, rows: Tensor, widths: Sequence[int] = (), images: int = FITTED_IMAGES
-    ) -> _Judged:
+    ) -> Tensor:
         """Predict labels by the neighbours; parts of these widths are levelled by at most so many images."""
         judged = (rows >= self.votes).nonzero()[:, 0]
         votes = (rows < self.votes).nonzero()[:, 0] if self.votes else judged
-        k = min(NEIGHBOURS, len(votes) - (not self.votes))
-        if k < 1 or not len(judged):  # most images became unreadable
-            return _Judged(math.nan)
-        vote = weighted_knn if self.task == "multiclass" else neighbour_means
+        device, labels = features.device, self.targets[rows[votes]].to(features.device)
         if widths:
-            bank = features[votes.to(features.device)]
-            features = fit_levelling(bank, widths, images=images)(features)
-        bank, queries = (features[each.to(features.device)] for each in (votes, judged))
-        labels, offset = self.targets[rows[votes]].to(features.device), None if self.votes else 0
-        answers = vote(bank, labels, queries, k=[k], self_offset=offset)[k]
-        return self._judge((answers[:, 0] if self.task == "multiclass" else answers).cpu(), rows[judged])
+            features = fit_levelling(features[votes.to(device)], widths, images=images)(features)
+        bank, queries = features[votes.to(device)], features[judged.to(device)]
+        offset, k = (None, len(bank)) if self.votes else (0, len(bank) - 1)
+        vote = weighted_knn if self.task == "multiclass" else neighbour_means
+        (answers,) = vote(bank, labels, queries, k=[min(NEIGHBOURS, k)], self_offset=offset).values()
+        return answers[:, 0] if self.task == "multiclass" else answers
 
-    def _probe(self, features: Tensor, rows: Tensor) -> _Judged:
+    def _probe(self, features: Tensor, rows: Tensor) -> Tensor:
         """Predict labels by a ridge regression to them."""
-        targets, judged = self.targets[rows], rows >= self.votes
+        targets, features = self.targets[rows], features.cpu()
         if self.task == "multiclass":
             classes, numbers = torch.unique(targets, return_inverse=True)
             targets = F.one_hot(numbers, len(classes)).float()
-        if not self.votes:
-            outputs = cross_predictions(features.cpu(), targets, self._halves(rows))
-        elif not judged.any() or judged.all():  # most images became unreadable
-            return _Judged(math.nan)
+        if self.votes:
+            outputs = ridge_predictions(features, targets, rows < self.votes)
         else:
-            outputs = ridge_predictions(features.cpu(), targets, ~judged)
-        return self._judge(
-            classes[outputs.argmax(dim=1)] if self.task == "multiclass" else outputs, rows[judged]
-        )
+            outputs = cross_predictions(features, targets, self._halves(rows))
+        return classes[outputs.argmax(dim=1)] if self.task == "multiclass" else outputs
 
     def _halves(self, rows: Tensor) -> Tensor:
         """Return which images are in the first of two halves, each with a block of every class."""
@@ -309,12 +284,17 @@ class OnlineEvaluation:
         first = torch.from_numpy(choose_folds(series, 2, seed=0) == 0)
         return torch.zeros_like(first).index_copy(0, order, first)
 
-    def _judge(self, answers: Tensor, rows: Tensor) -> _Judged:
-        """Judge classes of images, or outputs for several labels."""
+    def _judge(self, answers: Tensor, rows: Tensor, name: str = "percent") -> dict[str, Any]:
+        """Return the figure of classes of images, or of outputs for several labels, under a name.
+
+        With it come the images that were right, or for mAP the standard error.
+        """
+        rows, answers = rows[rows >= self.votes], answers.cpu()
         targets = self.targets[rows]
         if self.task == "multiclass":
             right = answers == targets
             bits = sum(1 << row for row in rows[right].tolist())  # that of an image is its place
-            return _Judged(100 * float(right.float().mean()), f"{bits:x}")
+            return {name: 100 * float(right.float().mean()), f"{name}_answers": f"{bits:x}"}
         measured = measure(self.task, rows.numpy(), answers, targets)[0]
-        return _Judged(100 * measured.mean, error=100 * float(measured.draw(100).nanmean(1).std()))
+        error = 100 * float(measured.draw(100).nanmean(1).std())
+        return {name: 100 * measured.mean, f"{name}_error": error}

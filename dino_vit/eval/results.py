@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from dino_vit.config.settings import Settings, get, settings_of, values
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.invocation import after_figures, on_console
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import Result, brief, format_table, plural, public, public_values
+from dino_vit.core.text import Result, brief, format_table, public, public_values
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset
 from dino_vit.eval.statistics import (
     TITLES,
@@ -34,7 +33,6 @@ from dino_vit.eval.statistics import (
     number_text,
 )
 
-RARE = 10  # of fewer images the figures of a class say little
 _SHOWN = 10
 METRIC = TITLES | {"multiclass": "Accuracy"}  # at the head of a table
 
@@ -127,12 +125,27 @@ def conclude(
     command: str,
     path: Path | None,
     title: str,
-    measured: PerImageMetric,
+    judged: Predictions | Sequence[PerImageMetric],
     details: Mapping[str, Any],
     lines: Sequence[str],
-    **parts: Any,
+    labels: Sequence[str] = (),
 ) -> EvaluationResult:
-    """Return the result of an evaluation; with a path, write the JSON file."""
+    """Return the result of classes, or of the figures of several labels; with a path, write the JSON file."""
+    parts: dict[str, Any]
+    if isinstance(judged, Predictions):
+        measured, figures = (
+            measured_share(title, judged.images, torch.from_numpy(judged.right)),
+            judged.figures(),
+        )
+        parts = {"predictions": judged, "top5": figures["top5"], "per_class": figures["per_class"]}
+    else:
+        measured, per_target = judged[0], dict(zip(labels, _rows(judged), strict=True))
+        means = {each.title: each.figure for each in judged}
+        lines = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
+        lines.append(lowest("label", per_target))
+        details = {**details, "task": "multilabel", "mean": means, "per_target": per_target}
+        parts = {"per_class": dict(zip(labels, measured.column_figures, strict=True))}
+        parts["outputs"] = measured.parts[0].float().numpy()
     return EvaluationResult(
         figure=measured.figure,
         measured=replace(measured, title=title.partition(",")[0]),
@@ -143,19 +156,12 @@ def conclude(
     )
 
 
-def conclude_classes(
-    command: str,
-    path: Path | None,
-    title: str,
-    predictions: Predictions,
-    details: Mapping[str, Any],
-    lines: Sequence[str],
-) -> EvaluationResult:
-    """Return the result of a classification; with a path, write the JSON file."""
-    figures = predictions.figures()
-    parts = {"predictions": predictions, "top5": figures["top5"], "per_class": figures["per_class"]}
-    measured = measured_share(title, predictions.images, torch.from_numpy(predictions.right))
-    return conclude(command, path, title, measured, details, lines, **parts)
+def _rows(figures: Sequence[PerImageMetric]) -> list[dict[str, object]]:
+    """Return the figures of each label by their names."""
+    targets = figures[0].parts[1]
+    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
+    columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def has_two_classes(val: LabelledFeatures) -> bool:
@@ -171,31 +177,6 @@ def score(val: LabelledFeatures, outputs: Tensor) -> list[PerImageMetric]:
     return figures
 
 
-def conclude_labels(
-    command: str,
-    path: Path | None,
-    title: str,
-    figures: Sequence[PerImageMetric],
-    train: LabelledFeatures,
-    val: LabelledFeatures,
-    details: Mapping[str, Any],
-    lines: Sequence[str],
-) -> EvaluationResult:
-    """Return what the figures say; with a path write JSON."""
-    measured, (outputs, targets) = figures[0], figures[0].parts
-    columns: dict[str, Sequence[object]] = {each.title: each.column_figures for each in figures}
-    columns |= {"AP of a guess": targets.mean(0).tolist(), "images": targets.sum(0).int().tolist()}
-    means = {each.title: each.figure for each in figures}
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    per_target, few = dict(zip(val.classes, rows, strict=True)), few_images(train, val)
-    text = [*lines, *(f"mean {name} {mean} %" for name, mean in means.items())]
-    text += [*few_text(few), lowest("label", per_target)]
-    results = {**details, "task": val.task, "mean": means, "per_target": per_target, "few_images": few}
-    per_class = dict(zip(val.classes, measured.column_figures, strict=True))
-    parts = {"per_class": per_class, "outputs": outputs.float().numpy()}
-    return conclude(command, path, title, measured, results, text, **parts)
-
-
 def lowest(what: str, figures: Mapping[str, Mapping[str, object]]) -> str:
     """Return a table with the figures of the classes or labels that are predicted worst."""
     columns = list(next(iter(figures.values())))
@@ -206,25 +187,3 @@ def lowest(what: str, figures: Mapping[str, Mapping[str, object]]) -> str:
 
 def _cell(figure: object) -> str:
     return "-" if figure is None else number_text(figure) if isinstance(figure, float) else str(figure)
-
-
-def few_images(train: LabelledFeatures, val: LabelledFeatures) -> dict[str, list[str]]:
-    """Return the classes that no training image or no or few images to judge by have."""
-    learned, judged = (
-        each.targets.sum(0) if each.targets.ndim == 2 else each.targets.bincount(minlength=len(val.classes))
-        for each in (train, val)
-    )
-    few = {
-        # An image is no neighbour of its own.
-        "without an image to learn from, so only guessed": learned <= (train is val),
-        "without an image to judge by, so in no figure": judged == 0,
-        f"with fewer than {RARE} images to judge by, too few to be reliable": (judged > 0) & (judged < RARE),
-    }
-    return {kind: [*compress(val.classes, rows.tolist())] for kind, rows in few.items() if rows.any()}
-
-
-def few_text(few: Mapping[str, Sequence[str]]) -> list[str]:
-    return [
-        f"{plural(len(names), 'class', 'classes')} {kind}: {brief(', '.join(names), 300)}"
-        for kind, names in few.items()
-    ]

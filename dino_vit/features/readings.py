@@ -14,7 +14,7 @@ from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.features.cache import cached_features
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.models.backbone import CLS, Backbone, FeatureSpec
-from dino_vit.models.readings import Levelling
+from dino_vit.models.classifiers import Levelling
 
 LEVELLED = 0.5  # half-way between features as they are and white ones
 FITTED_IMAGES = 20_000

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dino_vit.models.layers import MLP, LayerNorm, LayerScale, add_residual, dropout
-from dino_vit.models.positions import Rotation, rotate
+from dino_vit.models.positions import rotate
 from dino_vit.models.sequences import Sequences
 
 EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, which never stores them
@@ -39,45 +39,36 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        parts = sequences.split(self._project(x), 3, self.heads, -1)
-        sizes = zip(map(_heads, parts), sequences.rotations, sequences.only_cls, strict=True)
-        attended = [self._attend(qkv, rotation, only_cls) for qkv, rotation, only_cls in sizes]
-        x = self.proj(sequences.join(attended))
-        return dropout(x, self.dropout, self.training)
+        rate, attended = self.attention_dropout if self.training else 0.0, []
+        for (q, k, v), only_cls in zip(self.project(x, sequences), sequences.only_cls, strict=True):
+            queries = q[:, :, :1] if only_cls else q
+            attended.append(attend(queries, k, v, scale=self.scale, dropout=rate).transpose(1, 2).flatten(2))
+        return dropout(self.proj(sequences.join(attended)), self.dropout, self.training)
 
-    def _attend(self, qkv: tuple[Tensor, ...], rotation: Rotation | None, only_cls: bool) -> Tensor:
-        q, k, v = qkv
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        if only_cls:
-            q = q[:, :, :1]
-        x = attend(q, k, v, scale=self.scale, dropout=self.attention_dropout if self.training else 0.0)
-        return x.transpose(1, 2).flatten(2)
+    def project(self, x: Tensor, sequences: Sequences) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Project tokens to queries, keys and values of each size, (b, h, n, d) each, and rotate them."""
+        if self.without_key_bias:  # that of the keys is stored, but not used
+            query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)
+            bias = torch.cat([query_bias, torch.zeros_like(key_bias), value_bias])
+            projected = F.linear(x, self.qkv.weight, bias)
+        else:
+            projected = self.qkv(x)
+        projections = []
+        parts = sequences.split(projected, 3, self.heads, -1)
+        for part, rotation in zip(parts, sequences.rotations, strict=True):
+            # Without einops, whose calls cost the host more than these. Unbinding (b, n, 3, h, d) before the
+            # transposition makes the backward pass one copy instead of two.
+            q, k, v = (each.transpose(1, 2) for each in part.unbind(2))
+            if rotation is not None:
+                q, k = rotate(q, rotation), rotate(k, rotation)
+            projections.append((q, k, v))
+        return projections
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the attention weights of queries (b, h, n, d) on keys (b, h, N, d), in float32."""
         with torch.autocast(q.device.type, enabled=False):
             scores = q.float() @ k.float().transpose(-2, -1)
             return (scores * self.scale).softmax(dim=-1)
-
-    def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project tokens (b, n, D) to queries, keys and values, (b, h, n, d) each."""
-        q, k, v = _heads(self._project(x).view(*x.shape[:2], 3, self.heads, -1))
-        return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
-
-    def _project(self, x: Tensor) -> Tensor:
-        if not self.without_key_bias:
-            projected: Tensor = self.qkv(x)
-            return projected
-        query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)  # that of the keys is stored, but not used
-        bias = torch.cat([query_bias, torch.zeros_like(key_bias), value_bias])
-        return F.linear(x, self.qkv.weight, bias)
-
-
-def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
-    # Without einops, whose calls cost the host more than these. Unbinding (b, n, 3, h, d) before the
-    # transposition makes the backward pass one copy instead of two.
-    return tuple(part.transpose(1, 2) for part in qkv.unbind(2))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:

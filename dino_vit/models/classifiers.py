@@ -1,6 +1,6 @@
-"""Classifiers of features: linear ones, and the vote of the nearest labelled images."""
+"""What features pass: levelling, linear classifiers, and the vote of the nearest labelled images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,32 @@ from torch import Tensor, nn
 
 VOTE_TEMPERATURE = 0.07  # of neighbours, as published with DINO
 BLOCK, _PRODUCTS = 1024, 2**26  # images at a time, and their products with a bank
+
+
+class Levelling(nn.Module):
+    """Level features (n, d), whose parts follow each other: (part - mean) @ matrix, at unit length.
+
+    It is fitted in `features/readings.py`, on images without labels.
+    """
+
+    mean: Tensor  # (d,)
+
+    def __init__(self, mean: Tensor, matrices: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        for number, matrix in enumerate(matrices):  # (d, d) of each part
+            self.register_buffer(f"matrix{number}", matrix)
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The matrix of each part, in their order."""
+        return [tensor for name, tensor in self.named_buffers() if name != "mean"]
+
+    def forward(self, features: Tensor) -> Tensor:
+        widths = [len(matrix) for matrix in self.matrices]
+        parts = torch.split(features - self.mean, widths, dim=1)
+        levelled = [part @ matrix for part, matrix in zip(parts, self.matrices, strict=True)]
+        return torch.cat([F.normalize(part) for part in levelled], dim=1)
 
 
 def vote_logits(cosines: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import SymInt, Tensor
+from torch import Tensor
 
 Grid = tuple[int, int]
 Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, d) for each patch and channel of a head
@@ -38,11 +38,12 @@ def interpolate_pos_embs(
     With `matrices`, which keeps those of earlier calls, it is a product with a matrix: its backward pass is
     deterministic, and needs no slow bicubic kernel.
     """
-    dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
-    if not dynamic and grid == trained_grid:
+    if grid == trained_grid:
         return pos_embs
+    trained = math.prod(trained_grid)
+    is_large = max(math.prod(grid), trained) * trained > LARGEST_MATRIX  # it, or what it is made of
     # Under torch.compile the matrix would be computed again in every call.
-    if matrices is None or torch.compiler.is_compiling() or not _is_small(grid, trained_grid):
+    if matrices is None or is_large or torch.compiler.is_compiling():
         cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
         field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0]).float()
         patches = rearrange(_resample(field, grid, mode), "1 d h w -> 1 (h w) d")
@@ -56,12 +57,6 @@ def interpolate_pos_embs(
             matrices[key] = matrix
     with torch.autocast(pos_embs.device.type, enabled=False):
         return (matrix @ pos_embs[0].float()).to(pos_embs.dtype)[None]
-
-
-def _is_small(grid: Grid, trained_grid: Grid) -> bool:
-    """Return whether a matrix is worth its memory, and the identity that it is made of."""
-    cells, trained = math.prod(grid), math.prod(trained_grid)
-    return max(cells, trained) * trained <= LARGEST_MATRIX
 
 
 def _matrix(grid: Grid, trained_grid: Grid, mode: PositionMode, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.config.sections import GROUPS, REDUCTION, Stem
+from dino_vit.config.sections import GROUPS, REDUCTION
 from dino_vit.core import Size
 
 FIRST_KERNEL = {
@@ -91,26 +91,6 @@ class HybridStem(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return rearrange(self.proj(self.backbone(images)), "b d h w -> b (h w) d")
-
-
-def build_stem(
-    stem: Stem,
-    patch_size: Size,
-    channels: int,
-    width: int,
-    conv_width: int,
-    layers: tuple[int, ...],
-    base_width: int,
-) -> PatchStem | ConvStem | HybridStem:
-    """Return a stem; the layers and the base width are those of the ResNet of a hybrid one.
-
-    The width of convolutions is that of a ConvStem.
-    """
-    if stem == "hybrid":
-        return HybridStem(patch_size, channels, width, layers, base_width)
-    if stem == "conv":
-        return ConvStem(patch_size, channels, width, conv_width)
-    return PatchStem(patch_size, channels, width)
 
 
 def inflate(kernel: Tensor, channels: int) -> Tensor:

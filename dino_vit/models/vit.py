@@ -31,7 +31,7 @@ from dino_vit.models.block import Block
 from dino_vit.models.layers import dropout, init_linear
 from dino_vit.models.positions import Grid, PositionMode, Rotation
 from dino_vit.models.sequences import sample_drop_path, sequences_by_block
-from dino_vit.models.stems import build_stem
+from dino_vit.models.stems import ConvStem, HybridStem, PatchStem
 
 BLOCK_KEYWORDS = ["mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale", "norm_eps"]
 BLOCK_KEYWORDS += ["dropout", "attention_dropout"]
@@ -101,8 +101,14 @@ class VisionTransformer(Backbone):
         self.matrices: dict[Any, Tensor] = {}  # that resample positions
 
         width, count = self.width, 1 + math.prod(self.trained_grid)
-        widths = config.stem_width or width, config.resnet_layers, config.resnet_width
-        self.patch_embed = build_stem(config.stem, self.patch_size, self.channels, width, *widths)
+        shape = self.patch_size, self.channels, width
+        if config.stem == "hybrid":
+            stem: nn.Module = HybridStem(*shape, config.resnet_layers, config.resnet_width)
+        else:
+            stem = (
+                ConvStem(*shape, config.stem_width or width) if config.stem == "conv" else PatchStem(*shape)
+            )
+        self.patch_embed = stem
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = None if self.rotary else nn.Parameter(torch.zeros(1, count, width))
         if config.positions == "sinusoidal":
@@ -183,7 +189,7 @@ class VisionTransformer(Backbone):
         x, taken = self.embed_patches(images), {}
         for index, (block, sequences, drop) in enumerate(self._passes(x, images)):
             if index in wanted:
-                q, k, _ = block.attn.split(block.norm1(x), *sequences.rotations)
+                ((q, k, _),) = block.attn.project(block.norm1(x), sequences)
                 taken[index] = block.attn.softmax(q[:, :, queries], k)
             if index < max(wanted):
                 x = block(x, sequences, drop)

@@ -166,5 +166,3 @@ def _describe_evaluation(state: TrainingState) -> Iterator[str]:
     if state.evaluations.online.has_labels and (splits := choose_splits(state.source)):
         use = describe_use(state.source, *splits, state.config.data.images)
         yield f"{use}; the run learns from all of them, without labels"
-        if leak := state.evaluations.online.describe_leak():
-            yield leak

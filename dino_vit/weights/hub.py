@@ -5,7 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from dino_vit.config.sections import BASELINES
-from dino_vit.core import log
 from dino_vit.core.storage import StorageError
 from dino_vit.core.text import brief
 
@@ -26,7 +25,6 @@ def fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download  # takes a second
 
     repository = name.removeprefix("hf:") if name.startswith("hf:") else _of_timm(name)
-    advice = f"run `hf download {repository}` where there is a network"
     wanted = [CONFIG, PROCESSOR, INDEX, "model.safetensors", "model-*-of-*.safetensors"]
     try:
         folder = Path(snapshot_download(repository, allow_patterns=wanted))
@@ -35,18 +33,9 @@ def fetch(name: str) -> Path:
     except (OSError, ValueError) as error:  # all that the hub's library raises
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise StorageError(
-            f"{name} could not be fetched, and the hub's cache does not have it ({reason}); {advice}, and "
-            "give the folder that it prints"
+            f"{name} could not be fetched, and the hub's cache does not have it ({reason}); run `hf download "
+            f"{repository}` where there is a network, and give the folder that it prints"
         ) from error
-    # What is in the cache without a network may be only a part of the repository.
-    if not (folder / CONFIG).exists() or not any((folder / file).exists() for file in HUB_FILES):
-        raise StorageError(f"{folder} lacks {CONFIG} or the weights ({', '.join(HUB_FILES)}); {advice}")
-    is_timm = b'"pretrained_cfg"' in (folder / CONFIG).read_bytes()
-    if not is_timm and not (folder / PROCESSOR).exists():
-        log.warning(
-            "%s has no %s, so size, mean and std of its images are assumed; if the hub has one, %s",
-            *(name, PROCESSOR, advice),
-        )
     return folder
 
 

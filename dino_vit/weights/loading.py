@@ -83,7 +83,7 @@ def _load(
     raw: RawWeights, format: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Layout, LoadedBackbone, list[str]]:
     """Return the layout, the backbone, as our transformer or else as timm builds it, and notes on it."""
-    stated = raw.metadata["architecture"] if raw.metadata else raw.facts
+    stated = raw.facts if raw.architecture is None else raw.architecture
     if "name" not in stated:
         try:
             layout = recognise(raw, format)
@@ -98,7 +98,7 @@ def _load(
         _refuse_unknown(raw.source, BaselineConfig, overrides)
         return OURS, LoadedBaseline(**{**stated, **overrides}), []
     backbone, notes = _load_timm(raw, overrides)
-    return OURS if raw.metadata else TIMM, backbone, notes
+    return TIMM if raw.architecture is None else OURS, backbone, notes
 
 
 def _load_transformer(
@@ -175,8 +175,9 @@ def _adapt(
 
 
 def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Provenance:
-    mean, std = layout.normalisation or (None, None)
-    facts = raw.metadata or {"mean": mean, "std": std, **raw.facts}
+    facts = raw.facts
+    if raw.architecture is None and layout.normalisation:
+        facts = {**dict(zip(("mean", "std"), layout.normalisation, strict=True)), **facts}
     stated = {name: facts[name] for name in (*PROVENANCE_FACTS, "config") if facts.get(name) is not None}
     if len(stated.get("mean", ())) != model.channels:  # the statistics are those of other channels
         stated = {name: value for name, value in stated.items() if name not in ("mean", "std")}
@@ -208,8 +209,8 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> tuple[LoadedTim
     if changed := facts.get("model_args"):
         text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"
         raise WeightsError(f"{text}, which are not supported")
-    if raw.metadata:
-        stated = {"image_size": 224, "channels": 3, **raw.metadata["architecture"]}
+    if raw.architecture is not None:
+        stated = {"image_size": 224, "channels": 3, **raw.architecture}
     else:
         stated = {"name": facts.get("name") or facts["timm_name"]}
         stated |= {"image_size": facts.get("image_size") or 224, "channels": facts.get("channels", 3)}

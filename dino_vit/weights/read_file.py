@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,30 +53,46 @@ WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataPa
 class RawWeights:
     """The tensors of one backbone under their original names, and what is known about their origin."""
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     source: str  # as it was given, or the file in the folder that was given
     sha256: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # of our own files
-    facts: Mapping[str, Any] = field(default_factory=dict)  # heads, mean, ... of our exports and hub folders
+    facts: Mapping[str, Any] = field(default_factory=dict)  # `Facts` that the file or its folder states
     network: str | None = None
     trained_with_dino: bool = False  # a training checkpoint of DINO, or extracted from one
+
+    @property
+    def architecture(self) -> dict[str, Any] | None:
+        """The arguments that build it, which our own files alone state."""
+        return self.facts.get("architecture")
 
 
 def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWeights:
     """Read a run folder, a hub folder, a file or a dict; a baseline is all in its name."""
     if network not in NETWORKS:
         raise WeightsError(f"network={network!r} is not supported; choose from {', '.join(NETWORKS)}")
-    if isinstance(source, Mapping):
-        return _unwrap(source, RawWeights({}, source="a dict", sha256=""), network)
     if source in BASELINES:
-        return RawWeights({}, str(source), sha256="", metadata={"architecture": {"name": source}})
-    named = is_name(source)
-    try:
-        path, content, about = _read_path(fetch(str(source)) if named else Path(source))
-    except StorageError as error:
-        raise WeightsError(str(error)) from error
-    raw = RawWeights({}, str(source if named else path), _sha256(path), **about)
-    return _unwrap(content, raw, network)
+        return RawWeights({}, str(source), sha256="", facts={"architecture": {"name": source}})
+    name, sha256, content, facts = "a dict", "", source, dict[str, Any]()
+    if not isinstance(source, Mapping):
+        try:
+            path, content, facts = _read_path(fetch(str(source)) if is_name(source) else Path(source))
+        except StorageError as error:
+            raise WeightsError(str(error)) from error
+        name, sha256 = str(source if is_name(source) else path), _sha256(path)
+    tensors, chosen = _state_dict(content, name, network)
+    sha256 = sha256 or digest(tensors, {})
+    if facts.get("kind") == "checkpoint":
+        chosen, prefix = network, f"{network}.backbone."
+        tensors = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+    if facts.get("kind") == CLASSIFIER:
+        tensors = {key: t for key, t in tensors.items() if not key.startswith(f"{CLASSIFIER}.")}
+    # Strip the prefixes that training adds; only DINO's own checkpoints have `backbone.`.
+    bare = {WRAPPER_PREFIX.sub("", key): tensor for key, tensor in tensors.items()}
+    from_dino = chosen is not None or any(key.startswith("backbone.") for key in bare)
+    bare = {key.removeprefix("backbone."): tensor for key, tensor in bare.items()}
+    if len(bare) != len(tensors):
+        raise WeightsError(f"{name} holds more than one network: some names differ only by a prefix")
+    return RawWeights(bare, name, sha256, facts, chosen, from_dino)
 
 
 def find_weights(source: str | Path) -> Path:
@@ -115,36 +131,35 @@ def _sha256(path: Path) -> str:
 
 
 def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
-    """Return the file that was read, its content, and the fields of `RawWeights` that say more about it."""
+    """Return the file that was read, its content, and what it or its folder states."""
     path = find_weights(path)
     if path.is_dir() and (checkpoint := Checkpoints(path).newest()):
-        metadata = _check_metadata(checkpoint.path, checkpoint.metadata)
-        return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
+        return checkpoint.path, checkpoint.tensors, _own_facts(checkpoint.path, checkpoint.metadata)
     if path.suffix == ".onnx":
         raise WeightsError(f"{path} is an ONNX graph, which has no weights to load; give the original")
-    about = {"facts": _read_hub_facts(path)}
+    texts, where = dict[str, Any](), f"the metadata of {path}"
     if path.name == INDEX:
-        content, texts = dict[str, Tensor](), dict[str, str]()
-        for part in parts(path):
-            content |= read_tensors(part)[0]
+        content: Any = {
+            name: tensor for part in parts(path) for name, tensor in read_tensors(part)[0].items()
+        }
     elif path.suffix == ".safetensors":
         content, texts = read_tensors(path)
-        if OWN_KEY in texts:
-            metadata = parse(f"the metadata of {path}", texts[OWN_KEY])
-            about["metadata"] = _check_metadata(path, metadata)
     else:
         content = _read_pickle(path)
         texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
+    if OWN_KEY in texts:
+        return path, content, _own_facts(path, parse(where, texts[OWN_KEY]))
+    facts = _read_hub_facts(path)
     if EXPORT_KEY in texts:
-        where = f"the metadata of {path}"
         exported = check(Facts, parse(where, texts[EXPORT_KEY]), where).stated()
         by_timm = {"timm_name", "model_args"}  # of a folder of timm; the facts of ours say it
-        about["facts"] = {k: v for k, v in about["facts"].items() if k not in by_timm} | exported
-    return path, content, about
+        facts = {key: value for key, value in facts.items() if key not in by_timm} | exported
+        facts.pop("architecture", None)  # which the tensors show
+    return path, content, facts
 
 
-def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of one of our own files, its lists as the tuples that they were."""
+def _own_facts(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what one of our own files states, its lists as the tuples that they were."""
     check_version(path, metadata)
     if metadata.get("architecture") is None:  # such as the classifier and optimiser of a fine-tuning
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
@@ -243,46 +258,28 @@ def _read_pickle(path: Path) -> Any:
         ) from error
 
 
-def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
-    """Extract the backbone's tensors from training checkpoints and wrappers, and strip their prefixes."""
-    content, raw = _innermost(content, raw, network)
-    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
-    if others or not tensors:
-        named = brief(", ".join(others[:8]), 200)
-        held = f"has {plural(len(others), 'entry', 'entries')} without a tensor ({named})"
-        raise WeightsError(f"{raw.source} is not a state dict: it {held if others else 'is empty'}")
-    raw = replace(raw, sha256=raw.sha256 or digest(tensors, {}))
-    if raw.metadata.get("kind") == "checkpoint":
-        prefix = f"{network}.backbone."
-        chosen = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        return replace(raw, tensors=chosen, network=network)
-    if raw.metadata.get("kind") == CLASSIFIER:
-        tensors = {name: t for name, t in tensors.items() if not name.startswith(f"{CLASSIFIER}.")}
-    # Strip the prefixes that training adds; only DINO's own checkpoints have `backbone.`.
-    bare = {WRAPPER_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
-    from_dino = any(name.startswith("backbone.") for name in bare)
-    bare = {name.removeprefix("backbone."): tensor for name, tensor in bare.items()}
-    if len(bare) != len(tensors):
-        raise WeightsError(f"{raw.source} holds more than one network: some names differ only by a prefix")
-    return replace(raw, tensors=bare, trained_with_dino=raw.trained_with_dino or from_dino)
-
-
-def _innermost(content: Any, raw: RawWeights, network: str) -> tuple[Mapping[Any, Any], RawWeights]:
-    """Return the state dict of a network in a training checkpoint, or the one in a wrapper."""
+def _state_dict(content: Any, source: str, network: str) -> tuple[dict[str, Tensor], str | None]:
+    """Return the state dict in training checkpoints and wrappers, and of which network, if they say it."""
+    chosen = None
     while True:
         if not isinstance(content, Mapping):
             kind = type(content).__name__
-            raise WeightsError(f"{raw.source} holds a {kind}, not a dict of tensors; save model.state_dict()")
+            raise WeightsError(f"{source} holds a {kind}, not a dict of tensors; save model.state_dict()")
         if any(isinstance(content.get(name), Mapping) for name in NETWORKS):
             if network not in content:
                 held = brief(", ".join(map(str, content)), 200)
-                raise WeightsError(f"{raw.source} has no {network}; it holds {held}")
-            content, raw = content[network], replace(raw, network=network, trained_with_dino=True)
+                raise WeightsError(f"{source} has no {network}; it holds {held}")
+            content, chosen = content[network], network
         elif wrapped := [content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)]:
             content = wrapped[0]
         else:
-            return content, raw
+            break
+    others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
+    if others or not content:
+        named = brief(", ".join(others[:8]), 200)
+        held = f"has {plural(len(others), 'entry', 'entries')} without a tensor ({named})"
+        raise WeightsError(f"{source} is not a state dict: it {held if others else 'is empty'}")
+    return {str(name): tensor for name, tensor in content.items()}, chosen
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:

@@ -41,7 +41,7 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     """Return the layout of the tensors; `format` decides where files of two libraries look the same."""
     if format not in (None, *FORMATS):
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
-    if raw.metadata:
+    if raw.architecture is not None:
         return layouts.OURS
     format = format or raw.facts.get("format")
     layout = next((layout for layout in layouts.LAYOUTS if layout.fits(raw.tensors)), None)
@@ -91,8 +91,8 @@ def infer_architecture(
     """Infer the model's arguments from the shapes, and from what else is known if no shape shows them."""
     # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
     depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
-    if raw.metadata:
-        return {**asdict(ViTConfig()), "depth": depth, **raw.metadata["architecture"]}
+    if raw.architecture is not None:
+        return {**asdict(ViTConfig()), "depth": depth, **raw.architecture}
     width = tensors["cls_token"].shape[-1]
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden

@@ -1,12 +1,9 @@
 import json
 
 import pytest
-import torch
 
-import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from tests.support.peers import timm_vit
 
 
 @pytest.fixture
@@ -28,13 +25,6 @@ def test_inspect_weights_in_words_and_as_json(weights, capsys):
     assert facts["parameters"] == sum(
         tensor.numel() for tensor in load_backbone(weights, image_size=(16, 40)).parameters()
     )
-
-
-def test_ambiguous_sources_are_read_as_told(tmp_path):
-    torch.save(timm_vit(num_classes=0).model.state_dict(), tmp_path / "a.pth")
-    for format, mode in (("reference", "dino"), ("timm", "timm")):
-        facts = dino_vit.inspect_weights(tmp_path / "a.pth", heads=2, source_format=format).facts
-        assert facts["position_mode"] == mode
 
 
 def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):

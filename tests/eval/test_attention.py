@@ -8,8 +8,9 @@ from PIL import Image
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.eval import attention
-from dino_vit.eval.attention import cls_attention, pad
+from dino_vit.eval.attention import as_batch, cls_attention
 from dino_vit.views.eval_transform import eval_transform_of
+from dino_vit.views.pictures import principal_colours
 from tests.support.backbones import backbone
 from tests.support.close import assert_close_to_scale
 
@@ -58,7 +59,7 @@ def test_colours_are_the_principal_components_over_all_images():
     stretch = torch.diag(torch.tensor([9.0, 5.0, 2.0, 1.0, 0.5, 0.1]))
     turn = torch.linalg.qr(torch.randn(6, 6, generator=generator)).Q
     tokens = [torch.randn(y, x, 6, generator=generator) @ stretch @ turn for y, x in ((20, 30), (7, 50))]
-    colours = attention.principal_colours(tokens)
+    colours = principal_colours(tokens)
     joined = np.concatenate([image.reshape(-1, 6).double().numpy() for image in tokens])
     centred = joined - joined.mean(0)
     _, _, axes = np.linalg.svd(centred, full_matrices=False)
@@ -70,7 +71,7 @@ def test_colours_are_the_principal_components_over_all_images():
         shown = np.concatenate([image[..., colour].flatten().numpy() for image in colours])
         np.testing.assert_allclose(shown, expected, atol=1e-6)
     assert [image.shape for image in colours] == [(20, 30, 3), (7, 50, 3)]
-    flat = attention.principal_colours([torch.ones(2, 2, 4)])[0]
+    flat = principal_colours([torch.ones(2, 2, 4)])[0]
     assert bool(flat.isfinite().all())
 
 
@@ -100,6 +101,12 @@ def size_of(path):
         return image.height, image.width
 
 
+def drawn_size(path):
+    """Return the size of each of six pictures in a row, with gaps of four pixels."""
+    height, width = size_of(path)
+    return height, (width - 5 * 4) / 6
+
+
 def test_a_folder_of_images_of_any_size(weights, photos, tmp_path, capsys, caplog):
     out = tmp_path / "out"
     assert main(["attention", str(photos), f"weights={weights}", f"output={out}"]) == 0
@@ -107,11 +114,10 @@ def test_a_folder_of_images_of_any_size(weights, photos, tmp_path, capsys, caplo
     assert "attention of the last block, 4 images on 1 sheet" in capsys.readouterr().out
     found = {path.name for path in out.iterdir()}
     stems = {"0-a": (31, 50), "3-deep-a": (8, 8), "2-deep-b-c": (77, 9), "4-e": (40, 40)}
-    endings = ("png", "overlay.png", "mask.png", "attention.npy")
+    endings = ("png", "attention.npy")
     assert found == {"sheet-1.png", *(f"{stem}.{ending}" for stem in stems for ending in endings)}
     for stem, (height, width) in stems.items():
-        assert size_of(out / f"{stem}.overlay.png") == size_of(out / f"{stem}.mask.png") == (height, width)
-        assert size_of(out / f"{stem}.png") == (height, 6 * width + 5 * 4)
+        assert drawn_size(out / f"{stem}.png") == (height, width)
         grid = -(-height // 8), -(-width // 8)
         assert np.load(out / f"{stem}.attention.npy").shape == (2, *grid)
 
@@ -124,8 +130,7 @@ def test_the_maps_are_those_of_the_padded_image(weights, photos, tmp_path):
     for y in range(32):
         for x in range(56):
             padded[0, :, y, x] = (pixels[:, min(y, 30), min(x, 49)] / 255 - 0.5) / 0.5
-    normalised = eval_transform_of(model).normaliser(torch.device("cpu"))(pixels[None])
-    torch.testing.assert_close(pad(normalised, (8, 8)), padded)
+    torch.testing.assert_close(as_batch(model, pixels, eval_transform_of(model)), padded)
     expected = cls_attention(model, padded, 0)[0]
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "0-a.attention.npy")), expected)
 
@@ -133,8 +138,8 @@ def test_the_maps_are_those_of_the_padded_image(weights, photos, tmp_path):
 def test_sizes_as_asked(weights, photos, tmp_path, caplog):
     options = ["size=8", "longest=40", "count=null"]
     assert main(["attention", str(photos), f"weights={weights}", f"output={tmp_path / 'o'}", *options]) == 0
-    assert size_of(tmp_path / "o" / "0-a.overlay.png") == (8, 13)
-    assert size_of(tmp_path / "o" / "2-deep-b-c.overlay.png") == (40, 5)
+    assert drawn_size(tmp_path / "o" / "0-a.png") == (8, 13)
+    assert drawn_size(tmp_path / "o" / "2-deep-b-c.png") == (40, 5)
     assert caplog.text.count("images of 8 × 16 pixels are far from the 32 × 48 of the weights") == 1
 
 
@@ -142,9 +147,9 @@ def test_large_images_are_shrunk_to_twice_the_trained_side(weights, tmp_path, ca
     Image.new("RGB", (300, 200)).save(tmp_path / "large.png")
     arguments = ["attention", str(tmp_path / "large.png"), str(weights), f"output={tmp_path / 'o'}"]
     assert main(arguments) == 0
-    assert size_of(tmp_path / "o" / "0-large.overlay.png") == (64, 96)
+    assert drawn_size(tmp_path / "o" / "0-large.png") == (64, 96)
     assert main([*arguments, "size=200", "block=0", "overwrite=true"]) == 0
-    assert size_of(tmp_path / "o" / "0-large.overlay.png") == (200, 300)
+    assert drawn_size(tmp_path / "o" / "0-large.png") == (200, 300)
     assert caplog.text.count("are far from") == 1
 
 

@@ -69,35 +69,6 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others):
     assert found.text.endswith(f"\n{found.path}")
 
 
-def test_images_are_opened_once_and_the_title_names_what_is_compared(tmp_path, others, caplog):
-    caplog.set_level("INFO", "dino_vit")
-    found = dino_vit.compare(
-        "synthetic:40:16",
-        [*others, "untrained"],
-        train="synthetic:60:16",
-        output=tmp_path / "out.json",
-        cache=tmp_path,
-        precision="no",
-    )
-    assert sum("one class for each of 40 images" in message for message in caplog.messages) == 1
-    images = "on 40 images of synthetic:40:16, learned from synthetic:60:16"
-    assert found.text.startswith(f"{others[0]}, {others[1]}, untrained {images}\n")
-
-
-def test_backbones_side_by_side_are_compared_as_one(tmp_path, weights):
-    names = [f"{weights}+pixels", "untrained"]
-    found = dino_vit.compare("synthetic:60:16", weights=names, cache=tmp_path, **SETTINGS)
-    assert [*found.ranks] == names
-    alone = dino_vit.knn("synthetic:60:16", names[0], k=[20], cache=tmp_path, **SETTINGS)
-    assert found.figures["k-NN top-1"][names[0]] == alone.figure
-
-
-def test_an_untrained_network_joins(weights):
-    found = dino_vit.compare("synthetic:60:16", weights=["untrained", weights], **SETTINGS)
-    assert list(found.ranks) == ["untrained", str(weights)]
-    assert found.ranks["untrained"] != found.ranks[str(weights)]
-
-
 def test_an_untrained_network_sees_images_as_the_trained_one_does(tmp_path, weights):
     model = dino_vit.load_backbone(weights)
     told = {"size": (12, 12), "preparation": {"interpolation": "bilinear"}}

@@ -10,8 +10,6 @@ from pydantic import TypeAdapter
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.data.stores.files import open_folder
-from dino_vit.data.synthetic import make_textures
-from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
 from tests.support.backbones import extracted
 from tests.support.images import write_synthetic
@@ -66,15 +64,6 @@ def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder):
     }
     assert TypeAdapter(EvalTransform).validate_python(metadata["transform"]) == eval_transform_of(model)
     assert (metadata["format"], metadata["precision"]) == (1, "float32")
-
-
-def test_other_tokens(tmp_path, weights):
-    model, source = load_backbone(weights), make_textures(length=9)
-    for tokens, blocks in (("patches", 2), ("cls+mean", 2), ("cells", 2), ("all", 1)):
-        output = tmp_path / "e.parquet"
-        embed(tmp_path, weights, "synthetic:9:32", f"output={output}", f"tokens={tokens}", f"blocks={blocks}")
-        expected = extracted(model, source, spec=FeatureSpec(tokens=tokens, blocks=blocks)).numpy()
-        assert np.array_equal(read(output)[1], expected)
 
 
 def test_levelled_embeddings_of_two_backbones_are_fitted_on_the_images_themselves(tmp_path, weights):

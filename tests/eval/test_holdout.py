@@ -1,17 +1,15 @@
 """Images that are split by us: neighbours stay together, and every series is on both sides."""
 
-import hashlib
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-from dino_vit.config.commands import SupervisedConfig
 from dino_vit.config.settings import Task
 from dino_vit.eval.holdout import STRETCHES, choose_folds, find_runs, numbers_of, series_of
 from dino_vit.eval.linear import hold_out
-from dino_vit.eval.sets import LabelledFeatures, open_sets
+from dino_vit.eval.sets import LabelledFeatures
 
 
 def series(names):
@@ -67,17 +65,6 @@ def test_images_that_are_no_series_are_drawn_by_the_seed():
     assert len({draw.tobytes() for draw in draws}) == 4
     assert np.array_equal(draws[1], choose_blocks(series(names), 5, 1))
     assert all(apart(draw) > 20 for draw in draws)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_of_every_class_as_many_are_held_out_whatever_the_names_are(seed):
-    counts = [50, 25, 10, 5, 1, 1, 1, 1, 1]
-    labels = np.repeat(np.arange(len(counts)), counts).tolist()
-    digests = [hashlib.sha256(bytes([row])).hexdigest()[:9] for row in range(len(labels))]
-    chosen = choose_blocks(series(digests), 5, seed, classes=labels)
-    held = np.bincount(np.array(labels)[chosen], minlength=len(counts))
-    assert held[:4].tolist() == [10, 5, 2, 1]
-    assert held[4:].sum() == 1, "of five classes of one image each"
 
 
 def test_few_images_leave_one_to_judge_by():
@@ -137,15 +124,6 @@ def test_numbers_that_follow_by_chance_are_no_long_runs(labelled, longest, kinds
 def test_folders_that_each_start_from_one_have_no_runs():
     names = [f"{kind}/{number:03d}.jpg" for kind in range(10) for number in range(1, 9)]
     assert len({*find_runs(names, 80, [row // 8 for row in range(80)])}) == 80
-
-
-def test_a_fifth_of_labelled_images_is_a_block_of_each_class():
-    train, val = open_sets(SupervisedConfig(source="synthetic:200:16"))
-    assert Counter(val.targets.tolist()) == dict.fromkeys(range(10), 4)
-    assert Counter(train.targets.tolist()) == dict.fromkeys(range(10), 16)
-    for kind in range(10):
-        members = np.flatnonzero(np.arange(200) % 10 == kind)
-        assert apart(np.isin(members, val.indices)) <= 2
 
 
 @pytest.mark.parametrize("task", ["multiclass", "multilabel"])

@@ -24,7 +24,7 @@ from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted
 from tests.support.images import write_synthetic
-from tests.support.naive import ranked_classes
+from tests.support.naive import right_by_loop
 from tests.support.runs import server
 
 TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -39,16 +39,6 @@ def test_rankme_is_the_exponential_of_the_entropy_of_the_singular_values(shape):
     shares = [value / sum(singular) for value in singular]
     expected = math.exp(-sum(share * math.log(share) for share in shares))
     assert rankme(features) == pytest.approx(expected, rel=1e-6)
-
-
-def right_by_loop(features, labels, k):
-    """Return of which images the k nearest others tell the label."""
-    similar, right = F.normalize(features) @ F.normalize(features).T, []
-    for query, label in enumerate(labels):
-        others = [i for i in range(len(labels)) if i != query]
-        classes = ranked_classes(similar[query, others].tolist(), [labels[i] for i in others], k)
-        right.append(classes[0] == label)
-    return right
 
 
 def test_figures_are_those_of_each_image_among_the_others():

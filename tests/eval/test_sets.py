@@ -9,7 +9,7 @@ from dino_vit.config.commands import SupervisedConfig
 from dino_vit.data.label_files import join_labels
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
-from dino_vit.eval.sets import choose_splits, describe_use, open_sets
+from dino_vit.eval.sets import choose_splits, open_sets
 from tests.support.images import write_classes
 
 
@@ -37,18 +37,6 @@ def test_one_set_is_split_by_the_seed():
     assert len(set(val.targets.tolist())) > 5, "not a run of a sorted set"
     again, other = (sets_of("synthetic:103:32", seed=seed)[1] for seed in (1, 2))
     assert again.indices.tolist() == val.indices.tolist() != other.indices.tolist()
-
-
-def test_what_learns_and_what_is_judged_is_said(folder, tmp_path):
-    for split, classes in (("train", "ab"), ("val", "ab"), ("test", "a")):
-        folder(f"photos/{split}", classes)
-    source = open_source(str(tmp_path / "photos"))
-    train, held_out = choose_splits(source)
-    assert (train.name, held_out.name) == ("train", "val")
-    assert describe_use(source, train, held_out, "photos") == (
-        "photos has the splits test (3 images), train (6 images), val (6 images): "
-        "val is evaluated against train"
-    )
 
 
 def test_a_split_without_labels_is_passed_over(folder, tmp_path):
@@ -132,13 +120,6 @@ def test_images_to_learn_from_are_no_images_to_judge_by_however_they_are_spelt(
     (tmp_path / "hard.txt").write_text("".join(f"{path},{path.parent.name}\n" for path in paths))
     with pytest.raises(ValueError, match=r"all 6 images of hard are in train=.* too"):
         sets_of("hard", train=SPELLINGS[kind].format(root=tmp_path))
-
-
-def test_images_of_both_sets_are_counted(folder, tmp_path, caplog):
-    images, other = folder("images", "ab"), folder("other", "ab")
-    os.link(f"{images}/a/0.png", f"{other}/a/from-elsewhere.png")
-    sets_of(images, train=other)
-    assert f"1 of the 6 images of {images} are in train={other} too" in caplog.text
 
 
 def test_images_of_two_splits_are_counted_too(folder, tmp_path, caplog):

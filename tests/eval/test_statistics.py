@@ -155,19 +155,6 @@ def test_backbones_are_compared_on_the_images_that_both_judged():
     assert first.figure.value == pytest.approx(75)
 
 
-def test_pairing_sees_what_intervals_alone_do_not():
-    hard = RANDOM.random(2000) < 0.5
-    better = ~hard
-    better[np.flatnonzero(hard)[:30]] = True  # what the other gets, and 30 images more
-    images = np.arange(2000)
-    first, second = (rightly("", images, one) for one in (better, ~hard))
-    found = difference(first, second)
-    assert found.points == pytest.approx(1.5)
-    assert found.low > 0
-    assert found.p == pytest.approx(by_definition(30, 0))
-    assert first.figure.low < second.figure.value  # though the intervals overlap
-
-
 def test_other_figures_are_compared_by_the_bootstrap():
     true = torch.full((50,), 10.0)
     noise = torch.from_numpy(RANDOM.random(50))

@@ -23,17 +23,6 @@ def test_drop_path_grows_linearly_and_keeps_the_expectation():
         assert not rate or not torch.equal(drop[0], drop[1]), "each branch has its own"
 
 
-def test_what_is_dropped_is_a_function_of_the_seed_and_of_training_alone():
-    model, views = VisionTransformer(**TINY, drop_path=0.5), [torch.zeros(4, 3, 32, 32)] * 2
-    drawn = []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        drawn.append(sample_drops(model, views).drop_path)
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    assert sample_drops(model.eval(), views, torch.zeros(4, 1)) == (None, None)
-
-
 def test_the_student_alone_drops_patches_and_only_in_training():
     student, teacher = build_networks(backbone=TINY, drop_path=0.0, heads={})
     images, cls, kept = torch.randn(2, 3, 32, 32), Need("cls"), torch.tensor([[0], [3]])

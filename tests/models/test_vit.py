@@ -76,19 +76,6 @@ def test_importing_the_library_is_silent_and_cheap():
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
-    ("mode", "example"), [pytest.param("hf", (32, 48), marks=pytest.mark.slow), ("timm", (40, 56))]
-)
-def test_it_exports_for_any_size_the_trained_one_included(mode, example):
-    model = VisionTransformer(**TINY, position_mode=mode).eval()
-    cells = [8 * torch.export.Dim(name, min=2, max=20) for name in "hw"]
-    sizes = {"images": {0: torch.export.Dim("batch", max=64), 2: cells[0], 3: cells[1]}}
-    program = torch.export.export(model, (torch.randn(2, 3, *example),), dynamic_shapes=sizes).module()
-    for size in ((32, 32), (64, 24), (32, 40)):
-        images = torch.randn(3, 3, *size)
-        assert_close_to_scale(program(images), model(images))
-
-
 def masked_images(**changes):
     """Return a model, images and a mask: of image 0 nothing, of the others some patches."""
     torch.manual_seed(0)

@@ -98,13 +98,8 @@ def test_longer_is_no_advice_far_below_baselines():
     far = evaluated(**rising)
     assert far.sentence == "It has learned, but pixels without a network are better."
     assert far.advice.startswith("Try weights that have seen 142 million photos: the same command with")
+    (setting,) = re.findall(r"init\.weights=\S+(?=,)", far.advice)
+    assert load(PretrainConfig, None, [setting, "recipe=auto"]).init.weights.startswith("hf:")
+    assert not evaluated(**{**rising, "settings": [setting]}).advice.startswith("Try weights")
     few = evaluated(**{**rising, "before": {**rising["before"], "queries": 30}})
     assert "pixels" not in few.sentence, "on 30 images 13 points may be chance"
-
-
-def test_what_is_far_below_baselines_is_to_start_from_published_weights():
-    knn = {"knn": [30.0, 42.0, 45.0], "before": {"knn": 30.0, "pixels": 70.0}}
-    advice = evaluated(**knn, settings=["budget.minutes=10"]).advice
-    (setting,) = re.findall(r"init\.weights=\S+(?=,)", advice)
-    assert load(PretrainConfig, None, [setting, "recipe=auto"]).init.weights.startswith("hf:")
-    assert evaluated(**knn, settings=["budget.minutes=10", setting]).advice == ""

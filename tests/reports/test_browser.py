@@ -1,6 +1,5 @@
 """The page in a real browser: its widths, colours, charts and map."""
 
-import shutil
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from dino_vit.cli import main
 from tests.support.browser import set_screen, text_of
 from tests.support.reports import HOSTILE
 
@@ -82,13 +80,6 @@ def open_others(page):
     page.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
     drawn = "return [...document.querySelectorAll('.chart svg')].every((svg) => svg.children.length)"
     WebDriverWait(page, 10).until(lambda _: page.execute_script(drawn))
-
-
-def test_four_charts_are_shown_and_the_others_when_asked_for(page):
-    every = page.find_elements(By.CSS_SELECTOR, ".chart")
-    assert [element.is_displayed() for element in every] == [True] * 4 + [False] * (len(every) - 4)
-    open_others(page)
-    assert all(element.is_displayed() for element in every)
 
 
 def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page):
@@ -184,11 +175,7 @@ def test_the_map_follows_the_mouse_and_zooms_to_thumbnails(page):
     assert page.execute_script("return report.map.scale") == 1
 
 
-def legend(page):
-    return [it.text for it in page.find_elements(By.CSS_SELECTOR, ".classes button")]
-
-
-def test_the_legend_counts_as_people_do_and_emphasises_a_class(page):
+def test_the_legend_counts_as_people_do(page):
     """Twelve classes, the largest of which is 2: ten colours, and one for all others."""
     page.execute_script(
         "const { data } = report.map; document.querySelector('.classes').remove();"
@@ -196,46 +183,9 @@ def test_the_legend_counts_as_people_do_and_emphasises_a_class(page):
         "data.labels = data.labels.map((_, n) => n % 12); data.labels[0] = -1;"
         "report.map.drawLegend(document.querySelector('.tools'))"
     )
-    shown = legend(page)
+    shown = [it.text for it in page.find_elements(By.CSS_SELECTOR, ".classes button")]
     assert shown[:4] == ["0 11 images", "1 10 images", "2 13 images", "3 9 images"]
     assert [text.split()[0] for text in shown[4:8]] == ["4", "5", "6", "7"]
     assert shown[-3:] == ["10 12 images", "2 other classes 5 images", "without a label 1 image"]
     colours = "return [...document.querySelectorAll('.classes i')].map((it) => it.style.background)"
     assert len(set(page.execute_script(colours))) == 11, "others and unlabelled are grey"
-
-    def bright():
-        """The classes of images that are drawn opaque."""
-        return page.execute_script(
-            "const { map } = report, seen = new Set(), draw = map.picture;"
-            "map.picture = (n) => { if (map.pen.globalAlpha === 1) seen.add(map.group(n)) };"
-            "map.square = map.picture; map.draw(); delete map.picture; delete map.square;"
-            "return [...seen].sort((a, b) => a - b)"
-        )
-
-    page.execute_script("report.map.select(null)")
-    assert bright() == [-1, *range(11)]
-    buttons = page.find_elements(By.CSS_SELECTOR, ".classes button")
-    ActionChains(page, duration=0).move_to_element(buttons[0]).perform()
-    assert bright() == [2], "the third of the list, by size"
-    ActionChains(page, duration=0).move_to_element(page.find_element(By.TAG_NAME, "h2")).perform()
-    assert bright() == [-1, *range(11)]
-    buttons[-2].send_keys(Keys.SPACE)
-    assert bright() == [10], "all that share a colour"
-    page.execute_script("report.map.select(0)")
-    assert bright() == [-1, 10], "the selected image, of another class, is not hidden"
-    page.execute_script("report.map.select(null)")
-    assert buttons[-2].get_attribute("aria-pressed") == "true"
-    buttons[-2].send_keys(Keys.SPACE)
-    assert bright() == [-1, *range(11)]
-
-
-def test_a_run_that_just_began_has_a_page(browser, folder):
-    """Without a checkpoint there is no map, and without metrics there are no curves."""
-    shutil.rmtree(folder / "checkpoints")
-    for name in ("baseline.json", "metrics.jsonl"):
-        (folder / name).unlink()
-    assert main(["report", str(folder)]) == 0
-    browser.get((folder / "report.html").as_uri())
-    assert browser.execute_script("return report.charts") == []
-    assert [it.text for it in browser.find_elements(By.TAG_NAME, "h2")] == ["Curves", "Views", "Run"]
-    assert browser.get_log("browser") == []

@@ -93,21 +93,6 @@ def test_images_that_moved_are_reported_and_can_be_given(folder, made):
     assert len(write_report(folder, f"source={images}").data["map"]["names"]) == 12
 
 
-def test_images_of_several_sources_are_shown(folder, made, monkeypatch):
-    monkeypatch.chdir(made.parent / "images")
-    page = write_report(folder, "source=[dots,nets]", images=47)
-    names = page.data["map"]["names"]
-    assert [sum(name.startswith(kind) for name in names) for kind in ("dots/", "nets/")] == [23, 24]
-    assert "global 1" in page.text
-
-
-def test_without_the_module_of_the_views_the_map_is_drawn(folder):
-    change_config(folder, "  module: null", "  module: object:MyModule")
-    page = write_report(folder)
-    assert "The views are missing" in page.text
-    assert len(page.data["map"]["names"]) == 12
-
-
 def test_without_a_usable_checkpoint_the_rest_is_shown(folder):
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
@@ -138,16 +123,6 @@ def test_labels_of_a_file_colour_the_map_and_missing_ones_are_reported(folder, t
     classes = write_report(folder, images=IMAGES).data["map"]["classes"]
     assert classes == [["even", IMAGES // 2], ["odd", IMAGES // 2]]
     assert write_report(folder, "labels=none").data["map"]["classes"] == []
-
-
-def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
-    for arguments, message in (
-        (["report", str(tmp_path / "none")], "is not the folder of a run: there is no such folder"),
-        (["report", str(tmp_path)], "is not the folder of a run: it has no config.yaml"),
-    ):
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_long_curve_keeps_its_ends_and_its_peaks():

@@ -65,19 +65,6 @@ def test_the_map_shows_images_with_labels_first():
     assert len(report.images_of_map(source, seed=0, count=2)) == 2
 
 
-def test_labels_are_asked_for_all_at_once():
-    """A catalogue looks up the shard of each image that it is asked for."""
-    asked = []
-
-    def codes(rows):
-        asked.append(len(rows))
-        return np.asarray(rows, np.int32) % 2
-
-    source = make_textures(length=50).with_labels(Labels(codes, ("a", "b")))
-    report.images_of_map(source, seed=0, count=20)
-    assert asked == [50]
-
-
 def test_tsne_keeps_groups_together_and_stands_a_collapse():
     middles = torch.nn.functional.normalize(torch.randn(4, 16), dim=1)
     group = torch.arange(80) % 4

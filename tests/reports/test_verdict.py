@@ -16,7 +16,6 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.eval.statistics import accuracy
 from dino_vit.reports import collapse as collapses
 from dino_vit.reports.collapse import PATIENCE, collapse
 from dino_vit.reports.metrics import BASELINE, METRICS, Baseline
@@ -108,17 +107,6 @@ def test_a_plain_sentence_comes_before_the_figures_and_one_thing_to_do_after_the
         "labels can say whether these are the ways that matter."
     )
     assert (said.accuracy, said.advice) == ("", "")
-
-
-def test_the_interval_of_a_run_is_that_of_evaluations():
-    """Not of width 0 where all are right."""
-    *run, baseline = recorded("flowers-small")
-    history, config = run
-    history = [*history[:-1], replace(history[-1], knn=100.0)]
-    figure = accuracy(500, 500)
-    said = judge_run(history, config, replace(baseline, queries=500)).accuracy
-    assert f"token 100.0 ± {(figure.high - figure.low) / 2:.1f} %" in said
-    assert "100.0 ± 0.4 %" in said
 
 
 def test_without_figures_from_before_nothing_is_worse_than_them():

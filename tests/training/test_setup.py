@@ -19,7 +19,6 @@ from dino_vit.data.open import open_source
 from dino_vit.training.pretrain import pretrain, set_up
 from dino_vit.training.reporter import describe_start, start_record
 from tests.support.documents import ROOT
-from tests.support.images import write_classes
 from tests.support.peers import HF_VIT
 from tests.support.runs import TINY, tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
@@ -306,14 +305,6 @@ def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights)
     model = {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
     state = opened(tmp_path / "run", {**AUTO, **model, "teacher.weights": weights}, {})
     assert (state.config.views.global_size, state.config.model.patch_size) == (32, 8)
-
-
-def test_a_run_says_which_images_to_judge_by_vote_too(tmp_path):
-    for split in ("train", "val"):
-        write_classes(tmp_path / "photos" / split, "ab", 4)
-    (tmp_path / "photos/train/a/link.png").symlink_to("../../val/a/0.png")
-    notes = opened(tmp_path / "run", {"data.source": tmp_path / "photos", "compute.eval_every": 1}).run.notes
-    assert any("1 of the 8 images to judge by is among those to learn from" in note for note in notes)
 
 
 @pytest.mark.parametrize(("alike", "stem"), [(True, "conv"), (False, "patch")])

@@ -52,12 +52,6 @@ def test_edge_histograms_are_those_of_loops(channels, size):
         torch.testing.assert_close(row.view(36, y, x), expected.permute(2, 0, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_hardly_depend_on_lighting_and_contrast():
-    given = images()
-    torch.testing.assert_close(edge_histograms(3 * given + 2), edge_histograms(given))
-    assert not edge_histograms(torch.ones(1, 3, 48, 48)).any()
-
-
 @pytest.mark.parametrize(("name", "width"), [("pixels", 4 * 32 * 32), ("edges", 900)])
 def test_baselines_are_backbones(name, width):
     model = Baseline(name=name, channels=4)

@@ -159,25 +159,20 @@ OTHERS = {"norm_eps": 1e-6, "registers": 0, "rotary_rescale": 1.5}
 
 
 @pytest.mark.parametrize(("mlp", "changes"), [("gelu", {}), ("swiglu", OTHERS)], ids=["mlp", "gated"])
-@pytest.mark.parametrize("format", ["timm", "huggingface"])
-def test_exports_open_in_their_library(tmp_path, mlp, format, changes):
+def test_exports_open_in_transformers_and_here(tmp_path, mlp, changes):
     torch.manual_seed(0)
     model = with_values(VisionTransformer(**{**ROTARY, **changes}, mlp=mlp)).eval()
-    path = tmp_path / ("vit" if format == "huggingface" else "vit.safetensors")
-    export_backbone(model, path, format)
-    again = load_backbone(path)
-    kept = ("positions", "width", "depth", "heads", "mlp", "registers", "norm_eps", "qkv_bias")
-    for key in (*kept, "rotary_rescale"):
-        assert again.architecture[key] == model.architecture[key], key
-    if format == "huggingface":
-        peer, loading = AutoModel.from_pretrained(path, output_loading_info=True)
-        assert not any(loading.values()), "every tensor is there and none beside them"
+    export_backbone(model, tmp_path / "vit", "huggingface")
+    export_backbone(model, tmp_path / "vit.safetensors", "timm")  # which is compared with timm, too
+    peer, loading = AutoModel.from_pretrained(tmp_path / "vit", output_loading_info=True)
+    assert not any(loading.values()), "every tensor is there and none beside them"
     for images in IMAGES:
-        assert_close_to_scale(tokens_of(again, images), tokens_of(model, images))
-        if format == "huggingface":
-            with torch.no_grad():
-                theirs = peer.eval()(images).last_hidden_state
-            assert_close_to_scale(theirs, tokens_of(model, images))
+        with torch.no_grad():
+            assert_close_to_scale(peer.eval()(images).last_hidden_state, tokens_of(model, images))
+        for name in ("vit", "vit.safetensors"):
+            again = load_backbone(tmp_path / name)
+            assert again.architecture["rotary_rescale"] == model.architecture["rotary_rescale"]
+            assert_close_to_scale(tokens_of(again, images), tokens_of(model, images))
 
 
 def test_the_coordinates_are_rescaled_in_training_alone_for_each_block_anew():

@@ -130,14 +130,3 @@ def test_images_of_another_size_are_prepared_as_the_weights_say(tmp_path):
     as_stated = eval_transform_of(load_backbone(tmp_path), size=(48, 48))
     assert (as_stated.resize_mode, as_stated.interpolation) == ("whole", "bilinear")
     assert load_backbone(tmp_path, image_size=48).transform == as_stated
-
-
-def test_a_hub_folder_gives_the_trained_size(tmp_path):
-    config = ViTConfig(**{**HF_VIT, "image_size": (16, 64)})
-    peer = ViTModel(config, add_pooling_layer=False).eval()
-    nn.init.normal_(peer.embeddings.position_embeddings)
-    peer.save_pretrained(tmp_path)
-    images = torch.randn(1, 3, 16, 64)
-    model = load_backbone(tmp_path)
-    assert model.trained_grid == (2, 8), "16 positions could form a square, too"
-    assert_close_to_scale(model.forward_features(images), peer(images).last_hidden_state)

@@ -22,7 +22,6 @@ from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import write_tensors
 from tests.support.backbones import IMAGES, backbone
-from tests.support.hub import offline, snapshot
 from tests.support.images import smooth
 from tests.support.peers import HF_VIT
 
@@ -144,22 +143,6 @@ def test_what_holds_no_backbone(tmp_path):
         load_backbone(backbone().state_dict(), network="ema")
 
 
-OWN = {"kind": "backbone", "version": 1, "architecture": {}}
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({**OWN, "architecture": None}, "architecture is missing"),
-        ({**OWN, "version": 2}, "has format version 2, but this dino-vit reads 1"),
-    ],
-)
-def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
-    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), json.dumps(metadata))
-    with pytest.raises(WeightsError, match=message):
-        load_backbone(tmp_path / "a.safetensors")
-
-
 def test_weights_in_several_files(tmp_path):
     """As transformers writes large ones: with an index."""
     peer = ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).eval()
@@ -177,22 +160,6 @@ def test_weights_in_several_files(tmp_path):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(WeightsError, match=rf"names {name}, which is no file beside it"):
             load_backbone(index)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_processor_that_the_hub_does_not_give_is_said(tmp_path, monkeypatch, caplog, known):
-    offline(tmp_path, monkeypatch)
-    folder = snapshot(tmp_path, "owner/vit")
-    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(folder)
-    if known:
-        (folder / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
-    model = load_backbone("hf:owner/vit")
-    assert model.provenance.mean == ((0.1, 0.2, 0.3) if known else None)
-    said = "has no preprocessor_config.json, so size, mean and std of its images are assumed"
-    assert (said in caplog.text) != known
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"lacks config\.json or the weights .*; run `hf download"):
-        load_backbone("hf:owner/vit")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from PIL import Image
 from timm.models import load_model_config_from_hf
 from torch import nn
 from torch.testing import assert_close
@@ -63,25 +62,6 @@ def test_timm_builds_what_no_name_of_its_own_is_and_so_do_we(changes):
     assert again.transform == model.transform if model.channels == 3 else True
 
 
-@pytest.mark.parametrize(
-    "changes", [{"image_size": 48}, {"channels": 1, "statistics": {"mean": (0.4,), "std": (0.1,)}}]
-)
-@torch.no_grad()
-def test_the_printed_lines_embed_a_photo_as_we_do(changes):
-    """In features of these pixels to rounding; the pixels to those two of 255 by which Pillow differs."""
-    model, lines = written(**changes)
-    turned = Image.Exif()
-    turned[274] = 6
-    for size, exif in (((100, 75), turned), ((64, 54), None)):
-        photo = smooth("L" if "channels" in changes else "RGB", size)
-        photo.save("photo.jpg", quality=95, exif=exif or Image.Exif())
-        names = {}
-        exec(lines, names)
-        assert_close_to_scale(names["output"], model(names["images"]))
-        std = torch.tensor(model.transform.std)[:, None, None]
-        assert_close(names["images"][0] * std, model.transform("photo.jpg") * std, rtol=0, atol=2.5 / 255)
-
-
 @torch.no_grad()
 def test_a_preparation_that_weights_state_is_that_of_timm():
     model, _ = written()
@@ -120,18 +100,14 @@ def test_uploaded_it_is_opened_by_its_name(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
-def test_it_is_fine_tuned_and_gives_maps_at_other_sizes_by_timms_own_arguments():
-    model, _ = written()
+def test_it_is_fine_tuned_at_other_sizes_by_timms_own_arguments():
+    written()
     classifier = timm.create_model("local-dir:vit", pretrained=True, num_classes=7, img_size=64).eval()
     images = torch.randn(2, 3, 64, 64)
     assert classifier(images).shape == (2, 7)
     assert_close_to_scale(
         classifier.forward_features(images)[:, 0], load_backbone("vit", image_size=64)(images)
     )
-    body = timm.create_model("local-dir:vit", pretrained=True, features_only=True, out_indices=[3]).eval()
-    images = torch.randn(2, 3, 32, 32)
-    patches = model.norm(body(images)[0].flatten(2).transpose(1, 2))
-    assert_close_to_scale(patches, model.forward_features(images)[:, 1:])
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
