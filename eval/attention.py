@@ -2,8 +2,8 @@
 
     python eval/attention.py photos weights=runs/demo output=attention
 
-Images keep their size, are padded to whole patches and cut back. The mask holds 0.6 of the attention in the
-fewest patches. Expected: the heads of a network that has learned pick out different parts of the object in an
+Images keep their size, or are enlarged to 24 patches, are padded to whole patches and cut back. *Object* divides the patches into two parts by
+their similarities, as TokenCut does. Expected: the heads of a network that has learned pick out different parts of the object in an
 image; those of an untrained network follow brightness and edges at best.
 """
 

@@ -36,11 +36,13 @@ from dino_vit.views import pictures
 from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of, resize, say_if_far
 from dino_vit.weights import load_backbone
 
-MASS = 0.6  # of the attention, in the mask of a head
-PATCHES = 24  # along the shorter side of an image on the page of a run: fewer show little
+CUT_SIDE = 32  # patches along a side of what is cut into object and background, at most
+CUT_WIDTH = 1 / 7  # of the standard deviation of all similarities: what counts as alike
+UNLIKE = 1e-5  # how near patches are that are not alike, so that all hang together
+PATCHES = 24  # along the shorter side of an image: fewer show little
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
 FILES = (
-    "{0}/NUMBER-NAME.png: each image beside its maps\n"
+    "{0}/NUMBER-NAME.png: each image beside its maps; *.mask.png: the object in white\n"
     "{0}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
 )
 Maps = dict[str, Path | NDArray[np.float32]]  # (heads, rows, columns) by the name of the image
@@ -100,7 +102,7 @@ def draw_sheets(
             except UnreadableImage as error:
                 log.warning("skipped %s", error)
                 continue
-            side = config.size or min(*image.shape[-2:], FAR * min(transform.size))
+            side = config.size or drawn_side(model, transform, min(image.shape[-2:]))
             image = pictures.resize_sides(image, side, config.longest)
             batch = as_batch(model, image, transform)
             size = height_width(batch.shape[-2:])
@@ -118,6 +120,11 @@ def draw_sheets(
     if not sheets:
         raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
     return sheets, maps
+
+
+def drawn_side(model: VisionTransformer, transform: EvalTransform, side: int) -> int:
+    """Return the shorter side to draw: that of the image, in enough patches, at most twice that of training."""
+    return min(max(side, PATCHES * max(model.patch_size)), FAR * min(transform.size))
 
 
 def as_batch(model: VisionTransformer, image: Tensor, transform: EvalTransform) -> Tensor:
@@ -149,11 +156,13 @@ def draw_sheet(
     rows, maps = [], Maps()
     colours = pictures.principal_colours([image.tokens for image in images.values()])
     for (index, image), colour in zip(images.items(), colours, strict=True):
-        rows.append(draw_maps(image, colour, model.patch_size))
+        mask = pictures.enlarge(object_mask(image.tokens), image.picture.shape[-2:], model.patch_size) > 0
+        rows.append(draw_maps(image, colour, mask, model.patch_size))
         maps[image.name] = image.heads.numpy()
         if path:
-            picture, array = files_of(path.parent, index, image.name)
+            picture, mask_file, array = files_of(path.parent, index, image.name)
             pictures.write_png(pictures.side_by_side(rows[-1].values()), picture)
+            pictures.save_png(Image.fromarray(mask.numpy()), mask_file)
             content = BytesIO()
             np.save(content, image.heads.numpy())
             write_bytes(array, content.getvalue())
@@ -166,39 +175,51 @@ def draw_sheet(
     return path, maps
 
 
-def files_of(folder: Path, index: int, name: str) -> tuple[Path, Path]:
-    """Return the files of an image: its pictures in a row, and its maps.
+def files_of(folder: Path, index: int, name: str) -> tuple[Path, Path, Path]:
+    """Return the files of an image: its pictures in a row, the mask of its object, and its maps.
 
     They begin with its number in the source, as names in folders may be equal.
     """
     letters = re.sub(r"[^\w-]+", "-", name.rpartition(".")[0] or name).strip("-")
-    stem = f"{index}-{letters[-100:]}"
-    return folder / f"{stem}.png", folder / f"{stem}.attention.npy"
+    stem = folder / f"{index}-{letters[-100:]}"
+    return Path(f"{stem}.png"), Path(f"{stem}.mask.png"), Path(f"{stem}.attention.npy")
 
 
-def draw_maps(image: ImageMaps, colours: Tensor, patch: Size) -> dict[str, Tensor]:
+def draw_maps(image: ImageMaps, colours: Tensor, mask: Tensor, patch: Size) -> dict[str, Tensor]:
     """Return the pictures of an image and its maps, by their titles."""
     picture, mean = image.picture, image.heads.mean(0)
     size = picture.shape[-2], picture.shape[-1]
-    mask = pictures.enlarge(mass_mask(mean, MASS), size, patch) > 0
     heads = [pictures.heat(pictures.enlarge(head, size, patch)) for head in image.heads]
     channels = rearrange(colours, "y x c -> c y x")
     return {
         "image": picture,
         "mean of heads": pictures.overlay(picture, mean, patch),
-        "mask": torch.where(mask, picture, picture // 4),  # darker outside the mask
+        "object": torch.where(mask, picture, picture // 4),  # darker outside
         **{f"head {number}": head for number, head in enumerate(heads)},
         "patches": pictures.as_picture(pictures.enlarge(channels, size, patch)),
     }
 
 
-def mass_mask(maps: Tensor, share: float) -> Tensor:
-    """Mark the fewest patches of each map (..., y, x) that hold at least a share of its mass."""
-    flat = maps.flatten(-2).double()
-    values, indices = flat.sort(dim=-1, descending=True, stable=True)
-    mass_before = values.cumsum(-1) - values
-    marked = mass_before < share * flat.sum(-1, keepdim=True)
-    return torch.zeros_like(marked).scatter(-1, indices, marked).reshape(maps.shape)
+def object_mask(tokens: Tensor) -> Tensor:
+    """Mark the patches of an object by the tokens of all patches (y, x, d), without attention.
+
+    The normalised cut of Shi and Malik (2000) divides the patches into two parts so that few of those that are
+    alike are separated, as in TokenCut (Wang et al., 2022). The part with less of the border is the object.
+    """
+    grid = [*tokens.shape[:2]]
+    channels = rearrange(tokens.double(), "y x d -> 1 d y x")
+    small = F.adaptive_avg_pool2d(channels, [min(side, CUT_SIDE) for side in grid])[0]
+    units = F.normalize(small.flatten(1), dim=0)
+    cosines = units.T @ units
+    width = CUT_WIDTH * cosines.std(correction=0).clamp(min=1e-6)
+    alike = ((cosines - 1) / width).exp() + UNLIKE
+    roots = alike.sum(dim=1).sqrt()
+    _, vectors = torch.linalg.eigh(-alike / (roots[:, None] * roots))
+    sides = (vectors[:, min(1, len(roots) - 1)] / roots).view(small.shape[1:])
+    mask, border = sides > sides.mean(), torch.ones_like(sides, dtype=torch.bool)
+    border[1:-1, 1:-1] = False
+    mask = ~mask if mask[border].double().mean() > 0.5 else mask
+    return F.interpolate(mask.double()[None, None], grid)[0, 0] > 0.5
 
 
 def attention_of(frozen: FrozenBackbone, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +229,7 @@ def attention_of(frozen: FrozenBackbone, image: Tensor) -> tuple[Tensor, Tensor]
     """
     model, side = frozen.model, min(frozen.transform.size)
     assert isinstance(model, VisionTransformer)
-    shorter = round(side * min(max(1.0, PATCHES * max(model.patch_size) / side), FAR))
+    shorter = drawn_side(model, frozen.transform, side)
     sides = pictures.resize_sides(image, shorter, 2 * shorter).shape[-2:]
     height, width = (
         max(1, round(side / step)) * step for side, step in zip(sides, model.patch_size, strict=True)

@@ -34,24 +34,32 @@ def test_maps_of_the_class_token_are_its_attention_to_the_patches(block):
     assert maps.flatten(2).std(-1).min() > 1e-3, "there is something to compare"
 
 
-def naive_mask(values, share):
-    marked, held = set(), 0.0
-    order = sorted(range(len(values)), key=lambda i: -values[i])
-    for index in order:
-        if held >= share * sum(values):
-            break
-        marked.add(index)
-        held += values[index]
-    return [index in marked for index in range(len(values))]
+def naive_cut(tokens):
+    """Return the second eigenvector of (D - W) v = λ D v, patch by patch."""
+    units = [token / np.linalg.norm(token) for token in tokens.reshape(-1, tokens.shape[-1])]
+    cosines = np.array([[one @ other for other in units] for one in units])
+    weights = np.exp(7 * (cosines - 1) / cosines.std()) + 1e-5
+    degrees = weights.sum(axis=1)
+    values, vectors = np.linalg.eig((np.diag(degrees) - weights) / degrees[:, None])
+    second = vectors[:, np.argsort(values.real)[1]].real
+    return (second > second.mean()).reshape(tokens.shape[:2])
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.99])
-def test_the_mask_is_the_smallest_set_that_holds_the_share(share):
-    weights = torch.rand(3, 2, 5, 7, generator=torch.Generator().manual_seed(1)) ** 4
-    maps = attention.mass_mask(weights, share)
-    for values, mask in zip(weights.flatten(0, 1), maps.flatten(0, 1), strict=True):
-        assert mask.flatten().tolist() == naive_mask(values.double().flatten().tolist(), share)
-    assert attention.mass_mask(torch.full((2, 2), 0.25), 0.6).sum() == 3
+def test_the_mask_is_the_side_of_a_normalised_cut_with_less_of_the_border():
+    truth = torch.zeros(7, 9, dtype=torch.bool)
+    truth[2:6, 3:7] = True
+    noise = torch.randn(7, 9, 16, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    tokens = torch.where(truth[..., None], torch.eye(16)[0], torch.eye(16)[1]) + 0.1 * noise
+    mask = attention.object_mask(tokens)
+    assert torch.equal(mask, truth)
+    noisy = tokens + 0.3 * noise
+    mask, expected = attention.object_mask(noisy), naive_cut(noisy.numpy())
+    assert np.array_equal(mask, expected) or np.array_equal(mask, ~expected)
+    large = truth.repeat_interleave(8, 0).repeat_interleave(8, 1)  # cut after patches are joined
+    found = attention.object_mask(tokens.repeat_interleave(8, 0).repeat_interleave(8, 1))
+    assert (found == large).double().mean() > 0.9
+    for side in (1, 2):  # nothing to tell apart
+        assert attention.object_mask(torch.ones(side, side, 4)).shape == (side, side)
 
 
 def test_colours_are_the_principal_components_over_all_images():
@@ -113,17 +121,18 @@ def test_a_folder_of_images_of_any_size(weights, photos, tmp_path, capsys, caplo
     assert "skipped broken.png" in caplog.text
     assert "attention of the last block, 4 images on 1 sheet" in capsys.readouterr().out
     found = {path.name for path in out.iterdir()}
-    stems = {"0-a": (31, 50), "3-deep-a": (8, 8), "2-deep-b-c": (77, 9), "4-e": (40, 40)}
-    endings = ("png", "attention.npy")
+    stems = {"0-a": (64, 103), "3-deep-a": (64, 64), "2-deep-b-c": (548, 64), "4-e": (64, 64)}
+    endings = ("png", "mask.png", "attention.npy")
     assert found == {"sheet-1.png", *(f"{stem}.{ending}" for stem in stems for ending in endings)}
     for stem, (height, width) in stems.items():
         assert drawn_size(out / f"{stem}.png") == (height, width)
+        assert size_of(out / f"{stem}.mask.png") == (height, width)
         grid = -(-height // 8), -(-width // 8)
         assert np.load(out / f"{stem}.attention.npy").shape == (2, *grid)
 
 
 def test_the_maps_are_those_of_the_padded_image(weights, photos, tmp_path):
-    assert main(["attention", f"source={photos}", f"weights={weights}", f"output={tmp_path}", "block=0"]) == 0
+    assert main(["attention", f"source={photos}", f"weights={weights}", f"output={tmp_path}", "block=0", "size=31"]) == 0
     model = load_backbone(weights)
     pixels = torch.from_numpy(np.array(Image.open(photos / "a.png"))).permute(2, 0, 1)
     padded = torch.zeros(1, 3, 32, 56)
