@@ -23,7 +23,7 @@ from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.labels import doubts_about
+from dino_vit.data.labels import alike_names
 from dino_vit.data.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.training.inputs import image_facts
@@ -116,7 +116,7 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
     if not facts["several"]:  # which says it too
-        yield from (f"labels {doubt}" for doubt in doubts_about(labels))
+        yield from (f"labels {line}" for line in alike_names(labels))
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}"
     if facts["inspected"] < facts["images"]:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from dino_vit.cli import main
 from dino_vit.data.custom import wrap
-from dino_vit.data.labels import doubts_about
+from dino_vit.data.labels import alike_names
 from dino_vit.data.open import open_source
 from tests.support.images import saved
 
@@ -40,22 +40,16 @@ def read(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        ("three,three,two,two,thre", "; with a single image, perhaps mistyped: thre (three?)"),
-        ("x,x,y,y,bird", "; with a single image, perhaps mistyped: bird"),
-        ("a;b,a;b,a;bb,,", "; with a single image, perhaps mistyped: bb (b?)"),
+        ("a;b,a;b,a;B,,", "2.0 on average of 3: B, a, b; perhaps the same but for capital letters: B, b"),
         ("a,b,c,c,", "4 images, 3 classes: a, b, c"),
     ],
 )
-def test_labels_that_may_be_typing_errors_are_named(read, labels, said):
+def test_labels_are_described_and_those_that_may_be_the_same_are_named(read, labels, said):
     rows = zip("abcde", labels.split(","), strict=True)
     images = read("".join(f"{name}.png,{label}\n" for name, label in rows), several=";" in labels)
     codes = images.codes()
     assert images.labels.describe(codes[codes >= 0]).endswith(said)
-
-
-def test_folders_that_differ_by_capital_letters_are_named():
-    """In a file of labels they are refused."""
-    assert list(doubts_about({"Cat": 1, "cat": 2})) == ["perhaps the same but for capital letters: Cat, cat"]
+    assert alike_names(["cat", "dog"]) == []
 
 
 @pytest.mark.parametrize(
