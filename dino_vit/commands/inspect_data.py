@@ -80,7 +80,6 @@ def describe_images(name: str, source: ImageSet, summary: ImageSummary, advice: 
         "inspected": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
         "pixels": summary.count(ImageInfo.describe),
-        "other_colors": sum(image.other_colors for image in images),
         "height": _range(image.height for image in images),
         "width": _range(image.width for image in images),
         "shorter_side": _range(min(image.height, image.width) for image in images),
@@ -123,8 +122,6 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{facts['inspected']:,} of them inspected (count=null: all)"
     yield f"  format      {_counts(facts['formats'])}"
     yield f"  pixels      {_counts(facts['pixels'])}"
-    if facts["other_colors"]:
-        yield f"  colours     {facts['other_colors']:,} with a profile other than sRGB, which is not applied"
     for name in ("height", "width", "shorter_side"):
         text = "{min:g} to {max:g} pixels, median {median:g}".format(**facts[name])
         yield f"  {name.partition('_')[0]:<11} {text}"

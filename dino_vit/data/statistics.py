@@ -19,7 +19,7 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item, unreadable
-from dino_vit.data.images.formats import format_of, has_other_colors, taking_turns
+from dino_vit.data.images.formats import format_of, taking_turns
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of
 from dino_vit.data.remote import raise_if_lost
 
@@ -43,7 +43,6 @@ class ImageInfo:
     kind: str  # uint8, float32, ...
     low: float
     high: float
-    other_colors: bool  # a colour profile other than sRGB, which is not applied
     seconds: float = 0.0  # of a core, to read and decode it
     layout: Tensor | None = field(default=None, repr=False, compare=False)  # of mean 0 and length 1
 
@@ -179,7 +178,6 @@ def _inspect(
         kind=kind,
         low=low,
         high=high,
-        other_colors=not isinstance(item, Tensor) and has_other_colors(item),
         layout=layout,
         seconds=seconds,
     )

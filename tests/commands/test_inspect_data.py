@@ -3,14 +3,11 @@ import shlex
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image, ImageCms
+from PIL import Image
 
 from dino_vit.cli import main
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.images.decode import read_image
-from dino_vit.data.open import open_source
 from tests.support.images import write_synthetic
 
 
@@ -81,16 +78,6 @@ def test_several_labels_are_described(tmp_path, capsys, caplog):
     assert "labels.csv: 'a;0t' is one class; several=true reads several labels" in caplog.text
     assert main([*argv, "several=true"]) == 0
     assert "several labels for each of 6 images" in capsys.readouterr().out
-
-
-def test_colour_profiles_are_counted_and_change_no_pixel(tmp_path, capsys):
-    image, srgb = Image.new("RGB", (32, 32), "red"), ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
-    for name, profile in (("plain", None), ("srgb", srgb.tobytes()), ("p3", b"Display P3")):
-        image.save(tmp_path / f"{name}.jpg", icc_profile=profile)
-    assert main(["inspect-data", str(tmp_path)]) == 0
-    assert "  colours     1 with a profile other than sRGB, which is not applied\n" in capsys.readouterr().out
-    images = open_source(str(tmp_path))
-    assert torch.equal(read_image(images, 0), read_image(images, 1))
 
 
 def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):

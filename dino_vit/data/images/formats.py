@@ -75,14 +75,6 @@ def format_of(data: bytes) -> str:
     return next((kind for start, kind in KINDS.items() if data.startswith(start)), "unknown")
 
 
-def has_other_colors(data: bytes) -> bool:
-    """Tell whether a file is a JPEG with a colour profile other than sRGB, such as Display P3 of phones."""
-    if format_of(data) != "JPEG":
-        return False
-    profile: bytes = JpegImagePlugin.JpegImageFile(BytesIO(data)).info.get("icc_profile", b"")
-    return bool(profile) and b"sRGB" not in profile.replace(b"\0", b"")  # of version 4 in UTF-16
-
-
 def read_jpeg(data: bytes, alpha: bool, max_pixels: int, reduction: Reduction | None) -> Tensor:
     """Read JPEG; if it may be reduced, by its own transform, which decodes fewer pixels of each block."""
     file = JpegImagePlugin.JpegImageFile(BytesIO(data))
