@@ -8,10 +8,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from io import BytesIO
 from math import ceil
-from multiprocessing import parent_process
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,6 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
-from dino_vit.core import log
 from dino_vit.core.process import return_freed_memory
 
 if TYPE_CHECKING:
@@ -226,8 +223,6 @@ def _by_pillow(file: Image, alpha: bool) -> Tensor:
     mode = "RGBA" if has_clear_color else _CONVERTED.get(file.mode, file.mode)
     if not alpha and mode in _WITH_ALPHA:
         mode = mode[:-1]
-    if getattr(file, "is_animated", False) and parent_process() is None:
-        _say_first_frame(file.format or "image")
     file.load()
     turned = file.getexif().get(_ORIENTATION) in range(2, 9)  # or a copy would be made of each
     image = ImageOps.exif_transpose(file) if turned else file
@@ -242,12 +237,6 @@ def _by_pillow(file: Image, alpha: bool) -> Tensor:
         out[:, top : top + rows] = strip
     assert out is not None, "its size was checked"
     return out
-
-
-@cache
-def _say_first_frame(kind: str) -> None:
-    """Say it once, and not in each worker process."""
-    log.info("an image is animated (%s): the first frame of such images is read", kind)
 
 
 def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:

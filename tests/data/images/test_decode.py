@@ -145,16 +145,11 @@ def test_every_format_is_turned_upright(kind, orientation):
     assert np.array_equal(decode(data, "x").numpy(), tensor(np.array(expected)).numpy())
 
 
-def test_an_animation_gives_its_first_frame(caplog):
+def test_an_animation_gives_its_first_frame():
     frames = [Image.new("RGB", (8, 6), colour) for colour in ("white", "black")]
-    caplog.set_level("INFO", "dino_vit")
     for kind in ("GIF", "WEBP", "PNG", "AVIF"):
         data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
-        for _ in range(2):
-            assert torch.equal(
-                decode(data, "x")[:3].max(0).values, torch.full((6, 8), 255, dtype=torch.uint8)
-            )
-        assert caplog.text.count(f"an image is animated ({kind})") == 1
+        assert (decode(data, "x")[:3].amax(0) == 255).all()
 
 
 def test_what_is_no_image_is_said_in_a_line():
