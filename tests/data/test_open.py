@@ -113,7 +113,7 @@ def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
         ("a.docx", "is of an unknown kind"),
         ("IMG_*", "is of an unknown kind"),
         ("a.parquet", r"a\.parquet is damaged or not a Parquet file"),
-        ("a.npy", "is damaged or not an array of numbers"),
+        ("a.npy", "is damaged or not an array of images"),
         ("empty.txt", "lists no images"),
         ("wrong.txt", r"none of the files listed in .* exist"),
     ],
