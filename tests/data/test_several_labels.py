@@ -88,27 +88,6 @@ def test_several_is_about_cells(tmp_path):
         open_source(str(tmp_path), several=True)
 
 
-def test_other_columns_are_not_guessed_to_be_labels(read):
-    for text, said in {
-        "path,age,split\na.png,3.5,train\nb.png,2,test\n": "its columns are path, age, split; call one",
-        "path,age,height\na.png,3,1.5\nb.png,4,2\n": "of them label in the first line",
-    }.items():
-        with pytest.raises(ValueError, match=said):
-            read(text)
-
-
-@pytest.mark.parametrize(
-    "rows", ["a.png,0,1\nb.png,0,0", "a.png,0.0,1.0\nb.png,1.0,0.0", "a.png,0,1\nb.png,,nan"]
-)
-def test_columns_of_0_and_1_are_no_labels(read, tmp_path, rows, caplog):
-    """Also as pandas writes them where a cell was empty. They may be flags: images are read."""
-    said = "the columns sea, sky, which have only 0 and 1; write the labels of an image in one"
-    with pytest.raises(ValueError, match=said):
-        read(f"path,sea,sky\n{rows}\n")
-    assert open_source(f"{tmp_path}/labels.csv").labels.names == ()
-    assert said in caplog.text
-
-
 @pytest.mark.parametrize("folders", [("0.5", "1.5"), ("-1", "nan"), ("a;b", "c;d")])
 def test_the_name_of_a_folder_is_a_class_whatever_it_is(tmp_path, folders):
     for folder in folders:

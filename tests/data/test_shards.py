@@ -156,17 +156,6 @@ def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(ser
     assert all(path.read_bytes() == b"of a user" for path in foreign)
 
 
-def test_names_of_classes_beside_shards_are_no_shard(server, folder, tmp_path):
-    """A copy of another source may have the number after the last."""
-    (folder / "classes.txt").write_text("a\nb\n")
-    _, copies = opened(server.url, tmp_path / "copies")
-    copies.copy(0)
-    copies.copy_path(0).rename(copies.folder / f"{COUNT}-{'a' * 24}.shard")
-    copies.limit = 0
-    copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
-    assert not list(copies.folder.iterdir())
-
-
 def test_copies_leave_a_tenth_of_their_disk_free(server, tmp_path, monkeypatch):
     source, copies = opened(server.url, tmp_path / "copies")
     sampler = Sampler(length=len(source), global_batch=8, seed=0)

@@ -4,7 +4,6 @@ import pickle
 import subprocess
 import tarfile
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -108,19 +107,6 @@ def test_a_name_in_several_shards_is_told_apart(tmp_path, names):
     source = open_source(str(tmp_path))
     found = [(source.name(index), source.read(index)) for index in range(2)]
     assert found == [(f"{name}/1.png", name.encode()) for name in names]
-
-
-def test_many_shards_are_read_from_threads(tmp_path):
-    for shard in range(20):
-        contents = {f"{shard:03d}-{n}.png": b"%d %d" % (shard, n) for n in range(5)}
-        write_tar(tmp_path / f"{shard:03d}.tar", contents)
-    source = open_source(str(tmp_path / "{000..019}.tar"))
-    expected = [b"%d %d" % (shard, n) for shard in range(20) for n in range(5)]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(5):
-            assert list(pool.map(source.read, range(100))) == expected
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy.read(99) == b"19 4"
 
 
 def test_a_shard_that_changes_under_a_run_is_an_error_and_no_garbage(tmp_path):
