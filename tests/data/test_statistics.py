@@ -101,9 +101,9 @@ def test_what_cannot_be_used_is_left_out_unless_it_is_all():
     found = channel_statistics(Items(grey, torch.zeros(5, 4, 4), b""), range(3), RGB)
     assert found.mean == pytest.approx((0.2,) * 3)
     assert found.images == 1
-    with pytest.raises(ValueError, match=r"none of 1 images .* 0.png: the number of channels is 5"):
+    with pytest.raises(ValueError, match=r"none of 1 image .* 0.png: the number of channels is 5"):
         channel_statistics(Items(torch.zeros(5, 4, 4)), [0], RGB)
-    with pytest.raises(ValueError, match="none of 1 inspected image can be read"):
+    with pytest.raises(ValueError, match=r"none of 1 image can be used, such as 0.png: the file is empty"):
         inspect_images(Items(b""), [0])
 
 
