@@ -10,11 +10,19 @@ from pathlib import Path
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, public
+from dino_vit.data.catalogue import open_catalogued
+from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import UNLABELLED, ImageSet
+from dino_vit.data.joined import join_sets
+from dino_vit.data.label_files import join_labels, open_list
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import ask, exists, is_folder, is_http, is_url, list_remote, local_path
+from dino_vit.data.stores.calls import open_array
 from dino_vit.data.stores.files import NoImages, open_files, open_folder
+from dino_vit.data.stores.ranges import open_archives
+from dino_vit.data.stores.rows import open_hub, open_parquet
+from dino_vit.data.synthetic import make_textures
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
@@ -48,14 +56,10 @@ def open_source(
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if isinstance(spec, str):
         if several and labels is None:
-            from dino_vit.data.label_files import open_list
-
             return open_list(local_path(spec), several=True)
-        images = _open(spec)
+        images = _open(local_path(spec))
     elif labels in (None, NO_LABELS):
-        from dino_vit.data.joined import join_sets
-
-        images = join_sets(spec, list(map(_open, spec)))
+        images = join_sets(spec, [_open(local_path(part)) for part in spec])
     else:
         raise ValueError(f"{setting}={labels} is a file for one source; give one, or leave it out")
     return _with_labels(images, labels, several, setting)
@@ -66,8 +70,6 @@ def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, set
     if labels == NO_LABELS:
         return replace(images, labels=UNLABELLED)
     if labels is not None:
-        from dino_vit.data.label_files import join_labels
-
         return join_labels(images, labels, several)
     if images.labels.of_folders and images.labels.names:
         names = brief(", ".join(images.labels.names), 100)
@@ -81,38 +83,27 @@ def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
 
 
 def _open(spec: str) -> ImageSet:
-    spec = local_path(spec)
-    for opener in OPENERS:
-        if (images := opener(spec)) is not None:
-            return images
+    kind, _, rest = spec.partition(":")
+    if not os.path.exists(spec):  # a file may be called so
+        if kind == "synthetic":
+            return _open_synthetic(spec)
+        if is_object(spec):
+            return wrap(find(spec))
+        if kind == "hf":
+            return open_hub(rest)
+    if (images := _open_catalogued(spec)) is not None:
+        return images
+    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVE_SUFFIXES):
+        raise ValueError(f"{public(spec)}: {_NO_LISTING}")
+    if exists(spec):
+        return _open_path(spec)
+    if BRACES.search(spec) or glob.has_magic(spec):
+        return _open_files(spec, expand(spec))
     hint = ", or may not be read (check the credentials)" if is_url(spec) else ""
     raise ValueError(f"{public(spec)!r} does not exist{did_you_mean(spec, f'{hint}: {ALLOWED}.')}")
 
 
-# Each imports what it needs when it is used.
-
-
-def _open_named(spec: str) -> ImageSet | None:
-    """Open what is named by its kind, unless a file is called so: synthetic, object:, hf:."""
-    kind, _, rest = spec.partition(":")
-    if os.path.exists(spec):
-        return None
-    if kind == "synthetic":
-        return _open_synthetic(spec)
-    if is_object(spec):
-        from dino_vit.data.custom import wrap
-
-        return wrap(find(spec))
-    if kind == "hf":
-        from dino_vit.data.stores.rows import open_hub
-
-        return open_hub(rest)
-    return None
-
-
 def _open_synthetic(spec: str) -> ImageSet:
-    from dino_vit.data.synthetic import make_textures
-
     match = re.fullmatch(r"synthetic(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
     if not match:
         raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:LENGTH[:SIZE]]")
@@ -130,17 +121,11 @@ def _open_catalogued(spec: str) -> ImageSet | None:
     folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
     if not exists(os.path.join(folder, CATALOGUE)):
         return None
-    from dino_vit.data.catalogue import open_catalogued
-
     return open_catalogued(folder, pattern, lambda: archive_files(spec)[1])
 
 
-def _open_path(spec: str) -> ImageSet | None:
+def _open_path(spec: str) -> ImageSet:
     """Open a file, or a folder of images, or of archives if they are clearly one set."""
-    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVE_SUFFIXES):
-        raise ValueError(f"{public(spec)}: {_NO_LISTING}")
-    if not exists(spec):
-        return None
     if not is_folder(spec):
         return _open_files(spec, [spec])
     try:
@@ -166,46 +151,25 @@ def check_one_set(folder: str, names: Sequence[str]) -> None:
         )
 
 
-def _open_pattern(spec: str) -> ImageSet | None:
-    if not (BRACES.search(spec) or glob.has_magic(spec)):
-        return None
-    files = expand(spec)
-    if not files:
-        raise ValueError(f"{public(spec)!r} matches no file.")
-    return _open_files(spec, files)
-
-
-# The first that knows what is given opens it.
-OPENERS = (_open_named, _open_catalogued, _open_path, _open_pattern)
-
-
 def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     """Open files by their suffix, which must be the same."""
     suffixes = set(map(suffix_of, files))
+    if not files:
+        raise ValueError(f"{public(spec)!r} matches no file.")
     if suffixes.issubset(IMAGE_SUFFIXES) and (len(files) > 1 or suffixes != {".npy"}):
         return open_files(spec, files)
     if len(suffixes) > 1:
         raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
     if suffix in ARCHIVE_SUFFIXES:
-        from dino_vit.data.stores.ranges import open_archives
-
         return open_archives(suffix, spec, files)
     if suffix == ".parquet":
-        from dino_vit.data.stores.rows import open_parquet
-
         return open_parquet(spec, files)
     if suffix not in (*LISTS, ".npy"):
         raise ValueError(f"{public(spec)!r} is of an unknown kind: {ALLOWED}.")
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
-    if suffix in LISTS:
-        from dino_vit.data.label_files import open_list
-
-        return open_list(files[0])
-    from dino_vit.data.stores.calls import open_array
-
-    return open_array(files[0])
+    return open_list(files[0]) if suffix in LISTS else open_array(files[0])
 
 
 def archive_files(spec: str) -> tuple[str, list[str]]:
