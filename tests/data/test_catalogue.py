@@ -71,7 +71,7 @@ def test_labels_beside_the_images_are_those_of_the_catalogue(tmp_path):
 
 
 def test_so_many_names_that_they_are_not_compared_begin_with_their_archive(tmp_path, monkeypatch):
-    monkeypatch.setattr("dino_vit.data.catalogue_writer.FINGERPRINTED", 4)
+    monkeypatch.setattr("dino_vit.data.catalogue.FINGERPRINTED", 4)
     assert [*items(catalogue(write_archives(tmp_path / "sorted", SORTED)))] == [
         *items(open_source(str(write_folder(tmp_path / "folder", SORTED))))
     ]
