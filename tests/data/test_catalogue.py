@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -98,26 +97,6 @@ def test_some_archives_of_a_folder_have_a_catalogue(tmp_path, capsys):
         open_source(str(folder / "00*.tar"))
     assert main(["pack", str(tmp_path / "*" / "*.tar"), "index_only=true"]) == 2
     assert "is of several folders" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["set.1.0", "v1.tar"])
-def test_a_name_that_looks_like_a_suffix_does_not_hide_a_catalogue(tmp_path, name):
-    folder = write_archives(tmp_path / name, SORTED)
-    local = catalogue(folder)
-    assert list(items(local)) == list(items(open_source(str(folder / "*.tar"))))
-    if name == "set.1.0":  # what is called a tar behind an address is a file
-        fsspec.filesystem("memory").put(str(folder), f"/{name}", recursive=True)
-        remote = open_source("memory://set.1.0")
-        assert isinstance(remote.store.index, Catalogue)
-        assert list(items(remote)) == list(items(local))
-
-
-def test_without_classes_no_index_is_read_for_labels(tmp_path):
-    folder = write_archives(tmp_path / "set", {"a.png": b"a", "b.png": b"b"}, 2)
-    source = catalogue(folder)
-    assert source.labels.names == ()
-    shutil.rmtree(folder)
-    assert [source.label(index) for index in range(2)] == [None, None]
 
 
 def test_what_changes_after_it_was_catalogued_is_noticed(tmp_path):

@@ -79,10 +79,3 @@ def test_spread_indices_are_different_and_from_all_over(length, count):
     if length >= 1000:
         assert max(np.diff([0, *indices, length])) < max(2.7 * length / count, 4)
         assert len({index % 10 for index in indices}) > min(count // 2, 9)
-
-
-def test_jpeg_is_found_by_each_of_its_suffixes(tmp_path):
-    """Browsers save it as .jfif; the case of a suffix does not matter."""
-    for suffix in (".JPG", ".jfif", ".jpe", ".jpeg"):
-        (tmp_path / f"photo{suffix}").touch()
-    assert len(open_folder(tmp_path)) == 4
