@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import BufferedRandom
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,7 +166,7 @@ class RemoteShards(Shards):
         finally:
             partial.unlink(missing_ok=True)
 
-    def _download(self, shard: int, file: BinaryIO, stop: threading.Event | None) -> None:
+    def _download(self, shard: int, file: BufferedRandom, stop: threading.Event | None) -> None:
         """Write a shard to an open file, and verify it."""
         url, size = self.path(shard), int(self.sizes[shard])
 
