@@ -10,19 +10,11 @@ from pathlib import Path
 from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.text import brief, did_you_mean, plural, public
-from dino_vit.data.catalogue import open_catalogued
-from dino_vit.data.custom import wrap
 from dino_vit.data.image_set import UNLABELLED, ImageSet
-from dino_vit.data.joined import join_sets
-from dino_vit.data.label_files import join_labels, open_list
 from dino_vit.data.labels import HELD_OUT, NO_LABELS, TRAIN
 from dino_vit.data.paths import BRACES, CATALOGUE, IMAGE_SUFFIXES, expand_braces, list_local, suffix_of
 from dino_vit.data.remote import ask, exists, is_folder, is_http, is_url, list_remote, local_path
-from dino_vit.data.stores.calls import open_array
 from dino_vit.data.stores.files import NoImages, open_files, open_folder
-from dino_vit.data.stores.ranges import open_archives
-from dino_vit.data.stores.rows import open_hub, open_parquet
-from dino_vit.data.synthetic import make_textures
 
 ALLOWED = (
     "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
@@ -56,9 +48,13 @@ def open_source(
         raise ValueError("several=true is about a file of labels or a list of images (.csv, .tsv, .txt)")
     if isinstance(spec, str):
         if several and labels is None:
+            from dino_vit.data.label_files import open_list
+
             return open_list(local_path(spec), several=True)
         images = _open(local_path(spec))
     elif labels in (None, NO_LABELS):
+        from dino_vit.data.joined import join_sets
+
         images = join_sets(spec, [_open(local_path(part)) for part in spec])
     else:
         raise ValueError(f"{setting}={labels} is a file for one source; give one, or leave it out")
@@ -70,6 +66,8 @@ def _with_labels(images: ImageSet, labels: str | Path | None, several: bool, set
     if labels == NO_LABELS:
         return replace(images, labels=UNLABELLED)
     if labels is not None:
+        from dino_vit.data.label_files import join_labels
+
         return join_labels(images, labels, several)
     if images.labels.of_folders and images.labels.names:
         names = brief(", ".join(images.labels.names), 100)
@@ -82,14 +80,21 @@ def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
     return labels not in (None, NO_LABELS) or (isinstance(spec, str) and suffix_of(spec) in LISTS)
 
 
+# Modules of one kind of source are imported where it is opened.
+
+
 def _open(spec: str) -> ImageSet:
     kind, _, rest = spec.partition(":")
     if not os.path.exists(spec):  # a file may be called so
         if kind == "synthetic":
             return _open_synthetic(spec)
         if is_object(spec):
+            from dino_vit.data.custom import wrap
+
             return wrap(find(spec))
         if kind == "hf":
+            from dino_vit.data.stores.rows import open_hub
+
             return open_hub(rest)
     if (images := _open_catalogued(spec)) is not None:
         return images
@@ -104,6 +109,8 @@ def _open(spec: str) -> ImageSet:
 
 
 def _open_synthetic(spec: str) -> ImageSet:
+    from dino_vit.data.synthetic import make_textures
+
     match = re.fullmatch(r"synthetic(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
     if not match:
         raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:LENGTH[:SIZE]]")
@@ -121,6 +128,8 @@ def _open_catalogued(spec: str) -> ImageSet | None:
     folder, pattern = os.path.split(spec) if is_pattern else (spec.rstrip("/"), "")
     if not exists(os.path.join(folder, CATALOGUE)):
         return None
+    from dino_vit.data.catalogue import open_catalogued
+
     return open_catalogued(folder, pattern, lambda: archive_files(spec)[1])
 
 
@@ -162,14 +171,24 @@ def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
         raise ValueError(f"{public(spec)!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
     if suffix in ARCHIVE_SUFFIXES:
+        from dino_vit.data.stores.ranges import open_archives
+
         return open_archives(suffix, spec, files)
     if suffix == ".parquet":
+        from dino_vit.data.stores.rows import open_parquet
+
         return open_parquet(spec, files)
     if suffix not in (*LISTS, ".npy"):
         raise ValueError(f"{public(spec)!r} is of an unknown kind: {ALLOWED}.")
     if len(files) > 1:
         raise ValueError(f"{public(spec)!r} matches {len(files)} {suffix} files: give one file of this kind")
-    return open_list(files[0]) if suffix in LISTS else open_array(files[0])
+    if suffix in LISTS:
+        from dino_vit.data.label_files import open_list
+
+        return open_list(files[0])
+    from dino_vit.data.stores.calls import open_array
+
+    return open_array(files[0])
 
 
 def archive_files(spec: str) -> tuple[str, list[str]]:
