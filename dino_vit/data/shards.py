@@ -136,13 +136,16 @@ class RemoteShards(Shards):
     def copy_path(self, shard: int) -> Path:
         return self.folder / self._name(shard)
 
-    def copied_bytes(self) -> int:
-        """Return the bytes of the copies that there are, of other sources too."""
-        total = 0
-        for path in filter(lambda path: _COPY.fullmatch(path.name), self.folder.glob(f"*{SUFFIX}")):
+    def _files(self) -> Iterator[tuple["os.DirEntry[str]", os.stat_result]]:
+        """Yield the files in the folder, those of other runs too."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for entry in filter(lambda entry: _COPY.fullmatch(entry.name), os.scandir(self.folder)):
             with suppress(FileNotFoundError):  # another run deletes too
-                total += path.stat().st_size
-        return total
+                yield entry, entry.stat()
+
+    def copied_bytes(self) -> int:
+        """Return the bytes of the files in the folder."""
+        return sum(status.st_size for _, status in self._files())
 
     def has_copy(self, shard: int) -> bool:
         """Tell whether there is a copy, and other runs from time to time that it is used."""
@@ -193,18 +196,15 @@ class RemoteShards(Shards):
         """
         kept = set(keep)
         files, total = [], int(self.sizes[shard])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for entry in filter(lambda entry: _COPY.fullmatch(entry.name), os.scandir(self.folder)):
-            with suppress(FileNotFoundError):  # another run deletes too
-                status = entry.stat()
-                total += status.st_size
-                recent = time.time() - status.st_mtime < RECENT_S
-                number = self._shard_called(entry.name)
-                # A partial file that nobody writes any more is of a run that was killed.
-                if number not in kept and (entry.name.endswith(SUFFIX) or not recent):
-                    used = number is None and recent
-                    needed = 2**63 if number is None else int(uses[number])
-                    files.append((used, -needed, status.st_mtime, entry, status.st_size))
+        for entry, status in self._files():
+            total += status.st_size
+            recent = time.time() - status.st_mtime < RECENT_S
+            number = self._shard_called(entry.name)
+            # A partial file that nobody writes any more is of a run that was killed.
+            if number not in kept and (entry.name.endswith(SUFFIX) or not recent):
+                used = number is None and recent
+                needed = 2**63 if number is None else int(uses[number])
+                files.append((used, -needed, status.st_mtime, entry, status.st_size))
         for *_, entry, size in sorted(files, key=lambda file: file[:3]):
             if total <= self.limit:
                 return

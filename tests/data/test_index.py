@@ -64,26 +64,6 @@ def test_what_was_just_written_is_looked_at_again(tmp_path, built):
         assert len(built) == number
 
 
-@pytest.mark.parametrize("kind", ["folder", "list", "pattern"])
-def test_an_image_that_is_overwritten_is_another_image(tmp_path, kind, built):
-    """The times of its folder and of the list stay, and so may its own: as of `cp -p`."""
-    root = write_folder(tmp_path / "set", {f"{number}.png": b"image" for number in range(4)})
-    (root / "list.txt").write_text("".join(f"{number}.png\n" for number in range(4)))
-    spec = str({"folder": root, "list": root / "list.txt", "pattern": root / "*.png"}[kind])
-    age()
-    before = open_source(spec)
-    for content, same_name_and_size in ((b"later", True), (b"larger", False)):
-        (root / "2.png").write_bytes(content)
-        os.utime(root / "2.png", (10**9, 10**9))
-        age()
-        built.clear()
-        after, again = open_source(spec), open_source(spec)
-        assert len(built) == 1
-        assert after.stamp == again.stamp != before.stamp
-        assert (after.fingerprint == before.fingerprint) == same_name_and_size
-        before = after
-
-
 def test_names_of_classes_beside_shards_are_part_of_what_is_indexed(tmp_path):
     write_tar(tmp_path / "a.tar", {"1.png": b"1", "1.cls": b"1"})
     age()
