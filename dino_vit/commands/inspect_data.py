@@ -23,7 +23,7 @@ from dino_vit.core.text import plural, printable, public
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.labels import doubts_about
+from dino_vit.data.labels import alike_names
 from dino_vit.data.open import open_source
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.training.inputs import image_facts
@@ -80,7 +80,6 @@ def describe_images(name: str, source: ImageSet, summary: ImageSummary, advice: 
         "inspected": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
         "pixels": summary.count(ImageInfo.describe),
-        "other_colors": sum(image.other_colors for image in images),
         "height": _range(image.height for image in images),
         "width": _range(image.width for image in images),
         "shorter_side": _range(min(image.height, image.width) for image in images),
@@ -116,15 +115,13 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
     if not facts["several"]:  # which says it too
-        yield from (f"labels {doubt}" for doubt in doubts_about(labels))
+        yield from (f"labels {line}" for line in alike_names(labels))
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}"
     if facts["inspected"] < facts["images"]:
         yield f"{facts['inspected']:,} of them inspected (count=null: all)"
     yield f"  format      {_counts(facts['formats'])}"
     yield f"  pixels      {_counts(facts['pixels'])}"
-    if facts["other_colors"]:
-        yield f"  colours     {facts['other_colors']:,} with a profile other than sRGB, which is not applied"
     for name in ("height", "width", "shorter_side"):
         text = "{min:g} to {max:g} pixels, median {median:g}".format(**facts[name])
         yield f"  {name.partition('_')[0]:<11} {text}"

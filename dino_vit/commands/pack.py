@@ -32,7 +32,7 @@ from dino_vit.core.process import in_batches, in_threads, read_ahead
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import Result, plural, printable, progress, public
-from dino_vit.data.catalogue_writer import Shard, index_shard, write_catalogue
+from dino_vit.data.catalogue import Shard, index_shard, write_catalogue
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item
 from dino_vit.data.images.formats import format_of

@@ -135,7 +135,7 @@ def portable(error: Exception) -> Exception:
 
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors, which Linux would clear again page by page."""
-    _mallopt((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
+    _call_glibc("mallopt", (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
 
 
 def release_freed_memory() -> None:
@@ -143,16 +143,13 @@ def release_freed_memory() -> None:
 
     The thresholds are those at which glibc arrives by itself, unless they were set before.
     """
-    _mallopt((M_MMAP_MAX, 65_536), (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**26))
+    thresholds = (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**26)
+    _call_glibc("mallopt", (M_MMAP_MAX, 65_536), *thresholds)
 
 
 def return_freed_memory() -> None:
     """Return what was freed until now, whatever glibc is to keep: each thread keeps its own."""
     _call_glibc("malloc_trim", (0,))
-
-
-def _mallopt(*settings: tuple[int, int]) -> None:
-    _call_glibc("mallopt", *settings)
 
 
 def _call_glibc(name: str, *calls: tuple[int, ...]) -> None:

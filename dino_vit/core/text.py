@@ -24,7 +24,7 @@ from rich.progress import Progress
 from dino_vit.core import log
 
 PATIENCE = 2.0  # seconds; shorter work shows no progress
-LINE_EVERY = 15.0  # seconds without a terminal, so that no twenty are silent where items take unlike times
+LINE_EVERY = 15.0  # seconds without a terminal
 _SIBLINGS = 10_000  # of a path that does not exist are looked at
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -197,7 +197,7 @@ class Advance:
     def __init__(self, title: str, total: int | None, outer: Callable[[str], None] | None = None) -> None:
         self.outer = outer  # shows the work of which this is a part
         self.title, self.total, self.done, self.note = printable(public_text(title)), total, 0, ""
-        self.start = self.shown = self.counted = time.monotonic()
+        self.start = self.shown = time.monotonic()
         # Only rank 0 logs at this level.
         console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
         self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console)
@@ -215,10 +215,7 @@ class Advance:
             self.outer(self.line(part))
             return
         now = time.monotonic()
-        # A line comes now if the next item, which may take as long as this one, would be late for it.
-        silent = now - self.shown + (now - self.counted if self.bar.disable else 0.0)
-        self.counted = now
-        if now - self.start < PATIENCE or silent < (LINE_EVERY if self.bar.disable else 0.2):
+        if now - self.start < PATIENCE or now - self.shown < (LINE_EVERY if self.bar.disable else 0.2):
             return
         if self.bar.disable and self.done == self.total:  # which the last line says
             return

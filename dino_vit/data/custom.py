@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.data import Subset as TorchSubset
 
 from dino_vit.config.objects import title_of
-from dino_vit.core import log
 from dino_vit.core.text import plural, printable
 from dino_vit.data.image_set import ImageSet, evenly_spaced
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, encode_labels
 from dino_vit.data.paths import is_image
 from dino_vit.data.stores.calls import Calls
+from dino_vit.data.stores.rows import open_dataset
 
 FINGERPRINTED = 4  # images that tell a source from others with the same names
 TARGETS = ("targets", "labels", "_labels")  # where data sets, those of torchvision too, keep their labels
@@ -67,49 +67,14 @@ class _Own:
         return f"{title_of(self.given)}-{len(names)}-{digest.hexdigest()[:32]}"
 
 
-class _HubRows:
-    """The rows of a Hugging Face `Dataset`, their images as they are stored."""
-
-    __name__ = "Dataset"
-
-    def __init__(self, dataset: Any) -> None:
-        from datasets import Image
-
-        from dino_vit.data.stores.rows import find_columns, holds_paths
-
-        if dataset.format["type"] == "custom":
-            log.warning("the transform of the Dataset is not applied: its images are read as they are stored")
-        rows = dataset.with_format(None)
-        self.columns = find_columns("the Dataset", rows.features.arrow_schema)
-        if isinstance(rows.features[self.columns.image], Image):
-            rows = rows.cast_column(self.columns.image, Image(decode=False))
-        self.names = list(rows[self.columns.name]) if self.columns.name else None
-        self.targets = list(rows[self.columns.label]) if self.columns.label else None
-        self.classes = self.columns.classes
-        self.images = rows.select_columns([self.columns.image])
-        # Of the rows and of all that was done with them; files that they name can change.
-        self.fingerprint = None if holds_paths(rows.data.table, self.columns) else dataset._fingerprint
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> object:
-        image = self.images[index][self.columns.image]
-        if isinstance(image, dict):
-            return image["path"] if image["bytes"] is None else image["bytes"]
-        return image
-
-    def name(self, index: int) -> str:
-        return str(index) if self.names is None else str(self.names[index])
-
-
 def wrap(given: Any) -> ImageSet:
     """Return a data set as images; a part of one has the names and labels of the whole."""
     if isinstance(given, ImageSet):
         return given
     if isinstance(given, TorchSubset) and len(given):
         return wrap(given.dataset).subset(given.indices)
-    given = _HubRows(given) if hasattr(given, "cast_column") else given
+    if hasattr(given, "cast_column"):
+        return open_dataset(given)
     own = _Own(given)
     fingerprint = own.fingerprint()
     return ImageSet(

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.cache import cache_folder, note_use
-from dino_vit.core.distributed import share_work
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable, public
 from dino_vit.data.image_set import ImageSet, Store
@@ -191,12 +190,10 @@ def open_index(
     build: Build,
     files: Sequence[str],
     signatures: NDArray[np.int64] | None = None,
-    prepare: Callable[[], object] = lambda: None,
 ) -> CachedIndex:
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
-    `files` are those that the source has now. Without their `signatures` each is looked at. If one process
-    needs to build it, all first call `prepare`.
+    `files` are those that the source has now. Without their `signatures` each is looked at.
     """
     began = time.time_ns()  # before anything is read, so that a change meanwhile is noticed next time
     with indexing(spec):
@@ -215,8 +212,6 @@ def open_index(
         return index if newest < index.metadata["began"] - SETTLED else None
 
     index = load_current()
-    if any(share_work(lambda _: [index is None], [])):
-        prepare()
     if index is None:
         with _lock(path, spec):
             index = load_current()

@@ -8,9 +8,8 @@ number is a class.
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any
 
@@ -33,7 +32,6 @@ _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 NO_LABELS = "none"  # in the place of a file of labels: those of the source are not taken
 NO_LABEL = ("nan", "-1", "-1.0")  # what pandas, torchvision and others write for none
 ZERO_OR_ONE = {"0", "1", "0.0", "1.0"}
-GUESSED = 10  # names that may be mistyped, for which the right one is sought
 
 
 def no_codes(rows: Rows) -> NDArray[Any]:
@@ -78,17 +76,14 @@ class Labels(Column):
         return self if self.sets is not None else Labels(self.codes, self.names, np.eye(len(self.names)) > 0)
 
     def describe(self, codes: NDArray[np.integer[Any]]) -> str:
-        """Say what the labels of images are, and which may be mistyped."""
-        values = self.values(codes)
+        """Say what the labels of images are, and which may be the same."""
         images, names = plural(len(codes), "image"), brief(", ".join(self.names), 100)
         if self.sets is None:
             text = f"one class for each of {images}, {plural(len(self.names), 'class', 'classes')}: {names}"
-            counts = np.bincount(values, minlength=len(self.names))
         else:
-            mean, counts = values.sum() / max(1, len(values)), values.sum(0)
+            mean = self.sets[codes].sum() / max(1, len(codes))
             text = f"several labels for each of {images}, {mean:.1f} on average of {len(self.names)}: {names}"
-        doubts = doubts_about(dict(zip(self.names, counts.astype(int).tolist(), strict=True)))
-        return text + "".join(f"; {doubt}" for doubt in doubts)
+        return "; ".join([text, *alike_names(self.names)])
 
 
 def encode_labels(
@@ -181,19 +176,12 @@ def to_bits(sets: Sequence[Sequence[int]], width: int) -> NDArray[np.bool_]:
     return bits
 
 
-def doubts_about(counts: Mapping[str, int]) -> Iterator[str]:
-    """Yield which names, with the images of each, may be mistyped: alike but for case, or of one image."""
-    by_case = Counter(map(str.casefold, counts))
-    alike = [name for name in counts if by_case[name.casefold()] > 1]
-    if alike:
-        yield f"perhaps the same but for capital letters: {brief(', '.join(alike), 200)}"
-    single = [name for name, count in counts.items() if count == 1 and name not in alike]
-    others = [name for name in counts if name not in single]
-    if 0 < len(single) <= len(others):
-        # To compare each with each takes minutes of thousands.
-        guesses = {name: get_close_matches(name, others, 1) for name in single[:GUESSED]}
-        shown = [f"{name} ({guess[0]}?)" if (guess := guesses.get(name)) else name for name in single]
-        yield f"with a single image, perhaps mistyped: {brief(', '.join(shown), 200)}"
+def alike_names(names: Iterable[str]) -> list[str]:
+    """Return a line on names that differ only by capital letters; none without such names."""
+    names = list(names)
+    by_case = Counter(map(str.casefold, names))
+    alike = [name for name in names if by_case[name.casefold()] > 1]
+    return [f"perhaps the same but for capital letters: {brief(', '.join(alike), 200)}"] if alike else []
 
 
 @dataclass(frozen=True)

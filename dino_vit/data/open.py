@@ -51,11 +51,11 @@ def open_source(
             from dino_vit.data.label_files import open_list
 
             return open_list(local_path(spec), several=True)
-        images = _open(spec)
+        images = _open(local_path(spec))
     elif labels in (None, NO_LABELS):
         from dino_vit.data.joined import join_sets
 
-        images = join_sets(spec, list(map(_open, spec)))
+        images = join_sets(spec, [_open(local_path(part)) for part in spec])
     else:
         raise ValueError(f"{setting}={labels} is a file for one source; give one, or leave it out")
     return _with_labels(images, labels, several, setting)
@@ -80,34 +80,32 @@ def has_cells(spec: str | Sequence[str], labels: str | Path | None) -> bool:
     return labels not in (None, NO_LABELS) or (isinstance(spec, str) and suffix_of(spec) in LISTS)
 
 
+# Modules of one kind of source are imported where it is opened.
+
+
 def _open(spec: str) -> ImageSet:
-    spec = local_path(spec)
-    for opener in OPENERS:
-        if (images := opener(spec)) is not None:
-            return images
+    kind, _, rest = spec.partition(":")
+    if not os.path.exists(spec):  # a file may be called so
+        if kind == "synthetic":
+            return _open_synthetic(spec)
+        if is_object(spec):
+            from dino_vit.data.custom import wrap
+
+            return wrap(find(spec))
+        if kind == "hf":
+            from dino_vit.data.stores.rows import open_hub
+
+            return open_hub(rest)
+    if (images := _open_catalogued(spec)) is not None:
+        return images
+    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVE_SUFFIXES):
+        raise ValueError(f"{public(spec)}: {_NO_LISTING}")
+    if exists(spec):
+        return _open_path(spec)
+    if BRACES.search(spec) or glob.has_magic(spec):
+        return _open_files(spec, expand(spec))
     hint = ", or may not be read (check the credentials)" if is_url(spec) else ""
     raise ValueError(f"{public(spec)!r} does not exist{did_you_mean(spec, f'{hint}: {ALLOWED}.')}")
-
-
-# Each imports what it needs when it is used.
-
-
-def _open_named(spec: str) -> ImageSet | None:
-    """Open what is named by its kind, unless a file is called so: synthetic, object:, hf:."""
-    kind, _, rest = spec.partition(":")
-    if os.path.exists(spec):
-        return None
-    if kind == "synthetic":
-        return _open_synthetic(spec)
-    if is_object(spec):
-        from dino_vit.data.custom import wrap
-
-        return wrap(find(spec))
-    if kind == "hf":
-        from dino_vit.data.stores.rows import open_hub
-
-        return open_hub(rest)
-    return None
 
 
 def _open_synthetic(spec: str) -> ImageSet:
@@ -135,12 +133,8 @@ def _open_catalogued(spec: str) -> ImageSet | None:
     return open_catalogued(folder, pattern, lambda: archive_files(spec)[1])
 
 
-def _open_path(spec: str) -> ImageSet | None:
+def _open_path(spec: str) -> ImageSet:
     """Open a file, or a folder of images, or of archives if they are clearly one set."""
-    if is_http(spec) and suffix_of(spec) not in (*UNCATALOGUED, *ARCHIVE_SUFFIXES):
-        raise ValueError(f"{public(spec)}: {_NO_LISTING}")
-    if not exists(spec):
-        return None
     if not is_folder(spec):
         return _open_files(spec, [spec])
     try:
@@ -166,22 +160,11 @@ def check_one_set(folder: str, names: Sequence[str]) -> None:
         )
 
 
-def _open_pattern(spec: str) -> ImageSet | None:
-    if not (BRACES.search(spec) or glob.has_magic(spec)):
-        return None
-    files = expand(spec)
-    if not files:
-        raise ValueError(f"{public(spec)!r} matches no file.")
-    return _open_files(spec, files)
-
-
-# The first that knows what is given opens it.
-OPENERS = (_open_named, _open_catalogued, _open_path, _open_pattern)
-
-
 def _open_files(spec: str, files: Sequence[str]) -> ImageSet:
     """Open files by their suffix, which must be the same."""
     suffixes = set(map(suffix_of, files))
+    if not files:
+        raise ValueError(f"{public(spec)!r} matches no file.")
     if suffixes.issubset(IMAGE_SUFFIXES) and (len(files) > 1 or suffixes != {".npy"}):
         return open_files(spec, files)
     if len(suffixes) > 1:

@@ -199,7 +199,7 @@ def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
             system.invalidate_cache()
         return dict(system.info(inner, **time_limit(system)))
 
-    return remotely(url, look)
+    return ask(url, look)
 
 
 def remote_signature(info: dict[str, Any]) -> FileSignature:
@@ -258,7 +258,7 @@ def exists(path: str) -> bool:
     if not is_url(path):
         return os.path.exists(path)
     try:
-        return bool(retry(lambda: remote_info(path), path))
+        return bool(remote_info(path))
     except Refused:
         return False
 
@@ -299,7 +299,7 @@ def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
     """Open a file for random access; of a remote one at least `buffer` bytes are requested at a time."""
     if not is_url(path):
         return open(path, "rb")
-    size = retry(lambda: remote_info(path), path).get("size")
+    size = remote_info(path).get("size")
     if size is None:
         raise OSError(f"{public(path)} has no known size, so it cannot be read at random")
     return BufferedReader(RemoteFile(path, int(size)), buffer)
@@ -315,7 +315,7 @@ def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
 
 def file_signature(path: str) -> FileSignature:
     if is_url(path):
-        return remote_signature(retry(lambda: remote_info(path), path))
+        return remote_signature(remote_info(path))
     try:
         status = os.stat(path)
     except OSError:

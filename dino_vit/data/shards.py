@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from fcntl import LOCK_EX, LOCK_NB, flock
+from io import BufferedRandom
 from pathlib import Path
 from typing import ClassVar
 
@@ -37,10 +37,10 @@ from dino_vit.data.remote import (
 )
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
-_COPY = re.compile(r"\d+-[0-9a-f]{24}\.(shard|partial)")  # nothing else in the folder is ours to delete
+_COPY = re.compile(r"\d+-[0-9a-f]{24}(\.shard|\.\d+\.partial)")  # nothing else there is ours to delete
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
-RECENT_S = 600  # for which a copy that another run uses is spared
+RECENT_S = 600  # for which a copy that another run uses, or makes, is spared
 POLL_S = 0.2  # between two looks at the position of the run
 CATALOGUE_AGAIN = "write the catalogue again: dino-vit pack FOLDER index_only=true"
 
@@ -136,13 +136,16 @@ class RemoteShards(Shards):
     def copy_path(self, shard: int) -> Path:
         return self.folder / self._name(shard)
 
-    def copied_bytes(self) -> int:
-        """Return the bytes of the copies that there are, of other sources too."""
-        total = 0
-        for path in filter(lambda path: _COPY.fullmatch(path.name), self.folder.glob(f"*{SUFFIX}")):
+    def _files(self) -> Iterator[tuple["os.DirEntry[str]", os.stat_result]]:
+        """Yield the files in the folder, those of other runs too."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for entry in filter(lambda entry: _COPY.fullmatch(entry.name), os.scandir(self.folder)):
             with suppress(FileNotFoundError):  # another run deletes too
-                total += path.stat().st_size
-        return total
+                yield entry, entry.stat()
+
+    def copied_bytes(self) -> int:
+        """Return the bytes of the files in the folder."""
+        return sum(status.st_size for _, status in self._files())
 
     def has_copy(self, shard: int) -> bool:
         """Tell whether there is a copy, and other runs from time to time that it is used."""
@@ -153,21 +156,20 @@ class RemoteShards(Shards):
             return True
         return False
 
-    def copy(self, shard: int, stop: threading.Event | None = None) -> bool:
-        """Copy a shard if it has no copy, or return False if another run is about to."""
+    def copy(self, shard: int, stop: threading.Event | None = None) -> None:
+        """Copy a shard; the copy of another run that does the same at the time is as good."""
         path = self.copy_path(shard)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(PARTIAL)
-        with _claimed(partial) as descriptor:
-            if descriptor is None:
-                return False
-            if not path.exists():
-                self._download(shard, descriptor, stop)
-                os.fsync(descriptor)
-                os.replace(partial, path)
-        return True
+        partial = path.with_suffix(f".{os.getpid()}{PARTIAL}")
+        try:
+            with partial.open("w+b") as file:
+                self._download(shard, file, stop)
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
-    def _download(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
+    def _download(self, shard: int, file: BufferedRandom, stop: threading.Event | None) -> None:
         """Write a shard to an open file, and verify it."""
         url, size = self.path(shard), int(self.sizes[shard])
 
@@ -176,19 +178,16 @@ class RemoteShards(Shards):
                 raise SourceLost(f"{public(url)} is no longer needed")
             length = min(PART, size - start)
             data = retry(lambda: self._request(shard, start, length), url, stop)
-            os.pwrite(descriptor, data, start)
+            os.pwrite(file.fileno(), data, start)
 
-        retry(lambda: self._check_unchanged(shard), url, stop)
-        os.ftruncate(descriptor, 0)
+        self._check_unchanged(shard)
         with ThreadPoolExecutor(REQUESTS) as pool:
             deque(pool.map(download, range(0, size, PART)), maxlen=0)
-        retry(lambda: self._check_unchanged(shard), url, stop)
-        with open(descriptor, "rb", closefd=False) as file:
-            file.seek(0)
-            stated = self.digest and self.digest(shard)
-            if stated and stated != hashlib.file_digest(file, "sha256").hexdigest():
-                text = "is damaged: it does not match the digest in its catalogue. Copy or pack it again"
-                raise ValueError(f"{public(url)} {text}")
+        self._check_unchanged(shard)
+        stated = self.digest and self.digest(shard)
+        if stated and stated != hashlib.file_digest(file, "sha256").hexdigest():
+            text = "is damaged: it does not match the digest in its catalogue. Copy or pack it again"
+            raise ValueError(f"{public(url)} {text}")
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
         """Delete copies until there is room for a shard: those that are needed last go first.
@@ -197,20 +196,15 @@ class RemoteShards(Shards):
         """
         kept = set(keep)
         files, total = [], int(self.sizes[shard])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for entry in filter(lambda entry: _COPY.fullmatch(entry.name), os.scandir(self.folder)):
-            with suppress(FileNotFoundError):  # another run deletes too
-                status = entry.stat()
-                if entry.name.endswith(PARTIAL):
-                    with _claimed(Path(entry.path)) as descriptor:  # a killed run has left it incomplete
-                        if descriptor is not None:
-                            continue
-                total += status.st_size
-                number = self._shard_called(entry.name) if entry.name.endswith(SUFFIX) else None
-                if entry.name.endswith(SUFFIX) and number not in kept:
-                    used = number is None and time.time() - status.st_mtime < RECENT_S
-                    needed = 2**63 if number is None else int(uses[number])
-                    files.append((used, -needed, status.st_mtime, entry, status.st_size))
+        for entry, status in self._files():
+            total += status.st_size
+            recent = time.time() - status.st_mtime < RECENT_S
+            number = self._shard_called(entry.name)
+            # A partial file that nobody writes any more is of a run that was killed.
+            if number not in kept and (entry.name.endswith(SUFFIX) or not recent):
+                used = number is None and recent
+                needed = 2**63 if number is None else int(uses[number])
+                files.append((used, -needed, status.st_mtime, entry, status.st_size))
         for *_, entry, size in sorted(files, key=lambda file: file[:3]):
             if total <= self.limit:
                 return
@@ -248,21 +242,22 @@ class Prefetch:
             thread.join(POLL_S)  # it may wait for an answer of a server
 
     def _run(self, stop: threading.Event) -> None:
-        said = ""
+        warned = False
         while not stop.is_set():
+            pause = POLL_S
             try:
-                pause = 0.0 if self.copy_next(stop) else POLL_S
+                if self.copy_next(stop):
+                    continue
             except (ValueError, Refused) as error:
                 self.failure = error
                 return
             except SourceLost:  # logged already; a run may do without as long as there are other copies
-                pause = POLL_S
-            except OSError as error:
-                if str(error) != said:  # once, as the next attempt comes soon
-                    said = str(error)
+                pass
+            except OSError as error:  # such as a full disk
+                if not warned:
                     text = "shards are not copied: %s; data.cache=FOLDER may be on another disk"
                     log.warning(text, brief(error, 300))
-                pause = 10
+                warned, pause = True, 10
             stop.wait(pause)
 
     def copy_next(self, stop: threading.Event | None = None) -> bool:
@@ -273,25 +268,9 @@ class Prefetch:
         near = near[np.argsort(uses[near], kind="stable")].tolist()
         fitting = np.searchsorted(np.cumsum(shards.sizes[near]), self.limit or shards.limit, side="right")
         near = near[:fitting]
-        for shard in near:
-            if shards.has_copy(shard):
-                continue
-            shards.make_room(shard, uses, near)
-            if shards.copy(shard, stop):
-                return True
-        return False
-
-
-@contextmanager
-def _claimed(partial: Path) -> Iterator[int | None]:
-    """Open a file for this process alone, or yield None; the system ends the claim of a process that dies."""
-    descriptor, ours = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), False
-    try:
-        with suppress(BlockingIOError, FileNotFoundError):
-            flock(descriptor, LOCK_EX | LOCK_NB)
-            ours = os.path.samestat(os.fstat(descriptor), partial.stat())  # not renamed or deleted meanwhile
-        yield descriptor if ours else None
-    finally:
-        if ours:
-            partial.unlink(missing_ok=True)
-        os.close(descriptor)
+        missing = next((shard for shard in near if not shards.has_copy(shard)), None)
+        if missing is None:
+            return False
+        shards.make_room(missing, uses, near)
+        shards.copy(missing, stop)
+        return True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from statistics import mean, median
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,11 @@ from dino_vit.core.process import in_threads
 from dino_vit.core.text import plural, progress
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode, listed, read_item, unreadable
-from dino_vit.data.images.formats import format_of, has_other_colors, taking_turns
+from dino_vit.data.images.formats import format_of, taking_turns
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of
 from dino_vit.data.remote import raise_if_lost
 
+T = TypeVar("T")
 INSPECTED_IMAGES = 64  # at most, where nothing is measured
 MEASURED_IMAGES = 256  # at most, for mean, std and layout
 LAYOUT = 16  # cells along each side of an image, of which the layout is compared
@@ -43,7 +44,6 @@ class ImageInfo:
     kind: str  # uint8, float32, ...
     low: float
     high: float
-    other_colors: bool  # a colour profile other than sRGB, which is not applied
     seconds: float = 0.0  # of a core, to read and decode it
     layout: Tensor | None = field(default=None, repr=False, compare=False)  # of mean 0 and length 1
 
@@ -138,14 +138,22 @@ def inspect_images(source: ImageSet, indices: Sequence[int], *, max_pixels: int 
     # The layouts of all would take memory.
     compared = frozenset(indices[:: -(-len(indices) // MEASURED_IMAGES)])
     inspect = partial(_inspect, source, compared=compared, max_pixels=max_pixels)
-    with progress("Inspecting images", len(indices)) as advance:
-        results = in_threads(inspect, indices, lambda _: advance(1), _THREADS)
-    images = [result for result in results if isinstance(result, ImageInfo)]
-    unreadable = [result for result in results if isinstance(result, UnreadableImage)]
-    if not images:
-        raise_if_lost(unreadable[0])
-        raise ValueError(f"none of {plural(len(indices), 'inspected image')} can be read: {unreadable[0]}")
+    images, unreadable = _measure_each("Inspecting images", inspect, indices)
     return ImageSummary(images=images, unreadable=unreadable)
+
+
+def _measure_each(
+    title: str, measure: Callable[[int], T | UnreadableImage], indices: Sequence[int]
+) -> tuple[list[T], list[UnreadableImage]]:
+    """Return what is measured of images, and those that cannot be read; one of them must be readable."""
+    with progress(title, len(indices)) as advance:
+        results = in_threads(measure, indices, lambda _: advance(1), _THREADS)
+    unreadable = [result for result in results if isinstance(result, UnreadableImage)]
+    measured = [result for result in results if not isinstance(result, UnreadableImage)]
+    if not measured:
+        raise_if_lost(unreadable[0])
+        raise ValueError(f"none of {plural(len(indices), 'image')} can be used, such as {unreadable[0]}")
+    return measured, unreadable
 
 
 def _inspect(
@@ -179,7 +187,6 @@ def _inspect(
         kind=kind,
         low=low,
         high=high,
-        other_colors=not isinstance(item, Tensor) and has_other_colors(item),
         layout=layout,
         seconds=seconds,
     )
@@ -199,13 +206,7 @@ def _layout(image: Tensor) -> Tensor | None:
 def channel_statistics(source: ImageSet, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:
     """Measure mean and std of images as they are trained on."""
     measure = partial(_image_statistics, source, pixels)
-    with progress("Measuring mean and std", len(indices)) as advance:
-        results = in_threads(measure, indices, lambda _: advance(1), _THREADS)
-    moments = [result for result in results if isinstance(result, Tensor)]
-    if not moments:
-        failure = next(result for result in results if isinstance(result, UnreadableImage))
-        raise_if_lost(failure)
-        raise ValueError(f"none of {len(indices)} images can be used; the first: {failure}")
+    moments, _ = _measure_each("Measuring mean and std", measure, indices)
     stacked = torch.stack(moments)
     mean, square, _ = stacked.mean(dim=0)
     std = (square - mean**2).clamp_min(0).sqrt()

@@ -171,19 +171,6 @@ def write_alike(tmp_path):
     return open_source(str(tmp_path / "in"), tmp_path / "labels.csv")
 
 
-def test_names_that_webdataset_takes_for_one_are_set_apart(tmp_path):
-    source = write_alike(tmp_path)
-    packed = open_source(str(tmp_path / "out"))
-
-    def labelled(images):
-        return {
-            decode(images.read(i), "")[0, 4, 4].item() // 20: images.labels.names[images.label(i)]
-            for i in range(5)
-        }
-
-    assert labelled(packed) == labelled(source)
-
-
 def test_webdataset_reads_labels_as_numbers_of_a_table(tmp_path):
     """As its own decoders do: of what has equal names up to the first dot, .cls is an integer."""
     source, samples = write_alike(tmp_path), {}

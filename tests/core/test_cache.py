@@ -64,7 +64,11 @@ def test_one_that_was_used_lately_goes_last_and_the_new_one_stays(folder):
 
 def test_what_a_killed_process_left_goes_when_nobody_can_be_writing_it(folder):
     old = time.time() - STALE_S - 60
-    left = [f".{NAMES[0]}.12345.partial", f".folder-{0:024x}.arrow.12345.partial", f"3-{0:024x}.partial"]
+    left = [
+        f".{NAMES[0]}.12345.partial",
+        f".folder-{0:024x}.arrow.12345.partial",
+        f"3-{0:024x}.12345.partial",
+    ]
     others = [".mine.12345.partial", "download.partial"]
     for name in (*left, *others):
         (folder / name).touch()

@@ -76,7 +76,7 @@ def hold(folder, held):
     with locked(folder):
         if os.fork():
             held.set()
-            time.sleep(60)
+            time.sleep(600)  # until it is killed
         else:  # as a DataLoader worker, which lives on for a while
             time.sleep(5)
 

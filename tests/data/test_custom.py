@@ -13,14 +13,9 @@ from dino_vit.data.custom import wrap
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.open import open_source
 from dino_vit.data.synthetic import make_textures
-from dino_vit.features.cache import cached_features
-from dino_vit.features.frozen import FrozenBackbone
-from dino_vit.views.eval_transform import EvalTransform
-from tests.support.backbones import backbone
 from tests.support.images import write_synthetic
 from tests.support.runs import SETTINGS, assert_same_end, history, pretrain_until
 
-TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 PLAIN = {key: value for key, value in SETTINGS.items() if key != "data.source"}
 
 
@@ -43,24 +38,26 @@ class Photos:
         return ("odd", "even")[index % 2] if index else None
 
 
-class Indexed(Photos):
-    __getitem__ = Photos.read
+class Pictures(Dataset):
+    """Pillow images with their targets, as torchvision's data sets; a `name` that is a text."""
 
+    name = "pictures"
 
-class Pairs(Dataset):
-    """Pillow images with their targets, as torchvision's data sets."""
-
-    classes = ("cat", "dog", "none")
-
-    def __init__(self):
-        self.source = make_textures(length=64)
-        self.targets = [index % 2 for index in range(64)]
+    def __init__(self, targets, classes=None, shift=0):
+        self.source, self.targets, self.shift = make_textures(length=64), targets, shift
+        if classes:
+            self.classes = classes
 
     def __len__(self):
-        return 64
+        return len(self.targets)
 
     def __getitem__(self, index):
-        return Image.fromarray(self.source.read(index).permute(1, 2, 0).numpy()), self.targets[index]
+        return Image.fromarray(self.source.read(index + self.shift).permute(1, 2, 0).numpy()), None
+
+
+def labels_of(source):
+    names = (source.label(index) for index in range(len(source)))
+    return [None if label is None else source.labels.names[label] for label in names]
 
 
 def test_an_object_is_a_source():
@@ -70,44 +67,40 @@ def test_an_object_is_a_source():
     assert torch.equal(read_image(source, 5), make_textures(length=64).read(5))
     assert source.fingerprint == wrap(Photos()).fingerprint
     assert source.fingerprint != wrap(Photos(63)).fingerprint
+    assert wrap(source) is source
+    count = Photos(10)
+    count.label, count.targets = None, [0] * 9
+    with pytest.raises(ValueError, match="Photos has 9 targets, but 10 images; each needs one"):
+        wrap(count)
 
 
-def test_a_set_that_is_open_stays_as_it_is(tmp_path):
-    for path in ("train/a/1.png", "test/a/2.png"):
-        write_synthetic(tmp_path / path, 0, size=16)
-    images = open_source(str(tmp_path))
-    assert wrap(images) is images
-    assert wrap(Subset(images, [1])).name(0) == images.name(1)
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_dataset_of_pillow_images_has_targets_that_are_indices_of_its_classes(kind):
+    source = wrap(Pictures(kind([2, 5, -1]), list("abcdec")))
+    assert labels_of(source) == ["c (2)", "c (5)", None], "two classes of one name are two"
+    assert torch.equal(read_image(source, 2), make_textures(length=64).read(2))
+    assert source.name(2) == "2"
+    assert labels_of(wrap(Pictures(kind([2, 5, -1])))) == ["2", "5", None]
+    assert labels_of(wrap(Pictures(["c", "a"], list("abc")))) == ["c", "a"]
+    with pytest.raises(ValueError, match="Pictures has the label 6, which is none of its 6 classes, nor the"):
+        wrap(Pictures(kind([6]), list("abcdef")))
+    other, again = (wrap(Pictures(kind([2, 5, -1]), list("abcdec"), shift)) for shift in (1, 0))
+    assert source.fingerprint == again.fingerprint != other.fingerprint, "by some of the images"
 
 
-def test_a_dataset_of_pillow_images_is_a_source():
-    source = wrap(Pairs())
-    assert (source.labels.names, source.label(3), source.name(3)) == (("cat", "dog", "none"), 1, "3")
-    assert torch.equal(read_image(source, 5), make_textures(length=64).read(5))
-
-
-def labels_of(source):
-    names = (source.label(index) for index in range(len(source)))
-    return [None if label is None else source.labels.names[label] for label in names]
-
-
-def test_parts_of_data_sets_keep_names_and_labels():
-    chosen = wrap(Subset(Indexed(), [5, 0, 2]))
-    assert labels_of(chosen) == ["even", None, "odd"]
-    assert chosen.name(0) == "photo 5"
+def test_parts_of_data_sets_keep_names_and_labels_and_joined_ones_are_like_others():
+    pictures = Pictures([0, 1] * 32, ["cat", "dog"])
+    chosen = wrap(Subset(pictures, [5, 2]))
+    assert (labels_of(chosen), chosen.name(0)) == (["dog", "cat"], "5")
     assert torch.equal(read_image(chosen, 0), make_textures(length=64).read(5))
-    for empty in (Subset(Pairs(), []), ConcatDataset([[]])):
-        with pytest.raises(ValueError, match="has no images"):
-            wrap(empty)
-
-
-def test_joined_data_sets_are_an_object_like_others():
-    joined = ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])])
+    joined = ConcatDataset([pictures, Subset(pictures, [1, 3])])
     source = wrap(joined)
     assert (len(source), source.name(65), source.labels.names) == (66, "65", ())
     assert torch.equal(read_image(source, 65), make_textures(length=64).read(3))
     joined.targets, joined.classes = [*[0, 1] * 32, 1, 1], ("cat", "dog")
     assert labels_of(wrap(joined)) == ["cat", "dog"] * 32 + ["dog", "dog"]
+    with pytest.raises(ValueError, match="has no images"):
+        wrap(Subset(pictures, []))
 
 
 def test_a_folder_of_torchvision_has_labels(tmp_path):
@@ -213,97 +206,6 @@ def test_augmentation_of_ones_own_is_as_reproducible(tmp_path):
     assert history(tmp_path / "ours")[0]["loss"] != history(tmp_path / "whole")[0]["loss"]
 
 
-class Mixing(torch.nn.Module):
-    """Augmentation of an operation that autocast would run in bf16."""
-
-    def forward(self, views):
-        mixed = torch.nn.functional.conv2d(views, torch.eye(3)[:, :, None, None] + 0.01)
-        assert mixed.dtype == torch.float32
-        return mixed.clamp(0, 1)
-
-
-def test_augmentation_of_ones_own_is_in_float32(tmp_path):
-    settings = {**SETTINGS, "augment.module": Mixing(), "compute.precision": "bf16", "verbose": False}
-    dino_vit.pretrain(output=tmp_path, **settings | {"budget.steps": 9})
-
-
 def test_augmentation_that_changes_the_shape_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"augment.module returned \(16, 1, 32, 32\) for views \(16, 3"):
         dino_vit.pretrain(output=tmp_path, **SETTINGS, **{"augment.module": lambda views: views[:, :1]})
-
-
-class Plain(Dataset):
-    """What `targets` and `classes` may be; a `name` that is a text."""
-
-    name = "plain"
-
-    def __init__(self, targets, classes=None, shift=0):
-        self.targets, self.shift = targets, shift
-        if classes:
-            self.classes = classes
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        return np.full((8, 8, 3), index + self.shift, dtype=np.uint8), None
-
-
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_targets_are_indices_of_the_classes(kind):
-    source = wrap(Plain(kind([2, 5, 2]), list("abcdef")))
-    assert [source.labels.names[source.label(index)] for index in range(3)] == ["c", "f", "c"]
-    assert wrap(Plain(kind([2, 5, 2]))).labels.names == ("2", "5")
-    named = wrap(Plain(["c", "a"], list("abc")))
-    assert [named.label(index) for index in range(2)] == [2, 0]
-    with pytest.raises(ValueError, match="Plain has the label 6, which is none of its 6 classes, nor the"):
-        wrap(Plain([6], list("abcdef")))
-
-
-def test_two_classes_of_one_name_are_two():
-    class Birds(list):
-        targets, classes = [0, 1, 2], ["crane", "dog", "crane"]
-
-    assert labels_of(wrap(Birds("abc"))) == ["crane (0)", "dog", "crane (2)"]
-
-
-def test_sources_with_the_same_names_but_other_images_are_two():
-    one, two, again = (wrap(Plain([0] * 9, shift=shift)) for shift in (0, 1, 0))
-    assert one.fingerprint == again.fingerprint
-    assert one.fingerprint != two.fingerprint
-    assert one.name(3) == "3"
-
-
-class Breaking(Plain):
-    """Some of whose images cannot be read."""
-
-    broken = ()
-
-    def __getitem__(self, index):
-        if index in self.broken:
-            raise RuntimeError("no such photograph")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("broken", [0, 5, 9, 3])
-def test_an_image_that_cannot_be_read_is_left_out_wherever_it_is(tmp_path, broken):
-    given = Breaking([0, 1] * 5)
-    given.broken = (broken,)
-    frozen = FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path)
-    _, indices = cached_features(frozen, wrap(given))
-    assert indices.tolist() == [index for index in range(10) if index != broken]
-
-
-@pytest.mark.parametrize("count", [9, 11])
-def test_targets_are_as_many_as_images(count):
-    given = Photos(10)
-    given.label, given.targets = None, [0] * count
-    with pytest.raises(ValueError, match=f"Photos has {count} targets, but 10 images; each needs one"):
-        wrap(given)
-
-
-@pytest.mark.parametrize("classes", [None, ["cat", "dog"]])
-def test_a_target_of_minus_one_is_no_label(classes):
-    source = wrap(Plain(np.array([-1, 1, 0, -1]), classes))
-    assert [source.label(index) for index in range(4)] == [None, 1, 0, None]
-    assert len(source.labels.names) == 2

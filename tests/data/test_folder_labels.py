@@ -11,7 +11,6 @@ from tests.support.images import write_synthetic
 from tests.support.training import opened
 
 SAID = "subfolders are taken as labels: day1, day2"
-QUIET = {"precision": "no", "verbose": True}
 
 
 @pytest.fixture
@@ -85,27 +84,3 @@ def test_evaluators_say_it_of_each_of_their_sources(photos, tmp_path, caplog):
         assert f"{SAID} ({setting}=none, if they are not)" in caplog.messages
     with pytest.raises(ValueError, match=r"none of the 12 images .* has a label"):
         dino_vit.knn(photos, "pixels", labels="none")
-
-
-def test_a_comparison_says_it_once_and_goes_without(photos, tmp_path, caplog):
-    keywords = {"weights": ["pixels", "edges"], "cache": tmp_path / "cache", **QUIET}
-    assert dino_vit.compare(photos, **keywords).figures
-    assert said(caplog) == 1
-    assert not dino_vit.compare(photos, labels="none", **keywords).figures
-    assert not said(caplog)
-
-
-def test_embeddings_and_predictions_have_them_where_they_are_taken(photos, tmp_path, caplog):
-    keywords = {"cache": tmp_path / "cache", **QUIET}
-    assert set(dino_vit.embed(photos, "pixels", **keywords).labels) == {"day1", "day2"}
-    assert said(caplog) == 1
-    assert set(dino_vit.embed(photos, "pixels", labels="none", **keywords).labels) == {None}
-    assert not said(caplog)
-    for number in range(12):
-        write_synthetic(tmp_path / "few" / f"{number}.png", number)
-    labels = "".join(f"{number}.png,{'ab'[number % 2]}\n" for number in range(12))
-    (tmp_path / "few.csv").write_text(f"name,label\n{labels}")
-    given = {"train": tmp_path / "few", "labels": tmp_path / "few.csv"}
-    write_synthetic(photos / "day1" / "other.png", 20)
-    assert set(dino_vit.predict(photos, "pixels", **given, **keywords).labels) <= {"a", "b"}
-    assert not said(caplog), "subfolders of images to label are nothing"

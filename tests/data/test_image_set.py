@@ -8,7 +8,6 @@ import pytest
 
 import dino_vit
 from dino_vit.cli import main
-from dino_vit.data.image_set import ImageSet
 from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
@@ -117,7 +116,9 @@ def test_joined_sets_have_the_images_of_each_and_the_classes_of_all(tmp_path):
     assert [joined.name(index) for index in range(3)] == ["first/1.png", "first/2.png", "second/2.png"]
     assert [joined.labels.names[joined.label(index)] for index in range(3)] == ["of 0", "of 0", "of 1"]
     assert joined.origins() == [*parts[0].origins(), parts[1].origins()[1]]
-    assert isinstance(joined.subset([2]), ImageSet)
+    assert [joined.read(index) for index in range(3)] == [b"x"] * 3
+    assert joined.fingerprint != join_sets(["first", "second"], [second, first]).fingerprint
+    assert join_sets("ab", parts).stamp == join_sets("ab", parts).stamp
     assert joined.subset([2]).origins() == parts[1].subset([1]).origins()
 
 

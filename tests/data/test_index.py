@@ -64,39 +64,6 @@ def test_what_was_just_written_is_looked_at_again(tmp_path, built):
         assert len(built) == number
 
 
-@pytest.mark.parametrize("kind", ["folder", "list", "pattern"])
-def test_an_image_that_is_overwritten_is_another_image(tmp_path, kind, built):
-    """The times of its folder and of the list stay, and so may its own: as of `cp -p`."""
-    root = write_folder(tmp_path / "set", {f"{number}.png": b"image" for number in range(4)})
-    (root / "list.txt").write_text("".join(f"{number}.png\n" for number in range(4)))
-    spec = str({"folder": root, "list": root / "list.txt", "pattern": root / "*.png"}[kind])
-    age()
-    before = open_source(spec)
-    for content, same_name_and_size in ((b"later", True), (b"larger", False)):
-        (root / "2.png").write_bytes(content)
-        os.utime(root / "2.png", (10**9, 10**9))
-        age()
-        built.clear()
-        after, again = open_source(spec), open_source(spec)
-        assert len(built) == 1
-        assert after.stamp == again.stamp != before.stamp
-        assert (after.fingerprint == before.fingerprint) == same_name_and_size
-        before = after
-
-
-@pytest.mark.parametrize("write", [write_tar, write_parquet])
-def test_files_are_indexed_again_when_they_change(tmp_path, write):
-    path = tmp_path / f"a.{write.__name__.removeprefix('write_')}"
-    write(path)
-    age()
-    before = open_source(str(path))
-    assert open_source(str(path)).store.index.metadata == before.store.index.metadata
-    write(path, dict(list(FILES.items())[:3]))
-    after = open_source(str(path))
-    assert (len(before), len(after)) == (5, 3)
-    assert before.fingerprint != after.fingerprint
-
-
 def test_names_of_classes_beside_shards_are_part_of_what_is_indexed(tmp_path):
     write_tar(tmp_path / "a.tar", {"1.png": b"1", "1.cls": b"1"})
     age()
@@ -105,14 +72,6 @@ def test_names_of_classes_beside_shards_are_part_of_what_is_indexed(tmp_path):
     assert open_source(str(tmp_path / "a.tar")).labels.names == ("dog",)
     (tmp_path / "classes.txt").write_text("cat\nbee\n")
     assert open_source(str(tmp_path / "a.tar")).labels.names == ("bee",)
-
-
-def test_one_source_has_one_index_however_its_path_is_written(tmp_path, monkeypatch, built):
-    write_parquet(tmp_path / "a.parquet")
-    age()
-    monkeypatch.chdir(tmp_path)
-    stamps = {open_source(spec).stamp for spec in ("a.parquet", str(tmp_path / "a.parquet"), "./a.parquet")}
-    assert (len(stamps), len(built)) == (1, 1)
 
 
 def test_the_cache_is_where_the_variables_say(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.open import open_source
 from dino_vit.views.build import shard_starts
 from dino_vit.views.sampler import Sampler, ShardUses
-from tests.support.image_sets import FILES, ORDER, write_folder, write_tar
+from tests.support.image_sets import write_folder, write_tar
 from tests.support.images import write_synthetic
 from tests.support.remote import write_shards
 from tests.support.training import assert_resumes_exactly
@@ -21,17 +21,6 @@ def sources(tmp_path):
     write_folder(tmp_path / "labelled")
     write_tar(tmp_path / "plain" / "a.tar", {f"{number}.png": b"%d" % number for number in range(20)})
     return [str(tmp_path / "plain"), str(tmp_path / "labelled")]
-
-
-def test_items_are_those_of_the_sources(sources):
-    joined = open_source(sources)
-    assert len(joined) == 25
-    assert [joined.read(20 + index) for index in range(5)] == [FILES[name] for name in ORDER]
-    assert joined.name(20) == f"{sources[1]}/{ORDER[0]}"
-    assert [joined.label(index) for index in (0, 19, 20)] == [None, None, 0]
-    assert joined.labels.names == ("cat", "dog", "dog-2")
-    assert joined.fingerprint != open_source(sources[::-1]).fingerprint
-    assert joined.stamp == open_source(sources).stamp
 
 
 def test_a_window_walks_through_the_shards_of_all_sources(tmp_path, sources):

@@ -3,7 +3,6 @@ import os
 import pytest
 
 from dino_vit.data.open import expand
-from dino_vit.data.paths import list_local
 from dino_vit.data.stores.files import open_folder
 
 
@@ -25,19 +24,6 @@ def test_links_that_lead_to_each_other_make_no_images(siblings):
     source = open_folder(siblings)
     assert [source.name(index) for index in range(len(source))] == ["a/a.png", "b/b.png"]
     assert source.labels.names == ("a", "b")
-
-
-def test_a_folder_elsewhere_has_the_shortest_path_that_leads_to_it(tmp_path):
-    outside, root = tmp_path / "outside", tmp_path / "photos"
-    (outside / "deep").mkdir(parents=True)
-    (outside / "deep" / "1.png").touch()
-    (outside / "2.png").touch()
-    (outside / "back").symlink_to(root)
-    root.mkdir()
-    (root / "z").symlink_to(outside)
-    (root / "y").symlink_to(outside / "deep")
-    (root / "round").symlink_to("round")
-    assert sorted(list_local(str(root))) == ["round", "y/1.png", "z/2.png"]
 
 
 def test_a_folder_that_may_not_be_read_is_an_error(siblings, monkeypatch):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from dino_vit.cli import main
 from dino_vit.data.custom import wrap
-from dino_vit.data.labels import doubts_about
+from dino_vit.data.labels import alike_names
 from dino_vit.data.open import open_source
 from tests.support.images import saved
 
@@ -40,22 +40,16 @@ def read(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        ("three,three,two,two,thre", "; with a single image, perhaps mistyped: thre (three?)"),
-        ("x,x,y,y,bird", "; with a single image, perhaps mistyped: bird"),
-        ("a;b,a;b,a;bb,,", "; with a single image, perhaps mistyped: bb (b?)"),
+        ("a;b,a;b,a;B,,", "2.0 on average of 3: B, a, b; perhaps the same but for capital letters: B, b"),
         ("a,b,c,c,", "4 images, 3 classes: a, b, c"),
     ],
 )
-def test_labels_that_may_be_typing_errors_are_named(read, labels, said):
+def test_labels_are_described_and_those_that_may_be_the_same_are_named(read, labels, said):
     rows = zip("abcde", labels.split(","), strict=True)
     images = read("".join(f"{name}.png,{label}\n" for name, label in rows), several=";" in labels)
     codes = images.codes()
     assert images.labels.describe(codes[codes >= 0]).endswith(said)
-
-
-def test_folders_that_differ_by_capital_letters_are_named():
-    """In a file of labels they are refused."""
-    assert list(doubts_about({"Cat": 1, "cat": 2})) == ["perhaps the same but for capital letters: Cat, cat"]
+    assert alike_names(["cat", "dog"]) == []
 
 
 @pytest.mark.parametrize(
@@ -92,27 +86,6 @@ def test_a_cell_has_several_labels_where_they_are_asked_for(read, tmp_path, text
 def test_several_is_about_cells(tmp_path):
     with pytest.raises(ValueError, match=r"several=true is about a file of labels or a list of images"):
         open_source(str(tmp_path), several=True)
-
-
-def test_other_columns_are_not_guessed_to_be_labels(read):
-    for text, said in {
-        "path,age,split\na.png,3.5,train\nb.png,2,test\n": "its columns are path, age, split; call one",
-        "path,age,height\na.png,3,1.5\nb.png,4,2\n": "of them label in the first line",
-    }.items():
-        with pytest.raises(ValueError, match=said):
-            read(text)
-
-
-@pytest.mark.parametrize(
-    "rows", ["a.png,0,1\nb.png,0,0", "a.png,0.0,1.0\nb.png,1.0,0.0", "a.png,0,1\nb.png,,nan"]
-)
-def test_columns_of_0_and_1_are_no_labels(read, tmp_path, rows, caplog):
-    """Also as pandas writes them where a cell was empty. They may be flags: images are read."""
-    said = "the columns sea, sky, which have only 0 and 1; write the labels of an image in one"
-    with pytest.raises(ValueError, match=said):
-        read(f"path,sea,sky\n{rows}\n")
-    assert open_source(f"{tmp_path}/labels.csv").labels.names == ()
-    assert said in caplog.text
 
 
 @pytest.mark.parametrize("folders", [("0.5", "1.5"), ("-1", "nan"), ("a;b", "c;d")])

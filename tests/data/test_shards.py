@@ -59,7 +59,7 @@ def test_a_copy_is_read_as_the_shard_would_be(server, folder, tmp_path):
     source, copies = opened(server.url, tmp_path / "copies")
     remotely = [source.read(index) for index in range(3)]
     for shard in range(COUNT):
-        assert copies.copy(shard)
+        copies.copy(shard)
         assert content(copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
     asked = len(server.requests)
     assert [source.read(index) for index in range(len(source))] == [
@@ -156,17 +156,6 @@ def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(ser
     assert all(path.read_bytes() == b"of a user" for path in foreign)
 
 
-def test_names_of_classes_beside_shards_are_no_shard(server, folder, tmp_path):
-    """A copy of another source may have the number after the last."""
-    (folder / "classes.txt").write_text("a\nb\n")
-    _, copies = opened(server.url, tmp_path / "copies")
-    copies.copy(0)
-    copies.copy_path(0).rename(copies.folder / f"{COUNT}-{'a' * 24}.shard")
-    copies.limit = 0
-    copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
-    assert not list(copies.folder.iterdir())
-
-
 def test_copies_leave_a_tenth_of_their_disk_free(server, tmp_path, monkeypatch):
     source, copies = opened(server.url, tmp_path / "copies")
     sampler = Sampler(length=len(source), global_batch=8, seed=0)
@@ -181,9 +170,8 @@ def test_copies_leave_a_tenth_of_their_disk_free(server, tmp_path, monkeypatch):
 def copy_all(url, folder):
     """Copy all shards, as one of several runs."""
     _, copies = opened(url, folder)
-    missing = set(range(COUNT))
-    while missing:
-        missing -= {shard for shard in missing if copies.copy(shard)}
+    for shard in range(COUNT):
+        copies.copy(shard)
 
 
 def copying(server, folder):
@@ -193,10 +181,8 @@ def copying(server, folder):
     return process
 
 
-def test_two_runs_share_a_folder_and_copy_each_shard_once(server, folder, tmp_path):
+def test_two_runs_share_a_folder(server, folder, tmp_path):
     _, copies = opened(server.url, tmp_path / "copies")
-    server.requests.clear()
-    server.latency = 0.02
     processes = [copying(server, tmp_path / "copies") for _ in range(2)]
     for process in processes:
         process.join(60)
@@ -204,11 +190,9 @@ def test_two_runs_share_a_folder_and_copy_each_shard_once(server, folder, tmp_pa
     for shard in range(COUNT):
         assert content(copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
     assert len(list((tmp_path / "copies").iterdir())) == COUNT
-    asked = [one for one in server.requests if one.ranged]
-    assert len(asked) == len(set(asked)) == COUNT
 
 
-def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp_path):
+def test_what_a_killed_run_leaves_is_deleted(server, tmp_path):
     _, copies = opened(server.url, tmp_path / "copies")
     server.faults = ["late"]
     process = copying(server, copies.folder)
@@ -216,16 +200,13 @@ def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp
         assert process.is_alive()
         time.sleep(0.01)
     (partial,) = copies.folder.glob("*.partial")
-    assert not copies.copy(0)  # another run is at it
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert partial.exists()
+    copies.limit = 0
     copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
-    assert not partial.exists()
-    partial.write_bytes(b"incomplete")
-    with remote.retrying(60):
-        assert copies.copy(0)
-    assert content(copies, 0) == (folder / "000.tar").read_bytes()
+    assert partial.exists(), "another run may be writing it"
+    os.utime(partial, (0, 0))
+    copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
     assert not partial.exists()
 
 
@@ -239,7 +220,7 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch):
         source = open_source("gs://shards/*.tar")
         source.shards.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 40)] == [local.read(index) for index in (0, 40)]
-        assert source.shards.copy(1)
+        source.shards.copy(1)
         put("002.tar", bytes(int(source.shards.file_signatures[2, 0])))
         with pytest.raises(ChangedFile):
             source.shards.copy(2)
@@ -255,7 +236,7 @@ def test_shards_are_copied_from_s3_and_an_image_that_is_replaced_is_noticed(fold
         copies = source.shards
         copies.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 100)] == [local.read(index) for index in (0, 100)]
-        assert copies.copy(3)
+        copies.copy(3)
         assert content(copies, 3) == (folder / "003.tar").read_bytes()
         put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
         with pytest.raises(ChangedFile):

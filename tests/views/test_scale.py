@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dino_vit.data.catalogue import VERSION, Catalogue
-from dino_vit.data.catalogue_writer import signature_column
+from dino_vit.data.catalogue import VERSION, Catalogue, signature_column
 from dino_vit.data.remote import UNKNOWN
 from dino_vit.views.sampler import Sampler, ShardUses
 

@@ -8,10 +8,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from io import BytesIO
 from math import ceil
-from multiprocessing import parent_process
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,6 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
-from dino_vit.core import log
 from dino_vit.core.process import return_freed_memory
 
 if TYPE_CHECKING:
@@ -73,14 +70,6 @@ def format_of(data: bytes) -> str:
     if data[4:8] == b"ftyp":  # a container of pictures or films
         return BRANDS.get(data[8:12], "unknown")
     return next((kind for start, kind in KINDS.items() if data.startswith(start)), "unknown")
-
-
-def has_other_colors(data: bytes) -> bool:
-    """Tell whether a file is a JPEG with a colour profile other than sRGB, such as Display P3 of phones."""
-    if format_of(data) != "JPEG":
-        return False
-    profile: bytes = JpegImagePlugin.JpegImageFile(BytesIO(data)).info.get("icc_profile", b"")
-    return bool(profile) and b"sRGB" not in profile.replace(b"\0", b"")  # of version 4 in UTF-16
 
 
 def read_jpeg(data: bytes, alpha: bool, max_pixels: int, reduction: Reduction | None) -> Tensor:
@@ -234,8 +223,6 @@ def _by_pillow(file: Image, alpha: bool) -> Tensor:
     mode = "RGBA" if has_clear_color else _CONVERTED.get(file.mode, file.mode)
     if not alpha and mode in _WITH_ALPHA:
         mode = mode[:-1]
-    if getattr(file, "is_animated", False) and parent_process() is None:
-        _say_first_frame(file.format or "image")
     file.load()
     turned = file.getexif().get(_ORIENTATION) in range(2, 9)  # or a copy would be made of each
     image = ImageOps.exif_transpose(file) if turned else file
@@ -250,12 +237,6 @@ def _by_pillow(file: Image, alpha: bool) -> Tensor:
         out[:, top : top + rows] = strip
     assert out is not None, "its size was checked"
     return out
-
-
-@cache
-def _say_first_frame(kind: str) -> None:
-    """Say it once, and not in each worker process."""
-    log.info("an image is animated (%s): the first frame of such images is read", kind)
 
 
 def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.text import brief, public
 from dino_vit.data.image_set import ImageSet, Store
+from dino_vit.data.images.formats import from_array
 from dino_vit.data.remote import file_signature, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
@@ -35,19 +35,12 @@ class _Array:
 
     def __init__(self, path: str) -> None:
         self.path, self.images = path, _load(path)
-        self.channels_last = _channels_last(path, self.images.shape)
-        self.dtype = self.images.dtype.newbyteorder("=")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Array, (self.path,)  # NumPy would pickle the pixels
 
     def read(self, row: int) -> Tensor:
-        image = self.images[row]
-        if image.ndim == 2:
-            image = image[None]
-        elif self.channels_last:
-            image = np.moveaxis(image, -1, 0)
-        return torch.from_numpy(np.array(image, dtype=self.dtype, order="C"))
+        return from_array(np.array(self.images[row]))
 
     def fingerprint(self) -> str:
         count = len(self.images)
@@ -76,24 +69,9 @@ def _load(path: str) -> NDArray[Any]:
     """Map an array of images into memory."""
     try:
         images = open_memmap(path, mode="r")
+        from_array(np.array(images[0]))  # raises an error if it is no image
     except OSError:
         raise
     except Exception as error:  # Python's parser, which reads the header, has errors of its own
-        raise ValueError(f"{path} is damaged or not an array of numbers: {brief(error, 300)}") from error
-    shape, dtype = images.shape, images.dtype
-    if images.ndim not in (3, 4) or dtype.kind not in "uif" or dtype.itemsize > 8 or not images.size:
-        text = "must be images, (N, H, W), (N, H, W, C) or (N, C, H, W), of integers or floats"
-        raise ValueError(f"{path} {text}, not {dtype} of shape {shape}")
+        raise ValueError(f"{path} is damaged or not an array of images: {brief(error, 300)}") from error
     return images
-
-
-def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
-    """Tell where the channels are: on the shorter of the first and last axis of an image."""
-    if len(shape) == 3:
-        return False
-    _, first, middle, last = shape
-    if last < min(first, middle):
-        return True
-    if first < min(middle, last):
-        return False
-    raise ValueError(f"{path}: cannot tell which axis of {shape} has the channels; let it be the shortest")

@@ -7,14 +7,12 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core.distributed import share_work
 from dino_vit.core.process import in_threads
 from dino_vit.core.text import brief, printable, progress, public
 from dino_vit.data.image_set import ImageSet, Store
@@ -94,25 +92,19 @@ def open_archives(suffix: str, spec: str, files: Sequence[str]) -> ImageSet:
     Labels are those in the archive, or else the first-level folders of the names in it. If several archives
     contain the same name, all names begin with the archive's own, or its path if another is called so.
     """
-    listed: list[list[Member]] = []
-
-    def list_all() -> None:
-        """List the images of all archives, each process some of them."""
-        with progress(f"Indexing {public(spec)}") as advance, indexing(spec):
-            list_images = partial(in_threads, ARCHIVES[suffix], done=lambda images: advance(len(images)))
-            listed.extend(share_work(list_images, files))
-
     beside = sorted({os.path.join(folder_of(path), CLASS_NAMES) for path in files})
     with indexing(spec):
         read = [*files, *filter(exists, beside)]
-    index = open_index(suffix[1:], spec, lambda *_: _contents(spec, files, listed), read, prepare=list_all)
+    index = open_index(suffix[1:], spec, lambda *_: _contents(suffix, spec, files), read)
     ranges = Ranges(index, list(files).__getitem__, index.file_signatures[: len(files)])
     return index.image_set(ranges, index.stamp)
 
 
-def _contents(spec: str, files: Sequence[str], listed: Sequence[list[Member]]) -> IndexContents:
+def _contents(suffix: str, spec: str, files: Sequence[str]) -> IndexContents:
     folders = list(map(folder_of, files))
     classes = {folder: class_names(folder) for folder in set(folders)}
+    with progress(f"Indexing {public(spec)}") as advance:
+        listed = in_threads(ARCHIVES[suffix], files, lambda images: advance(len(images)))
     listed = [named(part, classes[folder] or []) for part, folder in zip(listed, folders, strict=True)]
     images = [image for members in listed for image in members]
     if not images:

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, progress, public
@@ -163,13 +164,18 @@ def holds_paths(table: pa.Table, columns: TableColumns) -> bool:
 
 
 class Rows(Store):
-    """Images in a column of Arrow tables, or unpacked into the index."""
+    """Images in a column of Arrow tables, in the rows that an index or an array has, or unpacked into it."""
 
-    def __init__(self, index: CachedIndex, column: str = "", tables: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, index: CachedIndex | NDArray[Any], column: str = "", tables: Sequence[Any] = ()
+    ) -> None:
         self.index, self.column, self.tables = index, column, tables
+        self.rows = index.rows["row"] if isinstance(index, CachedIndex) else index
         # Arrow looks for a row of a table in one chunk after another.
         columns = [table.column(column) for table in tables]
-        self.chunks = [chunk for each in columns for chunk in each.chunks] or [_unpacked(index)]
+        self.chunks = [chunk for each in columns for chunk in each.chunks]
+        if isinstance(index, CachedIndex) and not tables:
+            self.chunks = [_unpacked(index)]
         self.starts = [0, *accumulate(map(len, self.chunks))]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,7 +183,7 @@ class Rows(Store):
 
     def _image(self, row: int) -> tuple[pa.Buffer | None, str | None]:
         """Return the bytes of an image, or without them the path of its file."""
-        at = int(self.index.rows["row"][row])
+        at = int(self.rows[row])
         chunk = bisect(self.starts, at) - 1
         value = self.chunks[chunk][at - self.starts[chunk]]
         if not value.is_valid:
@@ -264,6 +270,25 @@ def open_hub(name: str) -> ImageSet:
     images = index.image_set(Rows(index, columns.image, tables), index.stamp)
     elsewhere = any(holds_paths(data.data.table, columns) for data in splits.values())
     return replace(images, stamp=None) if elsewhere else images
+
+
+def open_dataset(dataset: Any) -> ImageSet:
+    """Open the rows of a Hugging Face `Dataset`, their images as they are stored."""
+    if dataset.format["type"] == "custom":
+        log.warning("the transform of the Dataset is not applied: its images are read as they are stored")
+    columns, rows = find_columns("the Dataset", dataset.features.arrow_schema), dataset.with_format(None)
+    order = dataset._indices
+    indices = np.arange(len(rows)) if order is None else order.column(0).to_numpy()
+    targets = list(rows[columns.label]) if columns.label else [None] * len(rows)
+    return ImageSet(
+        store=Rows(indices, columns.image, [dataset.data]),
+        rows=range(len(rows)),
+        names=list(map(str, rows[columns.name])).__getitem__ if columns.name else str,
+        labels=encode_labels(targets, columns.classes, "the Dataset"),
+        # Of the rows and of all that was done with them; files that they name can change.
+        fingerprint=dataset._fingerprint,
+        stamp=None if holds_paths(dataset.data.table, columns) else "",
+    )
 
 
 def _hub_contents(spec: str, splits: Mapping[str, Any], columns: TableColumns) -> IndexContents:

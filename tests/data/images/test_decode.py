@@ -21,6 +21,9 @@ from tests.support.images import CLEAR, RANDOM, npy, picture, png, png16, saved,
         *(("WEBP", mode) for mode in ("RGB", "RGBA")),
         *(("BMP", mode) for mode in ("1", "L", "RGB")),
         *(("TIFF", mode) for mode in ("1", "L", "LA", "RGB", "RGBA")),
+        *(("JPEG2000", mode) for mode in ("L", "RGB", "RGBA")),
+        *(("AVIF", mode) for mode in ("RGB", "RGBA")),
+        *(("PPM", mode) for mode in ("L", "RGB")),
     ],
 )
 def test_every_format_gives_the_channels_that_it_has(kind, mode):
@@ -34,14 +37,10 @@ def test_every_format_gives_the_channels_that_it_has(kind, mode):
         assert torch.equal(decode(data, "x", alpha=False), image[:-1])
 
 
-@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
-def test_a_palette_is_looked_up(kind):
+def test_a_palette_is_looked_up_and_with_a_transparent_colour_has_an_alpha_channel():
     colours = smooth().quantize(16)
-    assert torch.equal(decode(saved(colours, kind), "x"), tensor(colours.convert("RGB")))
-
-
-def test_a_palette_with_a_transparent_colour_has_an_alpha_channel():
-    colours = smooth().quantize(16)
+    for kind in ("PNG", "GIF", "BMP", "TIFF"):
+        assert torch.equal(decode(saved(colours, kind), "x"), tensor(colours.convert("RGB")))
     for kind in ("PNG", "GIF"):
         data = saved(colours, kind, transparency=3)
         expected = tensor(Image.open(io.BytesIO(data)).convert("RGBA"))
@@ -145,16 +144,11 @@ def test_every_format_is_turned_upright(kind, orientation):
     assert np.array_equal(decode(data, "x").numpy(), tensor(np.array(expected)).numpy())
 
 
-def test_an_animation_gives_its_first_frame(caplog):
+def test_an_animation_gives_its_first_frame():
     frames = [Image.new("RGB", (8, 6), colour) for colour in ("white", "black")]
-    caplog.set_level("INFO", "dino_vit")
     for kind in ("GIF", "WEBP", "PNG", "AVIF"):
         data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
-        for _ in range(2):
-            assert torch.equal(
-                decode(data, "x")[:3].max(0).values, torch.full((6, 8), 255, dtype=torch.uint8)
-            )
-        assert caplog.text.count(f"an image is animated ({kind})") == 1
+        assert (decode(data, "x")[:3].amax(0) == 255).all()
 
 
 def test_what_is_no_image_is_said_in_a_line():
@@ -197,16 +191,6 @@ def test_images_beyond_max_pixels_are_refused():
             assert decode(data, kind, max_pixels=8192).shape[1:] == (64, 64)
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
-def test_formats_that_pillow_reads_are_read(mode):
-    image = smooth(mode)
-    for kind, options in (("JPEG2000", {}), ("JPEG2000", {"no_jp2": True}), ("PPM", {}), ("AVIF", {})):
-        if (mode, kind) != ("RGBA", "PPM"):
-            data = saved(image, kind, **options)
-            assert torch.equal(decode(data, "x"), tensor(Image.open(io.BytesIO(data))))
-    assert len(decode(saved(image, "JPEG2000"), "x", alpha=False)) == (1 if mode == "L" else 3)
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("white", [65535, 4095, 100])
 def test_ppm_of_16_bits_is_refused_as_pillow_would_reduce_it(channels, white):
@@ -223,21 +207,6 @@ def test_jpeg_2000_of_12_bits_is_refused_as_pillow_would_reduce_it(channels):
     array = picture(20, 30, channels, dtype=np.uint16) >> 4
     with pytest.raises(UnreadableImage, match="JPEG 2000 of more than 8 bits is not read"):
         decode(imagecodecs.jpeg2k_encode(array.squeeze(), level=0, bitspersample=12), "x")
-
-
-def test_tiff_with_geographic_tags_keeps_its_values():
-    tags = [(33550, "d", 3, (10.0, 10.0, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 5e5, 4.1e6, 0.0), True)]
-    tags += [(34735, "H", 4, (1, 1, 0, 0), True), (42113, "s", 0, "-9999", True)]  # GDAL's value for no data
-    rng = np.random.default_rng(0)
-    for array in (
-        rng.integers(-9999, 3000, (20, 30, 1), dtype=np.int16),
-        rng.integers(0, 9000, (20, 30, 5), dtype=np.uint16),
-        rng.normal(size=(20, 30, 1)).astype(np.float32),
-    ):
-        options = {"photometric": "minisblack", "planarconfig": "contig", "extratags": tags}
-        image = decode(tiff(array if array.shape[2] > 1 else array[..., 0], **options), "x")
-        assert str(image.dtype) == f"torch.{array.dtype}"
-        assert np.array_equal(image.numpy(), array.transpose(2, 0, 1))
 
 
 def test_heic_needs_a_plug_in(monkeypatch):

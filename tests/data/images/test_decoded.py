@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_vit.core.runtime import free_memory
 from dino_vit.data.images import decoded
 from dino_vit.data.images.decoded import DecodedImages, expected_bytes, has_room
 from dino_vit.data.images.pixels import Pixels
@@ -16,7 +15,6 @@ from dino_vit.views.build import keep_decoded
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
-from tests.support.runs import command_here
 
 VIEWS = (View(size=(32, 32), scale=(0.25, 1.0)), View(size=(16, 16), scale=(0.1, 0.4)))
 
@@ -112,10 +110,6 @@ def test_there_is_room_where_a_quarter_of_the_free_memory_suffices(monkeypatch):
     assert not has_room(10, workers=1), "its workers would share nothing"
 
 
-def test_free_memory_is_that_of_this_machine():
-    assert 10**7 < free_memory() < 10**14
-
-
 def test_arrays_and_deeper_images_are_not_kept(photos, tmp_path):
     source = open_source(str(photos))
     loader, summary = loader_of(photos, keep=False), inspect_images(source, range(13))
@@ -125,13 +119,3 @@ def test_arrays_and_deeper_images_are_not_kept(photos, tmp_path):
     np.save(tmp_path / "images.npy", np.zeros((5, 8, 8, 3), np.uint8))
     arrays = open_source(str(tmp_path / "images.npy"))
     assert keep_decoded(loader, inspect_images(arrays, range(5))) is None
-
-
-def test_a_run_says_once_that_images_stay_in_memory(photos, tmp_path):
-    settings = ["budget.steps=1", "data.batch_size=4", "views.global_size=32", "views.local_size=16"]
-    settings += ["model.arch=null", "model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=8"]
-    settings += ["head.prototypes=16", "compute.eval_every=null", "optim.warmup_epochs=0", "data.workers=0"]
-    said = command_here("pretrain", str(photos), str(tmp_path / "run"), *settings)
-    assert said.count("decoded images stay in memory, about") == 1
-    said = command_here("pretrain", str(photos), str(tmp_path / "b"), *settings, "data.keep_decoded=false")
-    assert "stay in memory" not in said

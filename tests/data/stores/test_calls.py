@@ -10,7 +10,6 @@ ARRAYS = {
     "grey": ((7, 12, 9), (1, 12, 9)),
     "last": ((7, 12, 9, 3), (3, 12, 9)),
     "first": ((7, 5, 12, 9), (5, 12, 9)),
-    "flat": ((7, 12, 1, 3), None),
 }
 
 
@@ -37,20 +36,15 @@ def test_arrays_are_images_of_any_dtype(tmp_path, name, dtype, kind):
     assert open_source(str(tmp_path / "b.npy")).fingerprint != source.fingerprint
 
 
-def test_arrays_that_do_not_say_what_they_are(tmp_path):
+def test_what_is_no_array_of_images_is_refused(tmp_path):
     np.save(tmp_path / "cube.npy", np.zeros((2, 8, 8, 8)))
-    with pytest.raises(ValueError, match=r"which axis of \(2, 8, 8, 8\) has the channels"):
-        open_source(str(tmp_path / "cube.npy"))
-    for wrong in (np.zeros((2, 8, 8), dtype=complex), np.zeros((0, 8, 8)), np.zeros((2, 8, 8), dtype=bool)):
-        np.save(tmp_path / "wrong.npy", wrong)
-        with pytest.raises(ValueError, match="integers or floats"):
-            open_source(str(tmp_path / "wrong.npy"))
+    np.save(tmp_path / "complex.npy", np.zeros((2, 8, 8), dtype=complex))
+    np.save(tmp_path / "none.npy", np.zeros((0, 8, 8)))
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"or not an array of numbers: .*Python objects"):
-        open_source(str(tmp_path / "object.npy"))
     (tmp_path / "damaged.npy").write_bytes((tmp_path / "cube.npy").read_bytes().replace(b"}", b"{"))
-    with pytest.raises(ValueError, match=r"damaged\.npy is damaged or not an array of numbers"):
-        open_source(str(tmp_path / "damaged.npy"))
+    for path in tmp_path.glob("*.npy"):
+        with pytest.raises(ValueError, match=f"{path.name} is damaged or not an array of images: "):
+            open_source(str(path))
     fsspec.filesystem("memory").pipe("/a.npy", b"")
     with pytest.raises(ValueError, match="copy it here first"):
         open_source("memory://a.npy")
