@@ -16,7 +16,7 @@ FEATURES, SHARDS = "features", "shards"  # folders beside the indexes
 STALE_S = 3600  # after so long without a change nobody writes a temporary file any more
 _INDEX, _FEATURES = r"[a-z]+-[0-9a-f]{24}\.arrow", r"[0-9a-f]{15}\.safetensors"
 _OURS = re.compile(f"{_INDEX}|{_FEATURES}")
-_PARTIAL = re.compile(rf"\.(?:{_INDEX}|{_FEATURES})\..*partial|\d+-[0-9a-f]{{24}}\.\d+\.partial")
+_PARTIAL = re.compile(rf"\.(?:{_INDEX}|{_FEATURES})\..*partial|\d+-[0-9a-f]{{24}}\.[0-9a-f]{{8}}\.partial")
 
 
 def cache_folder() -> Path:

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import re
+import secrets
 import threading
 import time
 from collections import deque
@@ -37,7 +38,7 @@ from dino_vit.data.remote import (
 )
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
-_COPY = re.compile(r"\d+-[0-9a-f]{24}(\.shard|\.\d+\.partial)")  # nothing else there is ours to delete
+_COPY = re.compile(r"\d+-[0-9a-f]{24}(\.shard|\.[0-9a-f]{8}\.partial)")  # only these are ours to delete
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 RECENT_S = 600  # for which a copy that another run uses, or makes, is spared
@@ -160,7 +161,7 @@ class RemoteShards(Shards):
         """Copy a shard; the copy of another run that does the same at the time is as good."""
         path = self.copy_path(shard)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}{PARTIAL}")
+        partial = path.with_suffix(f".{secrets.token_hex(4)}{PARTIAL}")  # containers share process numbers
         try:
             with partial.open("w+b") as file:
                 self._download(shard, file, stop)

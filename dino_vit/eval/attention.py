@@ -123,7 +123,7 @@ def draw_sheets(
 
 
 def drawn_side(model: VisionTransformer, transform: EvalTransform, side: int) -> int:
-    """Return the shorter side to draw: that of the image, in enough patches, at most twice that of training."""
+    """Return the shorter side to draw: the image's, in enough patches, at most twice that of training."""
     return min(max(side, PATCHES * max(model.patch_size)), FAR * min(transform.size))
 
 
@@ -203,8 +203,8 @@ def draw_maps(image: ImageMaps, colours: Tensor, mask: Tensor, patch: Size) -> d
 def object_mask(tokens: Tensor) -> Tensor:
     """Mark the patches of an object by the tokens of all patches (y, x, d), without attention.
 
-    The normalised cut of Shi and Malik (2000) divides the patches into two parts so that few of those that are
-    alike are separated, as in TokenCut (Wang et al., 2022). The part with less of the border is the object.
+    The normalised cut of Shi and Malik (2000) divides the patches into two parts so that few of those that
+    are alike are separated, as in TokenCut (Wang et al., 2022). The part with less of the border is the object.
     """
     grid = [*tokens.shape[:2]]
     channels = rearrange(tokens.double(), "y x d -> 1 d y x")

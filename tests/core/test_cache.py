@@ -67,7 +67,7 @@ def test_what_a_killed_process_left_goes_when_nobody_can_be_writing_it(folder):
     left = [
         f".{NAMES[0]}.12345.partial",
         f".folder-{0:024x}.arrow.12345.partial",
-        f"3-{0:024x}.12345.partial",
+        f"3-{0:024x}.0123abcd.partial",
     ]
     others = [".mine.12345.partial", "download.partial"]
     for name in (*left, *others):
