@@ -2,9 +2,9 @@
 
     python eval/attention.py photos weights=runs/demo output=attention
 
-Images keep their size, or are enlarged to 24 patches, are padded to whole patches and cut back. *Object* divides the patches into two parts by
-their similarities, as TokenCut does. Expected: the heads of a network that has learned pick out different parts of the object in an
-image; those of an untrained network follow brightness and edges at best.
+Images keep their size, or are enlarged to 24 patches, and are padded to whole patches. *Object* divides the
+patches into two parts by their similarities, as TokenCut does. Expected: the heads of a network that has
+learned pick out different parts of the object; those of an untrained one follow brightness and edges at best.
 """
 
 import sys

@@ -204,7 +204,7 @@ def object_mask(tokens: Tensor) -> Tensor:
     """Mark the patches of an object by the tokens of all patches (y, x, d), without attention.
 
     The normalised cut of Shi and Malik (2000) divides the patches into two parts so that few of those that
-    are alike are separated, as in TokenCut (Wang et al., 2022). The part with less of the border is the object.
+    are alike are separated, as in TokenCut (Wang et al., 2022). The object is the part with less border.
     """
     grid = [*tokens.shape[:2]]
     channels = rearrange(tokens.double(), "y x d -> 1 d y x")

@@ -132,7 +132,8 @@ def test_a_folder_of_images_of_any_size(weights, photos, tmp_path, capsys, caplo
 
 
 def test_the_maps_are_those_of_the_padded_image(weights, photos, tmp_path):
-    assert main(["attention", f"source={photos}", f"weights={weights}", f"output={tmp_path}", "block=0", "size=31"]) == 0
+    options = [f"output={tmp_path}", "block=0", "size=31"]
+    assert main(["attention", f"source={photos}", f"weights={weights}", *options]) == 0
     model = load_backbone(weights)
     pixels = torch.from_numpy(np.array(Image.open(photos / "a.png"))).permute(2, 0, 1)
     padded = torch.zeros(1, 3, 32, 56)
