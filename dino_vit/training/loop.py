@@ -43,8 +43,9 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     reporter.start()
     state.clock.start()
     evaluations, clock = state.evaluations, state.clock
-    if state.saved_step is None and state.plan.steps_between_evaluations:
-        reporter.log_baseline(evaluations.evaluate_baseline(state.teacher))
+    if evaluations.initial is not None:
+        reporter.log_baseline(evaluations.evaluate_baseline(evaluations.initial))
+        evaluations.initial = None
         # The first one, which opens files, may take as long as all minutes.
         clock.reserve = min(evaluations.seconds, EVALUATED * (clock.budget or 0.0))
         clock.skip_evaluation()

@@ -23,7 +23,13 @@ from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.inputs import Inputs, check_alike, inspect, open_inputs
 from dino_vit.training.loop import train
-from dino_vit.training.networks import build_objective, compile_run, make_sharded, student_and_teacher
+from dino_vit.training.networks import (
+    build_objective,
+    build_untrained,
+    compile_run,
+    make_sharded,
+    student_and_teacher,
+)
 from dino_vit.training.plan import Clock, Plan
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
@@ -157,8 +163,15 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     if state.plan.steps_between_evaluations:
         yield from _describe_evaluation(state)
         evaluations.measured_on = evaluations.digest()
-    if before not in (None, evaluations.measured_on) and not state.is_done:
+    if evaluations.measured_on == before or state.is_done:
+        return
+    if before is not None:
         set_figures_aside(state)
+    if inputs.checkpoint is None:
+        evaluations.initial = state.teacher
+    elif not config.init:  # whose file may be gone
+        untrained = build_untrained(config, feature_teacher=inputs.feature_teacher)[1]
+        evaluations.initial = untrained.to(state.device)
 
 
 def _describe_evaluation(state: TrainingState) -> Iterator[str]:
