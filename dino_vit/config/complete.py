@@ -18,7 +18,7 @@ from dino_vit.config.inherited import (
 )
 from dino_vit.config.length import global_batch, run_length
 from dino_vit.config.loading import load, write_yaml
-from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase
+from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, refused
 from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import plural
 
@@ -52,8 +52,9 @@ def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     check_images(draft.config, facts.images)
     completed, batch = load(PretrainConfig, None, draft.values), global_batch(draft, facts)
     length = run_length(draft, facts)
-    if problems := list(refused_by_facts(completed, facts, length.steps, batch)):
-        raise ConfigError(problem.text for problem in problems)
+    problems = list(refused(completed)) or list(refused_by_facts(completed, facts, length.steps, batch))
+    if problems:
+        raise ConfigError(problems)
     launch, news = facts.launch, draft.choices.values()
     precision = launch.precision if completed.compute.precision == "auto" else completed.compute.precision
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}

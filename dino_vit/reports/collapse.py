@@ -45,7 +45,8 @@ def collapse(history: Sequence[MetricsRecord], *, settled_step: int) -> Diagnosi
     """
     latest, first = history[-1], history[-PATIENCE - 1 :][0]
     skipped, steps = latest.nonfinite_steps - first.nonfinite_steps, latest.step - first.step
-    is_infinite = not math.isfinite(latest.loss) and latest.nonfinite_steps > 0  # else float16's scale is sought
+    # Otherwise float16 seeks its scale.
+    is_infinite = not math.isfinite(latest.loss) and latest.nonfinite_steps > 0
     if is_infinite or (len(history) > PATIENCE and skipped > SKIPPED * steps):
         return NONFINITE
     settled = [metrics for metrics in history if metrics.step >= settled_step][-PATIENCE:]

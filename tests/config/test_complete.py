@@ -97,6 +97,13 @@ def test_what_auto_leaves_contradictory_is_refused() -> None:
     ("overrides", "facts", "message"),
     [
         ([], {"images": 100, "processes": 2}, "100 images do not fill a global batch of 128"),
+        (["loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=100"], {}, "shorter than the run (100"),
+        (
+            ["budget.epochs=1", "optim.freeze_last_layer_epochs=1"],
+            {},
+            "set optim.freeze_last_layer_epochs=0.1",
+        ),
+        (["init.weights=x.pth", "init.head_epochs=200"], {}, "or a larger budget.epochs"),
         (["budget.steps=100", "optim.warmup_epochs=10"], {"images": 64_000}, "set optim.warmup_epochs=0.01"),
         (
             ["budget.steps=29", "optim.warmup_epochs=0.287", "optim.freeze_last_layer_epochs=0"],

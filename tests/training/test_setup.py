@@ -231,8 +231,6 @@ def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path)
     said = "\n".join(describe_start(run, start_record(run)))
     phases = "optim.warmup_epochs=0.5, optim.freeze_last_layer_epochs=0.25"
     assert f"  {phases}: in proportion to a run of 5 epochs" in said
-    with pytest.raises(ValueError, match=r"optim.warmup_epochs=7 is not shorter than the run \(5 epochs\)"):
-        configured(tmp_path / "run", {**settings, "optim.warmup_epochs": 7}, {})
 
     trained(tmp_path / "run", settings, {})
     (tmp_path / "run" / "checkpoints" / "step-00000050.safetensors").unlink()
