@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from math import ceil, log2, sqrt
 from typing import NamedTuple
 
-from dino_vit.config.cost import forward_flops
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import Facts, ImageFacts
 from dino_vit.config.inherited import choose_channels
-from dino_vit.config.length import Length, global_batch, run_length
+from dino_vit.config.length import Length, forward_flops, global_batch, run_length
 from dino_vit.config.pretrain import PretrainConfig, needing_all_patches, scaled_lr
 from dino_vit.config.sections import REDUCTION, START_TEACHER_TEMPERATURE, stem_problem
 from dino_vit.config.settings import values

@@ -15,9 +15,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.method.centering import Center, SinkhornCenter
-from dino_vit.method.objective import Objective
-from dino_vit.method.term import Sizes, Term
+from dino_vit.method.objective import Objective, Sizes, Term
+from dino_vit.method.targets import Center, SinkhornCenter
 from dino_vit.method.terms import all_terms
 from dino_vit.method.terms.cls import Cls
 from dino_vit.method.terms.gram import Gram

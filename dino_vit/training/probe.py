@@ -22,9 +22,8 @@ from dino_vit.models.block import Block
 from dino_vit.models.sequences import Sequences
 from dino_vit.models.stems import ConvStem, PatchStem
 from dino_vit.views.build import build_augment, build_pixels, build_views, decoded_bytes
-from dino_vit.views.loader import Loader
+from dino_vit.views.loader import Loader, choose_workers
 from dino_vit.views.sampler import BatchSpec, Sampler
-from dino_vit.views.workers import choose_workers
 
 CPU, REPEATS = torch.device("cpu"), 3
 WIDTHS, HEAD = (96, 192, 384), 32  # of blocks, and of one of their heads

@@ -29,7 +29,7 @@ from dino_vit.data.statistics import ImageSummary
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import PREFETCH, Loader
+from dino_vit.views.loader import PREFETCH, Loader, choose_workers
 from dino_vit.views.masks import Masking, PatchDrop
 from dino_vit.views.sampler import (
     BatchSpec,
@@ -37,7 +37,6 @@ from dino_vit.views.sampler import (
     ShardUses,
     WindowOrder,
 )
-from dino_vit.views.workers import choose_workers
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)

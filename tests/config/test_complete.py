@@ -8,9 +8,9 @@ import pytest
 
 from dino_vit.config.auto import ENOUGH_IMAGES, SHORT, network_ladder
 from dino_vit.config.complete import DecidedRun, complete, decide
-from dino_vit.config.cost import BETWEEN, evaluation_seconds, step_seconds
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import CheckpointFacts, Facts, TeacherFacts, WeightsFacts
+from dino_vit.config.length import BETWEEN, evaluation_seconds, step_seconds
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, values

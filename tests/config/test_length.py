@@ -2,8 +2,8 @@
 
 import pytest
 
-from dino_vit.config.cost import BETWEEN, evaluation_seconds, forward_flops, step_seconds
 from dino_vit.config.facts import BlockTimes, Facts, Speed
+from dino_vit.config.length import BETWEEN, evaluation_seconds, forward_flops, step_seconds
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from tests.support.facts import facts_of
