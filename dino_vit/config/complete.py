@@ -60,7 +60,6 @@ def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}
     shared |= {"compute.precision": precision, "the length of the run": str(length.steps)}
     shared |= {f"the version of {name}": version for name, version in launch.versions.items()}
-    shared |= {f"the image {name}": digest for name, digest in facts.samples.items()}
     return DecidedRun(
         config=completed,
         choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else news),

@@ -121,7 +121,6 @@ class Facts:
     weights: WeightsFacts | None = None
     teacher: TeacherFacts | None = None
     speed: Speed = field(default_factory=Speed)  # measured for a run of some minutes
-    samples: Mapping[str, str] = field(default_factory=dict)  # digests of some images, by name
 
 
 def check_images(config: PretrainConfig, images: ImageFacts) -> None:

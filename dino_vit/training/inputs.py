@@ -28,7 +28,6 @@ from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_equal, from_rank_0, in_all_processes, share_work, world_size
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.image_set import ImageSet, evenly_spaced
-from dino_vit.data.images.decode import UnreadableImage, read_item
 from dino_vit.data.statistics import (
     INSPECTED_IMAGES,
     MEASURED_IMAGES,
@@ -42,8 +41,6 @@ from dino_vit.views.eval_transform import eval_transform_of
 
 if TYPE_CHECKING:
     from dino_vit.training.frozen_networks import FrozenTeacher
-
-SAMPLES = 8  # images whose bytes all ranks compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +119,6 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Fac
         checkpoint=checkpoint_facts(inputs.checkpoint) if inputs.checkpoint else None,
         weights=_weights_facts(inputs),
         teacher=_teacher_facts(inputs.frozen_teacher) if inputs.frozen_teacher else None,
-        samples=_samples(source) if world_size() > 1 else {},
     )
     draft = decide(config, facts)  # how images are read does not depend on what is measured here
     check_images(draft.config, facts.images)
@@ -207,20 +203,6 @@ def _teacher_facts(teacher: "FrozenTeacher") -> TeacherFacts:
     )
 
 
-def _samples(source: ImageSet) -> dict[str, str]:
-    """Return digests of what this rank reads of some images; "" of those that it cannot read now."""
-    samples = {}
-    for index in evenly_spaced(len(source), SAMPLES):
-        try:
-            item = read_item(source, index)
-        except UnreadableImage:
-            samples[source.name(index)] = ""
-        else:
-            content = item.numpy().tobytes() if isinstance(item, torch.Tensor) else item
-            samples[source.name(index)] = sha256(content).hexdigest()[:16]
-    return samples
-
-
 def _from_rank_0(work: Any) -> Any:
     """Return what rank 0 measures: others may fail to read another image."""
     with in_all_processes():
@@ -228,7 +210,7 @@ def _from_rank_0(work: Any) -> Any:
 
 
 def check_alike(shared: Mapping[str, str]) -> None:
-    """Check that all ranks have the same values; "" is of what a rank does not know."""
+    """Check that all ranks have the same values."""
     number = int(sha256(repr(sorted(shared.items())).encode()).hexdigest()[:12], 16)
     if world_size() == 1 or all_equal(number):
         return
@@ -238,14 +220,12 @@ def check_alike(shared: Mapping[str, str]) -> None:
     for name in sorted({name for each in by_rank for name in each}):
         ranks: dict[str, int] = {}  # the first rank with each value
         for rank, each in enumerate(by_rank):
-            if value := each.get(name, "nothing"):
-                ranks.setdefault(value, rank)
+            ranks.setdefault(each.get(name, "nothing"), rank)
         if len(ranks) > 1:
             seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
             differences.append(f"{name} is {seen}")
-    if differences:
-        text = f"the ranks of this run differ: {'; '.join(differences)}"
-        raise ValueError(f"{text}. Give all of them the same settings, images and packages")
+    text = f"the ranks of this run differ: {'; '.join(differences)}"
+    raise ValueError(f"{text}. Give all of them the same settings, images and packages")
 
 
 def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Backbone:
