@@ -50,12 +50,24 @@ def test_weights_decide_on_the_network_and_go_before_auto() -> None:
     assert config.model.shape == (64, 3, 4)
     assert (config.optim.lr, config.optim.layer_decay, config.teacher.momentum) == (5e-5, 0.75, 0.9995)
     assert (config.data.mean, config.model.patch_size, config.views.global_size) == ((0.1, 0.2, 0.3), 8, 32)
+    grey = facts_of(channels=1, weights=WEIGHTS)
+    auto = load(PretrainConfig, None, ["data.source=photos", "recipe=auto", "init.weights=x.pth"])
+    assert decide(auto, grey)["data.channels"] == 3, "grey images are repeated"
     given = run_of("init.weights=x.pth", "teacher.momentum=0.99", **CIFAR, weights=WEIGHTS).config
     assert (given.optim.lr, given.teacher.momentum, given.views.local_size) == (5e-5, 0.99, 96)
     with pytest.raises(ValueError, match=r"model.width=32 \(there 64\) does not match init.weights=x.pth"):
         run_of(
             "init.weights=x.pth", "model.width=32", "model.depth=3", "model.heads=4", **CIFAR, weights=WEIGHTS
         )
+
+
+@pytest.mark.parametrize(("patch", "side", "views"), [(14, 518, 224), (16, 384, 224), (16, 96, 96)])
+def test_published_weights_see_views_of_224_pixels_at_most(patch: int, side: int, views: int) -> None:
+    """DINOv2's positions are for images of 518."""
+    architecture = {**WEIGHTS.architecture, "patch_size": patch, "image_size": (side, side)}
+    published = replace(WEIGHTS, architecture=architecture)
+    config = run_of("recipe=auto", "init.weights=x.pth", **CIFAR, weights=published).config
+    assert (config.views.global_size, config.model.image_size) == (views, views)
 
 
 def test_a_frozen_teacher_goes_before_weights() -> None:
@@ -71,6 +83,8 @@ def test_a_frozen_teacher_goes_before_weights() -> None:
     given = ["init.weights=x.pth", "teacher.weights=y"]
     config = run_of(*given, **CIFAR, weights=WEIGHTS, teacher=teacher).config
     assert (config.data.mean, config.head.prototypes, config.model.drop_path) == ((0.7,) * 3, 99, 0)
+    views = run_of(*given[1:], "recipe=auto", **CIFAR, teacher=teacher).config
+    assert (views.views.global_size, views.model.patch_size, views.head.prototypes) == (64, 8, 99)
     with pytest.raises(ValueError, match="has no head that learned masked patches"):
         run_of(*given, "loss.patch_weight=1", **CIFAR, weights=WEIGHTS, teacher=teacher)
 

@@ -1,7 +1,7 @@
 """What the loop does, in this process; what it does as a process stands in test_resume.py."""
 
 import math
-from itertools import islice, pairwise
+from itertools import islice
 
 import pytest
 import torch
@@ -124,16 +124,6 @@ def test_skipped_steps_between_log_lines_end_the_run_too(tmp_path, lose, monkeyp
     monkeypatch.setattr(Interval, "seems_stuck", False)  # as on a GPU that is behind
     with pytest.raises(NotFinite, match="by step 20, 5 steps in a row were not finite"):
         trained(tmp_path / "late", settings)
-
-
-def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
-    state = trained(tmp_path / "run", {"budget.steps": 10})
-    student_at[10] = tensors_of(state.student)
-    for (step, before), (_, after) in pairwise(sorted(student_at.items())):
-        changed = moved(before, after)
-        assert ("head.last_layer.weight_v" in changed) == (step >= 4), step
-        assert "head.last_layer.weight_g" not in changed
-        assert "backbone.cls_token" in changed or step == 0, "the rate of step 0 is 0"
 
 
 def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):

@@ -84,13 +84,6 @@ def test_the_end_is_estimated_from_the_pace():
     assert (ends[0], ends[1], ends[-1]) == ("-", "13m20", "0s")
 
 
-def test_a_run_of_some_minutes_may_change_its_length():
-    stream = StringIO()
-    progress = RunProgress(total_steps=1_000, stream=stream)
-    progress.show(replace(HEALTHY, step=100, total_steps=800), FINE)
-    assert stream.getvalue().startswith("step 100/800 ")
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0s"), (45, "45s"), (59.7, "1m00"), (750, "12m30"), (50_520, "14h02"), (284_400, "3d07h")],
