@@ -6,7 +6,6 @@ Every formula runs through two points: the published recipe (1.28 million images
 
 from collections.abc import Mapping, Sequence
 from math import ceil, log2, sqrt
-from typing import NamedTuple
 
 from dino_vit.config.draft import Draft
 from dino_vit.config.facts import Facts, ImageFacts
@@ -54,24 +53,16 @@ def choose_all(draft: Draft, facts: Facts) -> Draft:
     return draft
 
 
-class _Fitted(NamedTuple):
-    """Settings on which the time of a step depends, and the length of the run with them."""
-
-    draft: Draft
-    length: Length
-    is_short: bool
-
-
-def _choose_network(draft: Draft, facts: Facts) -> _Fitted:
+def _choose_network(draft: Draft, facts: Facts) -> tuple[Draft, Length, bool]:
     """Choose the largest network that sees enough images, where `budget.minutes` may choose one."""
     minutes, batch = draft["budget.minutes"], global_batch(draft, facts)
     ladder = network_ladder(draft, facts.images.size) if minutes and not facts.checkpoint else []
     if not ladder:
         return _fit(draft, facts, {})
-    smallest = forward_flops(_fit(draft, facts, ladder[0]).draft.config)
+    smallest = forward_flops(_fit(draft, facts, ladder[0])[0].config)
     for rung in reversed(ladder):
-        fitted = _fit(draft, facts, rung)
-        images, larger = fitted.length.steps * batch, forward_flops(fitted.draft.config) / smallest
+        fitted, length, _ = _fit(draft, facts, rung)
+        images, larger = length.steps * batch, forward_flops(fitted.config) / smallest
         if images >= ENOUGH_IMAGES * larger:
             break
     count = float(f"{images:.2g}")
@@ -81,8 +72,13 @@ def _choose_network(draft: Draft, facts: Facts) -> _Fitted:
     return _fit(draft, facts, rung, reason)
 
 
-def _fit(draft: Draft, facts: Facts, network: Mapping[str, object], reason: str = "") -> _Fitted:
-    """Choose what a step's time depends on as for a long run, or for a short one if that would be one."""
+def _fit(
+    draft: Draft, facts: Facts, network: Mapping[str, object], reason: str = ""
+) -> tuple[Draft, Length, bool]:
+    """Choose what a step's time depends on as for a long run, or for a short one if that would be one.
+
+    Return these settings, the length of the run with them, and whether it is a short one.
+    """
     for is_short in (False, True):
         fitted = draft.copy()
         for key, value in network.items():
@@ -93,7 +89,7 @@ def _fit(draft: Draft, facts: Facts, network: Mapping[str, object], reason: str 
             _choose_for_short(fitted, facts.images.likeness)
         if (length := run_length(fitted, facts)).steps >= SHORT:
             break
-    return _Fitted(fitted, length, is_short)
+    return fitted, length, is_short
 
 
 def network_ladder(draft: Draft, image_size: int) -> list[dict[str, object]]:
@@ -158,12 +154,8 @@ def _patches(config: PretrainConfig) -> Sequence[int]:
 
 def _nearest_patch(sizes: Sequence[int], image_size: int) -> int:
     """Return the size of patches that fits images of some size best."""
-    return min(sizes, key=lambda size: abs(log2(size / _fitting_patch(image_size))))
-
-
-def _fitting_patch(image_size: int) -> float:
-    """Return the patch size that fits images of some size, which need not be a power of two."""
-    return 16 * (min(image_size, 224) / 224) ** (2 / 3)
+    fitting = 16 * (min(image_size, 224) / 224) ** (2 / 3)
+    return min(sizes, key=lambda size: abs(log2(size / fitting)))
 
 
 def _choose_epochs(draft: Draft, facts: Facts) -> None:
