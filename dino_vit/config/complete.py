@@ -59,7 +59,6 @@ def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     precision = launch.precision if completed.compute.precision == "auto" else completed.compute.precision
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}
     shared |= {"compute.precision": precision, "the length of the run": str(length.steps)}
-    shared |= {f"the version of {name}": version for name, version in launch.versions.items()}
     return DecidedRun(
         config=completed,
         choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else news),

@@ -41,7 +41,6 @@ class LaunchFacts:
     processes: int = 1
     device: str = "cpu"
     precision: str = "no"  # that compute.precision=auto means here
-    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,12 @@
 """Open what a run reads, and measure what its settings are decided by."""
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torchvision
 
-from dino_vit import __version__
 from dino_vit.config.complete import HOST_SETTINGS, decide
 from dino_vit.config.facts import (
     CheckpointFacts,
@@ -109,12 +106,6 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Fac
             processes=world_size(),
             device=device.type,
             precision=choose_precision("auto", device),
-            versions={
-                "dino-vit": __version__,
-                "torch": torch.__version__,
-                "torchvision": torchvision.__version__,
-                "Python": platform.python_version(),
-            },
         ),
         checkpoint=checkpoint_facts(inputs.checkpoint) if inputs.checkpoint else None,
         weights=_weights_facts(inputs),
@@ -225,7 +216,7 @@ def check_alike(shared: Mapping[str, str]) -> None:
             seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
             differences.append(f"{name} is {seen}")
     text = f"the ranks of this run differ: {'; '.join(differences)}"
-    raise ValueError(f"{text}. Give all of them the same settings, images and packages")
+    raise ValueError(f"{text}. Give all of them the same settings and images")
 
 
 def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Backbone:
