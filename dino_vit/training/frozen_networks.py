@@ -31,7 +31,7 @@ class FrozenTeacher(NamedTuple):
     backbone: Backbone
     network: Network | None = None
     centers: Mapping[str, Tensor] = {}  # (1, prototypes), by their names in a checkpoint
-    config: Mapping[str, Any] = {}  # the settings of the run
+    config: PretrainConfig | None = None  # of its run
 
 
 def load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
@@ -55,8 +55,8 @@ def open_teacher(backbone: Backbone) -> FrozenTeacher:
     checkpoint = read_checkpoint(path)
     if "teacher.head.last_layer.weight_v" not in checkpoint.tensors:
         return FrozenTeacher(backbone)  # a backbone alone, or a run that learned the features of another
-    config = checkpoint.metadata["config"]
-    sizes = load(PretrainConfig, None, config).head.model_dump(exclude={"shared"})
+    config = load(PretrainConfig, None, checkpoint.metadata["config"])
+    sizes = config.head.model_dump(exclude={"shared"})
     heads, centers = dict[str, DINOHead](), dict[str, Tensor]()
     for name, center in HEADS.items():
         if center in checkpoint.tensors:

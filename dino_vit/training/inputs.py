@@ -48,7 +48,7 @@ class Inputs:
     summary: ImageSummary  # of some images
     checkpoint: Checkpoint | None = None  # to resume from
     trained: Backbone | None = None  # of `init.weights`, in a new run
-    architecture: Mapping[str, Any] | None = None  # of `init.weights`
+    weights: WeightsFacts | None = None  # on `init.weights`
     frozen_teacher: "FrozenTeacher | None" = None  # of `teacher.weights`
     gram_teacher: Backbone | None = None  # of `gram.weights`
 
@@ -73,25 +73,28 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
     source = open_images(config)
     indices = evenly_spaced(len(source), INSPECTED_IMAGES)
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
-    trained, frozen_teacher, gram_teacher = None, None, None
+    trained, weights, frozen_teacher, gram_teacher = None, None, None, None
     if config.teacher.weights is not None or config.gram:
         from dino_vit.training.frozen_networks import load_given, open_teacher
 
         if config.teacher.weights:
             frozen_teacher = open_teacher(load_given(config, "teacher.weights"))
         gram_teacher = load_given(config, "gram.weights") if config.gram else None
-    if config.init and not checkpoint:  # the file that a resumed run started from may be gone
-        trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
-    architecture = trained.architecture if trained else None
-    if config.init and checkpoint:
+    if config.init and checkpoint:  # the file that the run started from may be gone
         saved = checkpoint.metadata["architecture"].items()
         architecture = {key: tuple(value) if isinstance(value, list) else value for key, value in saved}
+        weights = WeightsFacts(architecture=architecture, is_read=False)
+    elif config.init:
+        trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
+        origin, settings = trained.provenance, flat(trained.provenance.config)
+        stated = {"mean": origin.mean, "std": origin.std, "range": origin.range}
+        weights = WeightsFacts(architecture=trained.architecture, settings=settings, **stated)
     return Inputs(
         source=source,
         summary=summary,
         checkpoint=checkpoint,
         trained=trained,
-        architecture=architecture,
+        weights=weights,
         frozen_teacher=frozen_teacher,
         gram_teacher=gram_teacher,
     )
@@ -108,7 +111,7 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Fac
             precision=choose_precision("auto", device),
         ),
         checkpoint=checkpoint_facts(inputs.checkpoint) if inputs.checkpoint else None,
-        weights=_weights_facts(inputs),
+        weights=inputs.weights,
         teacher=_teacher_facts(inputs.frozen_teacher) if inputs.frozen_teacher else None,
     )
     draft = decide(config, facts)  # how images are read does not depend on what is measured here
@@ -151,43 +154,23 @@ def checkpoint_facts(checkpoint: Checkpoint) -> CheckpointFacts:
     metadata = checkpoint.metadata
     return CheckpointFacts(
         step=checkpoint.step,
-        global_batch=metadata["global_batch"],
         settings=values(load(PretrainConfig, None, flat(metadata["config"]))),
         chosen=frozenset(metadata["chosen"]),
-        length=metadata["length"],
-        seconds=metadata["seconds"],
-        evaluated_images=metadata["evaluated_images"],
-    )
-
-
-def _weights_facts(inputs: Inputs) -> WeightsFacts | None:
-    if inputs.architecture is None:
-        return None
-    if inputs.trained is None:
-        return WeightsFacts(architecture=inputs.architecture, is_read=False)
-    origin = inputs.trained.provenance
-    return WeightsFacts(
-        architecture=inputs.architecture,
-        settings=flat(origin.config),
-        mean=origin.mean,
-        std=origin.std,
-        range=origin.range,
+        **{name: metadata[name] for name in ("global_batch", "length", "seconds", "evaluated_images")},
     )
 
 
 def _teacher_facts(teacher: "FrozenTeacher") -> TeacherFacts:
-    transform, heads, has_patch_head = eval_transform_of(teacher.backbone), dict[str, Any](), False
+    transform, heads, config = eval_transform_of(teacher.backbone), dict[str, Any](), teacher.config
     pixels = transform.pixels
-    if teacher.network is not None:
-        settings = load(PretrainConfig, None, teacher.config)
-        heads = {"head.prototypes": settings.head.prototypes, "head.shared": settings.head.shared}
-        has_patch_head = settings.loss.patch_weight > 0
+    if config is not None:
+        heads = {"head.prototypes": config.head.prototypes, "head.shared": config.head.shared}
     read: dict[str, Any] = {"channels": pixels.channels, "bits": pixels.bits, "range": pixels.range}
     read |= {"mean": transform.mean, "std": transform.std}
     return TeacherFacts(
         pixels={f"data.{name}": value for name, value in read.items()},
         heads=heads,
-        has_patch_head=has_patch_head,
+        has_patch_head=config is not None and config.loss.patch_weight > 0,
         has_patches=teacher.backbone.has_patches,
         patch=max(height_width(teacher.backbone.patch_size)) if teacher.backbone.has_patches else 0,
         image_size=teacher.backbone.image_size,

@@ -84,7 +84,8 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 def student_and_teacher(config: PretrainConfig, inputs: Inputs) -> tuple[Network, Network]:
     """Build student and teacher, and check that they take what the run gives them."""
     feature_teacher = inputs.feature_teacher
-    student, teacher = build_untrained(config, inputs.architecture, feature_teacher)
+    architecture = inputs.weights.architecture if inputs.weights else None
+    student, teacher = build_untrained(config, architecture, feature_teacher)
     have_patches = student.backbone.has_patches and (feature_teacher is None or feature_teacher.has_patches)
     if feature_teacher and config.teacher.patch_weight and not have_patches:
         raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")

@@ -81,7 +81,7 @@ def check_ranks(rank, environs, folder):
     accelerator, config = start_processes(), configured(folder / "run", {"compute.precision": "auto"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "choose_precision", lambda *_: ("no", "bf16")[rank])
-        with pytest.raises(ValueError, match="compute.precision is no on rank 0 and bf16 on"):
+        with pytest.raises(ValueError, match=r"compute\.precision is no on rank 0 and bf16 on"):
             set_up(config, accelerator)
     set_up(config, accelerator)
     (folder / f"done{rank}").touch()
