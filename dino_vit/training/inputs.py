@@ -86,9 +86,14 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
         weights = WeightsFacts(architecture=architecture, is_read=False)
     elif config.init:
         trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
-        origin, settings = trained.provenance, flat(trained.provenance.config)
-        stated = {"mean": origin.mean, "std": origin.std, "range": origin.range}
-        weights = WeightsFacts(architecture=trained.architecture, settings=settings, **stated)
+        origin = trained.provenance
+        weights = WeightsFacts(
+            architecture=trained.architecture,
+            settings=flat(origin.config),
+            mean=origin.mean,
+            std=origin.std,
+            range=origin.range,
+        )
     return Inputs(
         source=source,
         summary=summary,
