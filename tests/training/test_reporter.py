@@ -1,11 +1,4 @@
-import fcntl
-import os
-import pty
 import re
-import struct
-import sys
-import termios
-from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 
@@ -24,8 +17,7 @@ from tests.support.training import opened, trained
 FINE = Verdict("learning", "")
 
 
-def test_without_a_terminal_there_are_plain_aligned_lines(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # no reason to write control codes into a file
+def test_lines_are_plain_and_aligned():
     stream, clock = StringIO(), Clock()
     show_some(RunProgress(total_steps=125_100, step=1000, stream=stream, clock=clock), clock)
     lines = stream.getvalue().splitlines()
@@ -36,14 +28,14 @@ def test_without_a_terminal_there_are_plain_aligned_lines(monkeypatch):
     assert lines[3].endswith("  collapsed  saved 1,120")
     assert lines[4] == f"step 1,150: collapsed. {NEWS} {ADVICE}"
     assert lines[5].endswith("  collapsed")
-    assert lines[6].endswith("  eta  1d03h  learning")
+    assert lines[6].endswith("  eta  1d10h  learning")
     assert lines[7:] == ["step 1,250: learning. It has learned."]
     numbers = [line for line in lines if "img/s" in line]
     assert len({line.index("eta") for line in numbers}) == 1
     assert stream.getvalue().isascii()
 
 
-def test_without_a_terminal_no_twenty_seconds_are_silent():
+def test_no_twenty_seconds_are_silent():
     """Neither between two log lines nor in an evaluation; where lines come often there is no other."""
     stream, clock = StringIO(), Clock()
 
@@ -92,71 +84,6 @@ def test_durations_are_short(seconds, text):
     assert duration(seconds) == text
 
 
-def on_a_terminal(program, *, width=100, stdout=None):
-    """Call a function in a process whose stderr and stdout are a terminal; return the output."""
-    process, terminal = pty.fork()
-    if process == 0:
-        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-        os.environ.update(FORCE_COLOR="1", TERM="xterm-256color")
-        os.environ.pop("COLUMNS", None)
-        if stdout:
-            os.dup2(stdout.fileno(), 1)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-        status = 1
-        try:
-            program()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            status = 0
-        finally:
-            os._exit(status)
-    received = b""
-    try:
-        while data := os.read(terminal, 65536):
-            received += data
-    except OSError:  # how Linux reports that the other side was closed
-        pass
-    finally:
-        os.close(terminal)
-    assert os.waitpid(process, 0)[1] == 0, received.decode()
-    return received.decode()
-
-
-def screen(received):
-    """Play what a terminal received: lines as they are seen in the end, scrolled-out ones included."""
-    lines, row, column = [""], 0, 0
-    for token in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", received):
-        if token == "\r":
-            column = 0
-        elif token == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif token.endswith("A") and token.startswith("\x1b"):
-            row -= int(token[2:-1])
-        elif token == "\x1b[2K":
-            lines[row] = ""
-        elif not token.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
-            column += len(token)
-    return lines
-
-
-def show():
-    clock = Clock()
-    show_some(RunProgress(total_steps=1250, step=1000, clock=clock), clock)
-
-
-def test_on_a_terminal_there_is_one_bar_below_the_lines():
-    received = on_a_terminal(show)
-    *lines, bar = [line for line in screen(received) if line]
-    assert lines[0] == "Resuming runs/demo [at step 1,000]."
-    assert lines[1].startswith("step 1,050/1,250  epoch   0.2  loss  9.100 (-1.99)")
-    assert lines[4] == f"step 1,150: collapsed. {NEWS} {ADVICE}"
-    assert len(lines) == 1 + 5 + 1  # the last state is in the summary of the run
-    assert re.fullmatch(r"1,250/1,250 ━+ 100% 0s", bar)
-    assert received.endswith("\x1b[?25h")  # the cursor is shown again
-
-
 def test_the_time_left_of_a_budget_of_minutes_is_that_of_the_clock():
     """From the first line on, whatever the first steps took, and with a total that follows it."""
     clock, stream = Clock(), StringIO()
@@ -170,42 +97,6 @@ def test_the_time_left_of_a_budget_of_minutes_is_that_of_the_clock():
     assert "eta   7m52" in first
     assert second.startswith("step   2/240")
     assert "eta   7m44" in second
-    assert progress.task.total == 240
-
-
-def test_the_bar_goes_on_between_records_but_not_at_every_step():
-    def advance():
-        clock = Clock()
-        with RunProgress(total_steps=1000, clock=clock) as progress:
-            for step in range(1, 1001):
-                clock.now += 0.01
-                progress.advance(step, 1000)
-                progress.refresh()
-
-    drawn = set(re.findall(r"[\d,]+/1,000", on_a_terminal(advance)))
-    assert 15 < len(drawn) < 30
-
-
-def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path):
-    """Here until an error, which gives the terminal back."""
-
-    def interrupted():
-        with suppress(KeyboardInterrupt), RunProgress(total_steps=10) as progress:
-            progress.advance(5, 10)
-            progress.refresh()
-            print("to stdout")
-            print("to stderr", file=sys.stderr)
-            raise KeyboardInterrupt
-
-    received = on_a_terminal(interrupted)
-    assert received.endswith("\x1b[?25h")
-    lines = [line for line in screen(received) if line]
-    assert lines[:2] == ["to stdout", "to stderr"]
-    assert len(lines) == 3
-    with (tmp_path / "out").open("w") as file:
-        lines = [line for line in screen(on_a_terminal(interrupted, stdout=file)) if line]
-    assert lines[0] == "to stderr"
-    assert (tmp_path / "out").read_text() == "to stdout\n"
 
 
 def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monkeypatch, capsys, caplog):
