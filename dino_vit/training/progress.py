@@ -1,6 +1,5 @@
 """A run on stderr: a line for each record, and where none comes for long, how far it is."""
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,20 +14,20 @@ RECENT = 20  # records, whose pace the remaining time is estimated from
 
 
 class RunProgress:
-    """Show a run on stderr, or on `stream`, line by line."""
+    """Show a run on a stream, line by line."""
 
     def __init__(
         self,
         *,
         total_steps: int,
         step: int = 0,
-        stream: TextIO | None = None,
+        stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
         seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`seconds_left` are those of `budget.minutes`; otherwise they are estimated by the steps."""
         self.clock, self.seconds_left = clock, seconds_left
-        self.stream = unfailing(sys.stderr if stream is None else stream)
+        self.stream = unfailing(stream)
         self.step, self.total_steps = step, total_steps
         self.records = deque[tuple[int, float]](maxlen=RECENT)  # steps and times of the last
         self.diagnosis = "too early to tell"

@@ -179,12 +179,11 @@ def build_loader(
         shard_starts=shard_starts(source.parts) if config.data.order == "window" else None,
         window=config.data.window,
     )
-    remote = [(n, part) for n, part in enumerate(source.parts) if part.shards and part.shards.is_remote]
-    firsts = [len(shard_starts(source.parts[:number])) - 1 for number, _ in remote]
-    prefetches = [
-        build_prefetch(config, part, sampler, first, len(remote))
-        for first, (_, part) in zip(firsts, remote, strict=True)
-    ]
+    remote = [n for n, part in enumerate(source.parts) if part.shards and part.shards.is_remote]
+    prefetches = []
+    for number in remote:
+        first = len(shard_starts(source.parts[:number])) - 1
+        prefetches.append(build_prefetch(config, source.parts[number], sampler, first, len(remote)))
     return Loader(
         source=source,
         views=build_views(config),
