@@ -63,7 +63,7 @@ def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
         config=completed,
         choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else news),
         chosen=frozenset(draft.choices),
-        notes=tuple(_notes(draft, completed, facts, length.steps)),
+        notes=tuple(_notes(draft, completed, facts)),
         precision=precision,
         global_batch=batch,
         steps_per_epoch=facts.images.count // batch,
@@ -131,23 +131,16 @@ def _choose_reading(draft: Draft, facts: Facts) -> None:
             draft.override(f"data.{name}", numbers, f"measured on {measured.images} images")
 
 
-def _notes(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> Iterator[str]:
-    """Yield what a user should know of images, network and minutes before the first step."""
-    measured, minutes = facts.images.measured, config.budget.minutes
-    per_epoch, is_new = facts.images.count // global_batch(draft, facts), not facts.checkpoint
+def _notes(draft: Draft, config: PretrainConfig, facts: Facts) -> Iterator[str]:
+    """Yield what a user should know of images and network before the first step."""
+    measured, is_new = facts.images.measured, not facts.checkpoint
     if measured and measured.highest < 0.25:
         yield (
             f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
             "have little effect; data.range=[low, high] sets the values of black and white"
         )
-    if minutes is None and is_new and facts.launch.device == "cpu" and network_ladder(draft, 1):
+    if config.budget.minutes is None and is_new and facts.launch.device == "cpu" and network_ladder(draft, 1):
         yield (
             "the network is the published ViT-S, which is slow on a CPU; with budget.minutes recipe=auto "
             "chooses one that this machine can train in the time"
-        )
-    if minutes and is_new and steps < per_epoch:
-        needed = float(f"{minutes * per_epoch / steps:.2g}")
-        yield (
-            f"budget.minutes={minutes:g} has time for about {plural(steps, 'step')} of the {per_epoch:,} in "
-            f"an epoch, so not every image is seen; budget.minutes={needed:g} would be one epoch"
         )

@@ -233,18 +233,6 @@ def test_the_ladder_fits_the_images() -> None:
     assert ladder(500, "model.arch=vit_tiny") == []
 
 
-def test_a_run_that_sees_few_images_says_so() -> None:
-    given = [
-        "recipe=dino",
-        "optim.warmup_epochs=0",
-        "optim.freeze_last_layer_epochs=0",
-        "compute.eval_every=null",
-    ]
-    (note,) = minutes(30.0, *given, images=64).notes
-    assert re.match(r"budget.minutes=10 has time for about \d steps of the 8 in an epoch", note)
-    assert re.search(r"budget.minutes=\d+ would be one epoch$", note)
-
-
 def test_without_minutes_a_cpu_hears_of_the_network_that_they_would_choose() -> None:
     (note,) = run_of("recipe=auto", "budget.steps=100").notes
     assert note.startswith("the network is the published ViT-S, which is slow on a CPU; with budget.minutes")
