@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, log2, sqrt
 
 from dino_vit.config.draft import Draft
-from dino_vit.config.facts import Facts, ImageFacts
+from dino_vit.config.facts import ImageFacts, RunFacts
 from dino_vit.config.inherited import choose_channels
 from dino_vit.config.length import Length, forward_flops, global_batch, run_length
 from dino_vit.config.pretrain import PretrainConfig, needing_all_patches, scaled_lr
@@ -39,7 +39,7 @@ LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12)
 ENOUGH_IMAGES = 300_000
 
 
-def choose_all(draft: Draft, facts: Facts) -> Draft:
+def choose_all(draft: Draft, facts: RunFacts) -> Draft:
     """Return the settings with whatever is open fitted to the images and to the length of the run."""
     choose_channels(draft, facts.images.channels, "as the images have")
     _choose_epochs(draft, facts)
@@ -53,7 +53,7 @@ def choose_all(draft: Draft, facts: Facts) -> Draft:
     return draft
 
 
-def _choose_network(draft: Draft, facts: Facts) -> tuple[Draft, Length, bool]:
+def _choose_network(draft: Draft, facts: RunFacts) -> tuple[Draft, Length, bool]:
     """Choose the largest network that sees enough images, where `budget.minutes` may choose one."""
     minutes, batch = draft["budget.minutes"], global_batch(draft, facts)
     ladder = network_ladder(draft, facts.images.size) if minutes and not facts.checkpoint else []
@@ -73,7 +73,7 @@ def _choose_network(draft: Draft, facts: Facts) -> tuple[Draft, Length, bool]:
 
 
 def _fit(
-    draft: Draft, facts: Facts, network: Mapping[str, object], reason: str = ""
+    draft: Draft, facts: RunFacts, network: Mapping[str, object], reason: str = ""
 ) -> tuple[Draft, Length, bool]:
     """Choose what a step's time depends on as for a long run, or for a short one if that would be one.
 
@@ -158,7 +158,7 @@ def _nearest_patch(sizes: Sequence[int], image_size: int) -> int:
     return min(sizes, key=lambda size: abs(log2(size / fitting)))
 
 
-def _choose_epochs(draft: Draft, facts: Facts) -> None:
+def _choose_epochs(draft: Draft, facts: RunFacts) -> None:
     """Choose the length of a run that was given none."""
     images = facts.images.count
     if all(map(draft.is_open, ("budget.epochs", "budget.steps", "budget.minutes"))):
@@ -167,7 +167,7 @@ def _choose_epochs(draft: Draft, facts: Facts) -> None:
         draft.choose("budget.epochs", min(max(passes, 30), 800), reason)
 
 
-def _choose_schedule(draft: Draft, facts: Facts, length: Length) -> None:
+def _choose_schedule(draft: Draft, facts: RunFacts, length: Length) -> None:
     """Choose warm-up, freeze and evaluations by the length of the run."""
     epochs = length.steps / max(1, facts.images.count // global_batch(draft, facts))
     warmup, freeze = _round(min(10.0, epochs / 10)), _round(min(1.0, epochs / 20))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dino_vit.config.auto import choose_all, network_ladder
 from dino_vit.config.draft import Choice, Draft
-from dino_vit.config.facts import Facts, check_images, refused_by_facts
+from dino_vit.config.facts import RunFacts, check_images, refused_by_facts
 from dino_vit.config.inherited import (
     check_settings,
     choices_since,
@@ -44,7 +44,7 @@ class DecidedRun:
     shared: Mapping[str, str]  # what all ranks must have alike, by the name of each
 
 
-def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
+def complete(config: PretrainConfig, facts: RunFacts) -> DecidedRun:
     """Decide every setting, and refuse a run that cannot be."""
     draft = decide(config, facts)
     if facts.checkpoint:
@@ -73,7 +73,7 @@ def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     )
 
 
-def decide(config: PretrainConfig, facts: Facts) -> Draft:
+def decide(config: PretrainConfig, facts: RunFacts) -> Draft:
     """Decide every setting, so far as facts are known; nothing is validated."""
     draft = Draft(config, facts.checkpoint.settings if facts.checkpoint else None)
     if facts.checkpoint:  # what was chosen stays; Draft.choose keeps the rest
@@ -100,7 +100,7 @@ def _choose_gentle_rates(draft: Draft) -> None:
     draft.choose("teacher.momentum", 0.9995, "a slow teacher stays near the weights it started from")
 
 
-def _shorten_phases(draft: Draft, facts: Facts) -> None:
+def _shorten_phases(draft: Draft, facts: RunFacts) -> None:
     """Shorten the phases that were not given, in a run that one of them does not fit."""
     steps, images = run_length(draft, facts).steps, facts.images.count
     epochs = steps / max(1, images // min(global_batch(draft, facts), images))
@@ -114,7 +114,7 @@ def _shorten_phases(draft: Draft, facts: Facts) -> None:
             draft.choose(key, shorter, f"in proportion to a run of {epochs:.3g} epochs")
 
 
-def _choose_reading(draft: Draft, facts: Facts) -> None:
+def _choose_reading(draft: Draft, facts: RunFacts) -> None:
     """Choose how images are read, in which order, and normalise them as they are where that is open."""
     images, measured = facts.images, facts.images.measured
     if draft["data.bits"] is None:
@@ -131,7 +131,7 @@ def _choose_reading(draft: Draft, facts: Facts) -> None:
             draft.override(f"data.{name}", numbers, f"measured on {measured.images} images")
 
 
-def _notes(draft: Draft, config: PretrainConfig, facts: Facts) -> Iterator[str]:
+def _notes(draft: Draft, config: PretrainConfig, facts: RunFacts) -> Iterator[str]:
     """Yield what a user should know of images and network before the first step."""
     measured, is_new = facts.images.measured, not facts.checkpoint
     if measured and measured.highest < 0.25:

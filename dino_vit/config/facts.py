@@ -111,7 +111,7 @@ class Speed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RunFacts:
     """Everything that `complete` knows of a run beside its settings."""
 
     images: ImageFacts
@@ -135,7 +135,7 @@ def check_images(config: PretrainConfig, images: ImageFacts) -> None:
         raise ValueError(f"{text}, so its std is 0; leave the channel out, or give data.std")
 
 
-def refused_by_facts(config: PretrainConfig, facts: Facts, steps: int, batch: int) -> Iterator[str]:
+def refused_by_facts(config: PretrainConfig, facts: RunFacts, steps: int, batch: int) -> Iterator[str]:
     """Yield what does not fit the number of images and processes."""
     count, data, accumulate = facts.images.count, config.data, config.optim.accumulate
     if batch > count:

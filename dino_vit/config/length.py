@@ -9,7 +9,7 @@ from math import log, prod
 from typing import NamedTuple
 
 from dino_vit.config.draft import Draft
-from dino_vit.config.facts import EVALUATED_IMAGES, BlockTimes, Facts, Speed
+from dino_vit.config.facts import EVALUATED_IMAGES, BlockTimes, RunFacts, Speed
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import Model
 from dino_vit.core import Size, height_width
@@ -37,7 +37,7 @@ class Length(NamedTuple):
     images: int = EVALUATED_IMAGES  # of an evaluation, at most
 
 
-def run_length(draft: Draft, facts: Facts) -> Length:
+def run_length(draft: Draft, facts: RunFacts) -> Length:
     """Return the length of a run."""
     budget, checkpoint = draft.config.budget, facts.checkpoint
     images = checkpoint.evaluated_images if checkpoint else EVALUATED_IMAGES
@@ -53,7 +53,7 @@ def run_length(draft: Draft, facts: Facts) -> Length:
     return Length(steps, images=images)
 
 
-def _in_time(config: PretrainConfig, facts: Facts, seconds: float, batch: int) -> Length:
+def _in_time(config: PretrainConfig, facts: RunFacts, seconds: float, batch: int) -> Length:
     """Return the steps and the evaluations that are expected in some seconds."""
     images, evaluations = min(EVALUATED_IMAGES, facts.images.count), 0
     if config.compute.eval_every:
@@ -73,12 +73,12 @@ def _in_time(config: PretrainConfig, facts: Facts, seconds: float, batch: int) -
     return Length(max(1, int(steps)), evaluations or EVALUATIONS, images)
 
 
-def global_batch(draft: Draft, facts: Facts) -> int:
+def global_batch(draft: Draft, facts: RunFacts) -> int:
     """Return the images of a step."""
     return draft["data.batch_size"] * draft["optim.accumulate"] * facts.launch.processes
 
 
-def step_seconds(config: PretrainConfig, facts: Facts, *, are_decoded: bool) -> float:
+def step_seconds(config: PretrainConfig, facts: RunFacts, *, are_decoded: bool) -> float:
     """Return how long a step takes, with images that are decoded already or not yet."""
     speed, model, passes = facts.speed, _model(config), config.optim.accumulate
     images = passes * config.data.batch_size
@@ -92,7 +92,7 @@ def step_seconds(config: PretrainConfig, facts: Facts, *, are_decoded: bool) -> 
     return BETWEEN * _together(network, images * loading, speed.workers, speed)
 
 
-def evaluation_seconds(config: PretrainConfig, facts: Facts, images: int, *, is_first: bool) -> float:
+def evaluation_seconds(config: PretrainConfig, facts: RunFacts, images: int, *, is_first: bool) -> float:
     """Return how long an evaluation of some images takes; the first one also evaluates baselines."""
     model, speed = _model(config), facts.speed
     sequences = [(1, 1 + model.registers + _patches(model, config.image_shape))]

@@ -10,9 +10,9 @@ import torch
 from dino_vit.config.complete import HOST_SETTINGS, decide
 from dino_vit.config.facts import (
     CheckpointFacts,
-    Facts,
     ImageFacts,
     LaunchFacts,
+    RunFacts,
     TeacherFacts,
     WeightsFacts,
     check_images,
@@ -105,10 +105,10 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
     )
 
 
-def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Facts:
+def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> RunFacts:
     """Return the facts that `complete` needs."""
     source = inputs.source
-    facts = Facts(
+    facts = RunFacts(
         images=image_facts(source, inputs.summary),
         launch=LaunchFacts(
             processes=world_size(),

@@ -35,7 +35,6 @@ from dino_vit.training.reporter import Reporter
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import (
-    advice_on_size,
     build_augment,
     build_eval_transform,
     build_loader,
@@ -146,9 +145,6 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     config, summary, evaluations = state.config, inputs.summary, state.evaluations
     evaluations.online.warned = bool(summary.unreadable)  # which the notes name
     yield summary.describe(build_pixels(config))
-    sizes = [(image.height, image.width) for image in summary.images]
-    if advice := advice_on_size(config, sizes, config.data.sources):
-        yield advice
     yield from compile_run(state)
     if config.data.keep_decoded and (note := keep_decoded(state.loader, summary)):
         yield note

@@ -9,7 +9,7 @@ import pytest
 from dino_vit.config.auto import ENOUGH_IMAGES, SHORT, network_ladder
 from dino_vit.config.complete import DecidedRun, complete, decide
 from dino_vit.config.draft import Draft
-from dino_vit.config.facts import CheckpointFacts, Facts, TeacherFacts, WeightsFacts
+from dino_vit.config.facts import CheckpointFacts, RunFacts, TeacherFacts, WeightsFacts
 from dino_vit.config.length import BETWEEN, evaluation_seconds, step_seconds
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
@@ -301,7 +301,7 @@ def test_an_order_follows_from_where_shards_lie() -> None:
 
     def order(**changes: Any) -> object:
         images = type(base.images)(**{**vars(base.images), **changes})
-        return decide(config, Facts(images=images))["data.order"]
+        return decide(config, RunFacts(images=images))["data.order"]
 
     assert order(shards=3) is None
     assert order(shards=3, is_remote=True) == order(shards=3, count=2**27) == "window"
