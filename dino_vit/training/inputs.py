@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from dino_vit.config.facts import (
 )
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import flat, values
+from dino_vit.config.settings import flat, get, values
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_equal, from_rank_0, in_all_processes, share_work, world_size
@@ -74,12 +75,12 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
     indices = evenly_spaced(len(source), INSPECTED_IMAGES)
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
     trained, weights, frozen_teacher, gram_teacher = None, None, None, None
-    if config.teacher.weights is not None or config.gram:
-        from dino_vit.training.frozen_networks import load_given, open_teacher
+    if config.teacher.weights:
+        from dino_vit.training.frozen_networks import open_teacher
 
-        if config.teacher.weights:
-            frozen_teacher = open_teacher(load_given(config, "teacher.weights"))
-        gram_teacher = load_given(config, "gram.weights") if config.gram else None
+        frozen_teacher = open_teacher(_load_given(config, "teacher.weights"))
+    if config.gram:
+        gram_teacher = _load_given(config, "gram.weights")
     if config.init and checkpoint:  # the file that the run started from may be gone
         saved = checkpoint.metadata["architecture"].items()
         architecture = {key: tuple(value) if isinstance(value, list) else value for key, value in saved}
@@ -207,10 +208,22 @@ def check_alike(shared: Mapping[str, str]) -> None:
     raise ValueError(f"{text}. Give all of them the same settings and images")
 
 
+def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
+    """Load the weights that a setting names: the same in all processes, and not those of the run itself."""
+    from dino_vit.weights import load_backbone  # most runs read none
+
+    weights = str(get(config, key))
+    if Path(weights).resolve() == Path(config.output).resolve():
+        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
+    backbone = load_backbone(weights, **options)
+    if not all_equal(int(backbone.provenance.sha256[:12], 16)):  # a run that goes on writes new ones
+        text = f"the processes read different weights from {key}={weights}"
+        raise ValueError(f"{text}; give a checkpoint that is kept")
+    return backbone
+
+
 def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Backbone:
     """Load the weights that `init` starts from; a frozen teacher sees the same images."""
-    from dino_vit.training.frozen_networks import load_given
-
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if config.hides_patches else {}
@@ -222,9 +235,9 @@ def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Ba
         overrides["image_size"] = config.image_shape  # auto takes the weights' size
     names = ("network", "format")
     options = overrides | {name: getattr(config.init, name) for name in names}
-    backbone = load_given(config, "init.weights", **options)
+    backbone = _load_given(config, "init.weights", **options)
     stated = backbone.provenance.size
     if "image_size" in overrides or stated in (None, backbone.image_size):
         return backbone
     # That of DINOv2's positions is not that of its images.
-    return load_given(config, "init.weights", **options, image_size=stated)
+    return _load_given(config, "init.weights", **options, image_size=stated)
