@@ -55,13 +55,13 @@ def complete(config: PretrainConfig, facts: RunFacts) -> DecidedRun:
     problems = list(refused(completed)) or list(refused_by_facts(completed, facts, length.steps, batch))
     if problems:
         raise ConfigError(problems)
-    launch, news = facts.launch, draft.choices.values()
-    precision = launch.precision if completed.compute.precision == "auto" else completed.compute.precision
+    given = completed.compute.precision
+    precision = facts.precision if given == "auto" else given
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}
     shared |= {"compute.precision": precision, "the length of the run": str(length.steps)}
     return DecidedRun(
         config=completed,
-        choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else news),
+        choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else draft.choices.values()),
         chosen=frozenset(draft.choices),
         notes=tuple(_notes(draft, completed, facts)),
         precision=precision,
@@ -77,7 +77,7 @@ def decide(config: PretrainConfig, facts: RunFacts) -> Draft:
     """Decide every setting, so far as facts are known; nothing is validated."""
     draft = Draft(config, facts.checkpoint.settings if facts.checkpoint else None)
     if facts.checkpoint:  # what was chosen stays; Draft.choose keeps the rest
-        choose_by_checkpoint(draft, facts.checkpoint, facts.launch.processes)
+        choose_by_checkpoint(draft, facts.checkpoint, facts.processes)
     if facts.teacher:
         choose_by_teacher(draft, facts.teacher)
     if facts.weights:
@@ -139,7 +139,7 @@ def _notes(draft: Draft, config: PretrainConfig, facts: RunFacts) -> Iterator[st
             f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
             "have little effect; data.range=[low, high] sets the values of black and white"
         )
-    if config.budget.minutes is None and is_new and facts.launch.device == "cpu" and network_ladder(draft, 1):
+    if config.budget.minutes is None and is_new and facts.device == "cpu" and network_ladder(draft, 1):
         yield (
             "the network is the published ViT-S, which is slow on a CPU; with budget.minutes recipe=auto "
             "chooses one that this machine can train in the time"

@@ -35,15 +35,6 @@ class ImageFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchFacts:
-    """The processes of a run, and what this one computes with."""
-
-    processes: int = 1
-    device: str = "cpu"
-    precision: str = "no"  # that compute.precision=auto means here
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointFacts:
     """What a checkpoint keeps for the run that resumes from it."""
 
@@ -115,7 +106,9 @@ class RunFacts:
     """Everything that `complete` knows of a run beside its settings."""
 
     images: ImageFacts
-    launch: LaunchFacts = LaunchFacts()
+    processes: int = 1
+    device: str = "cpu"  # its type
+    precision: str = "no"  # that compute.precision=auto means here
     checkpoint: CheckpointFacts | None = None
     weights: WeightsFacts | None = None
     teacher: TeacherFacts | None = None
@@ -139,7 +132,7 @@ def refused_by_facts(config: PretrainConfig, facts: RunFacts, steps: int, batch:
     """Yield what does not fit the number of images and processes."""
     count, data, accumulate = facts.images.count, config.data, config.optim.accumulate
     if batch > count:
-        processes = plural(facts.launch.processes, "process", "processes")
+        processes = plural(facts.processes, "process", "processes")
         text = f"{count} images do not fill a global batch of {batch} (data.batch_size={data.batch_size} x "
         yield f"{text}optim.accumulate={accumulate} x {processes}); lower one of them"
         return

@@ -75,7 +75,7 @@ def _in_time(config: PretrainConfig, facts: RunFacts, seconds: float, batch: int
 
 def global_batch(draft: Draft, facts: RunFacts) -> int:
     """Return the images of a step."""
-    return draft["data.batch_size"] * draft["optim.accumulate"] * facts.launch.processes
+    return draft["data.batch_size"] * draft["optim.accumulate"] * facts.processes
 
 
 def step_seconds(config: PretrainConfig, facts: RunFacts, *, are_decoded: bool) -> float:
@@ -99,7 +99,7 @@ def evaluation_seconds(config: PretrainConfig, facts: RunFacts, images: int, *, 
     network = model.shape[1] * _block_seconds(model, sequences, speed)
     network += prod(config.image_shape) * _stem_seconds(config, speed)
     loading = facts.images.seconds + prod(config.image_shape) * speed.crop
-    share, threads = images / facts.launch.processes, min(THREADS, speed.cores)
+    share, threads = images / facts.processes, min(THREADS, speed.cores)
     seconds = _together(share * network, share * loading, threads, speed)
     return seconds + is_first * BASELINES * images * loading / threads
 

@@ -12,7 +12,6 @@ from dino_vit.config.complete import HOST_SETTINGS, decide
 from dino_vit.config.facts import (
     CheckpointFacts,
     ImageFacts,
-    LaunchFacts,
     RunFacts,
     TeacherFacts,
     WeightsFacts,
@@ -111,11 +110,9 @@ def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Run
     source = inputs.source
     facts = RunFacts(
         images=image_facts(source, inputs.summary),
-        launch=LaunchFacts(
-            processes=world_size(),
-            device=device.type,
-            precision=choose_precision("auto", device),
-        ),
+        processes=world_size(),
+        device=device.type,
+        precision=choose_precision("auto", device),
         checkpoint=checkpoint_facts(inputs.checkpoint) if inputs.checkpoint else None,
         weights=inputs.weights,
         teacher=_teacher_facts(inputs.frozen_teacher) if inputs.frozen_teacher else None,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dino_vit.config.complete import DecidedRun, complete
-from dino_vit.config.facts import BlockTimes, ImageFacts, LaunchFacts, RunFacts, Speed
+from dino_vit.config.facts import BlockTimes, ImageFacts, RunFacts, Speed
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import ChannelStatistics
@@ -28,7 +28,7 @@ def facts_of(
         likeness=likeness,
         measured=measured,
     )
-    return RunFacts(images=described, launch=LaunchFacts(processes=processes, device=device), **more)
+    return RunFacts(images=described, processes=processes, device=device, **more)
 
 
 def slowed(factor: float, **changes: Any) -> Speed:
