@@ -30,7 +30,6 @@ from dino_vit.data import remote
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.decoded import DecodedImages
-from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
@@ -238,9 +237,8 @@ class Loader(Dataset[Any]):
         """Return index, pixels and boxes of a sample, or of its first readable replacement."""
         for index in chain([sample], self.sampler.replacements(sample, REPLACEMENTS)):
             crops = ViewBoxes(self.views, box_draws)
-            reduction = crops.reduction if self.scaled_decoding else None
             try:
-                return index, self._decoded(index, reduction, times), crops
+                return index, self._decoded(index, crops, times), crops
             except UnreadableImage as error:
                 unreadable.append(error)
         raise_if_lost(unreadable[-1])
@@ -249,26 +247,19 @@ class Loader(Dataset[Any]):
             "Check that the source is complete and can be reached."
         )
 
-    def _decoded(self, index: int, reduction: Reduction | None, times: dict[str, float]) -> Tensor:
-        """Return the kept pixels of an image, or decode it, at the scale that `reduction` asks for."""
+    def _decoded(self, index: int, crops: ViewBoxes, times: dict[str, float]) -> Tensor:
+        """Return the kept pixels of an image, or decode it, no larger than its views need it."""
+        reduction = crops.reduction if self.scaled_decoding else None
         if self.decoded:
             with timed(times, "find"):
                 if (kept := self.decoded.find(index, reduction, self.pixels.channels)) is not None:
                     return kept
-        sizes, factors = list[Size](), [1]
-
-        def noted(height: int, width: int) -> int:
-            assert reduction is not None
-            sizes.append((height, width))
-            factors.append(reduction(height, width))
-            return factors[-1]
-
         with timed(times, "read"):
             item = read_item(self.source, index, self.pixels.max_pixels)
         with timed(times, "decode"):
-            image = decode_item(item, self.source.name(index), self.pixels, reduction and noted)
+            image = decode_item(item, self.source.name(index), self.pixels, reduction)
         if self.decoded and isinstance(item, bytes):
-            self.decoded.keep(index, image, sizes[-1] if sizes else None, factors[-1])
+            self.decoded.keep(index, image, crops.size, crops.factor)
         return image
 
 
