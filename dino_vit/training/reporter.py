@@ -28,7 +28,7 @@ from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.reports.accuracies import better_baseline, describe_knn
+from dino_vit.reports.accuracies import describe_knn
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -39,7 +39,7 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.reports.verdict import FAR, WAITING_HELP, judge_run, waits_for_images
+from dino_vit.reports.verdict import WAITING_HELP, judge_run, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.state import TrainingState
@@ -210,10 +210,6 @@ class Reporter:
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
         if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
-            better = better_baseline(self.baseline) if self.baseline else None
-            knn = self.history[-1].levelled_knn if self.history else None
-            if better and knn is not None and better[1] - knn >= FAR:
-                images = f"{shlex.quote(public(data.sources[0]))} {better[0]}"
             return f"{text}`dino-vit predict {images}{labels} output=rest.csv` labels the other images"
         return f"{text}`dino-vit knn {images}{labels}` classifies each image by the others"
 
