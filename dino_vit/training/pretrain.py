@@ -142,8 +142,8 @@ def build_state(run: DecidedRun, inputs: Inputs, accelerator: Accelerator) -> Tr
 
 def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     """Compile networks, restore a checkpoint, and yield notes on the run."""
-    config, summary, evaluations = state.config, inputs.summary, state.evaluations
-    evaluations.online.warned = bool(summary.unreadable)  # which the notes name
+    config, summary = state.config, inputs.summary
+    state.evaluations.online.warned = bool(summary.unreadable)  # which the notes name
     yield summary.describe(build_pixels(config))
     yield from compile_run(state)
     if config.data.keep_decoded and (note := keep_decoded(state.loader, summary)):
@@ -155,10 +155,19 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
             "the head, the temperatures and the centre have no effect"
         )
-    before = evaluations.measured_on
     if state.plan.steps_between_evaluations:
-        yield from _describe_evaluation(state)
-        evaluations.measured_on = evaluations.digest()
+        yield from _prepare_evaluations(state, inputs)
+
+
+def _prepare_evaluations(state: TrainingState, inputs: Inputs) -> Iterator[str]:
+    """Note what is to be evaluated before the next step; yield notes on what the run is evaluated by."""
+    config, evaluations = state.config, state.evaluations
+    if evaluations.online.has_labels and (splits := choose_splits(state.source)):
+        use = describe_use(state.source, *splits, config.data.images)
+        yield f"{use}; the run learns from all of them, without labels"
+        if leak := evaluations.online.describe_leak():
+            yield leak
+    before, evaluations.measured_on = evaluations.measured_on, evaluations.digest()
     if evaluations.measured_on == before or state.is_done:
         return
     if before is not None:
@@ -168,12 +177,3 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     elif not config.init:  # whose file may be gone
         untrained = build_untrained(config, feature_teacher=inputs.feature_teacher)[1]
         evaluations.initial = untrained.to(state.device)
-
-
-def _describe_evaluation(state: TrainingState) -> Iterator[str]:
-    """Yield notes on what the run is evaluated by."""
-    if state.evaluations.online.has_labels and (splits := choose_splits(state.source)):
-        use = describe_use(state.source, *splits, state.config.data.images)
-        yield f"{use}; the run learns from all of them, without labels"
-        if leak := state.evaluations.online.describe_leak():
-            yield leak
