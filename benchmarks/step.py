@@ -35,7 +35,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.runtime import Precision, start_processes
-from dino_vit.method.centering import MOMENTUM
+from dino_vit.method.targets import MOMENTUM
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.loop import take_step
 from dino_vit.training.plan import ScheduleValues

@@ -23,9 +23,8 @@ from dino_vit.eval.sets import LabelledSubset
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import Loader
+from dino_vit.views.loader import Loader, choose_workers
 from dino_vit.views.sampler import Sampler
-from dino_vit.views.workers import choose_workers
 
 MOMENTUM = 0.9  # of linear heads
 _INITIAL_STD = 0.01

@@ -14,10 +14,9 @@ import torch
 from dino_vit import save_backbone
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.open import open_source
-from dino_vit.method.centering import Center
-from dino_vit.method.objective import Objective
+from dino_vit.method.objective import Objective, Sizes
 from dino_vit.method.optim import ema_update
-from dino_vit.method.term import Sizes
+from dino_vit.method.targets import Center
 from dino_vit.method.terms.cls import Cls
 from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import build_networks

@@ -6,13 +6,11 @@ Every formula runs through two points: the published recipe (1.28 million images
 
 from collections.abc import Mapping, Sequence
 from math import ceil, log2, sqrt
-from typing import NamedTuple
 
-from dino_vit.config.cost import forward_flops
 from dino_vit.config.draft import Draft
-from dino_vit.config.facts import Facts, ImageFacts
+from dino_vit.config.facts import ImageFacts, RunFacts
 from dino_vit.config.inherited import choose_channels
-from dino_vit.config.length import Length, global_batch, run_length
+from dino_vit.config.length import Length, forward_flops, global_batch, run_length
 from dino_vit.config.pretrain import PretrainConfig, needing_all_patches, scaled_lr
 from dino_vit.config.sections import REDUCTION, START_TEACHER_TEMPERATURE, stem_problem
 from dino_vit.config.settings import values
@@ -41,7 +39,7 @@ LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12)
 ENOUGH_IMAGES = 300_000
 
 
-def choose_all(draft: Draft, facts: Facts) -> Draft:
+def choose_all(draft: Draft, facts: RunFacts) -> Draft:
     """Return the settings with whatever is open fitted to the images and to the length of the run."""
     choose_channels(draft, facts.images.channels, "as the images have")
     _choose_epochs(draft, facts)
@@ -55,24 +53,16 @@ def choose_all(draft: Draft, facts: Facts) -> Draft:
     return draft
 
 
-class _Fitted(NamedTuple):
-    """Settings on which the time of a step depends, and the length of the run with them."""
-
-    draft: Draft
-    length: Length
-    is_short: bool
-
-
-def _choose_network(draft: Draft, facts: Facts) -> _Fitted:
+def _choose_network(draft: Draft, facts: RunFacts) -> tuple[Draft, Length, bool]:
     """Choose the largest network that sees enough images, where `budget.minutes` may choose one."""
     minutes, batch = draft["budget.minutes"], global_batch(draft, facts)
     ladder = network_ladder(draft, facts.images.size) if minutes and not facts.checkpoint else []
     if not ladder:
         return _fit(draft, facts, {})
-    smallest = forward_flops(_fit(draft, facts, ladder[0]).draft.config)
+    smallest = forward_flops(_fit(draft, facts, ladder[0])[0].config)
     for rung in reversed(ladder):
-        fitted = _fit(draft, facts, rung)
-        images, larger = fitted.length.steps * batch, forward_flops(fitted.draft.config) / smallest
+        fitted, length, _ = _fit(draft, facts, rung)
+        images, larger = length.steps * batch, forward_flops(fitted.config) / smallest
         if images >= ENOUGH_IMAGES * larger:
             break
     count = float(f"{images:.2g}")
@@ -82,8 +72,13 @@ def _choose_network(draft: Draft, facts: Facts) -> _Fitted:
     return _fit(draft, facts, rung, reason)
 
 
-def _fit(draft: Draft, facts: Facts, network: Mapping[str, object], reason: str = "") -> _Fitted:
-    """Choose what a step's time depends on as for a long run, or for a short one if that would be one."""
+def _fit(
+    draft: Draft, facts: RunFacts, network: Mapping[str, object], reason: str = ""
+) -> tuple[Draft, Length, bool]:
+    """Choose what a step's time depends on as for a long run, or for a short one if that would be one.
+
+    Return these settings, the length of the run with them, and whether it is a short one.
+    """
     for is_short in (False, True):
         fitted = draft.copy()
         for key, value in network.items():
@@ -94,7 +89,7 @@ def _fit(draft: Draft, facts: Facts, network: Mapping[str, object], reason: str 
             _choose_for_short(fitted, facts.images.likeness)
         if (length := run_length(fitted, facts)).steps >= SHORT:
             break
-    return _Fitted(fitted, length, is_short)
+    return fitted, length, is_short
 
 
 def network_ladder(draft: Draft, image_size: int) -> list[dict[str, object]]:
@@ -159,15 +154,11 @@ def _patches(config: PretrainConfig) -> Sequence[int]:
 
 def _nearest_patch(sizes: Sequence[int], image_size: int) -> int:
     """Return the size of patches that fits images of some size best."""
-    return min(sizes, key=lambda size: abs(log2(size / _fitting_patch(image_size))))
+    fitting = 16 * (min(image_size, 224) / 224) ** (2 / 3)
+    return min(sizes, key=lambda size: abs(log2(size / fitting)))
 
 
-def _fitting_patch(image_size: int) -> float:
-    """Return the patch size that fits images of some size, which need not be a power of two."""
-    return 16 * (min(image_size, 224) / 224) ** (2 / 3)
-
-
-def _choose_epochs(draft: Draft, facts: Facts) -> None:
+def _choose_epochs(draft: Draft, facts: RunFacts) -> None:
     """Choose the length of a run that was given none."""
     images = facts.images.count
     if all(map(draft.is_open, ("budget.epochs", "budget.steps", "budget.minutes"))):
@@ -176,7 +167,7 @@ def _choose_epochs(draft: Draft, facts: Facts) -> None:
         draft.choose("budget.epochs", min(max(passes, 30), 800), reason)
 
 
-def _choose_schedule(draft: Draft, facts: Facts, length: Length) -> None:
+def _choose_schedule(draft: Draft, facts: RunFacts, length: Length) -> None:
     """Choose warm-up, freeze and evaluations by the length of the run."""
     epochs = length.steps / max(1, facts.images.count // global_batch(draft, facts))
     warmup, freeze = _round(min(10.0, epochs / 10)), _round(min(1.0, epochs / 20))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dino_vit.config.auto import choose_all, network_ladder
 from dino_vit.config.draft import Choice, Draft
-from dino_vit.config.facts import Facts, check_images, refused_by_facts
+from dino_vit.config.facts import RunFacts, check_images, refused_by_facts
 from dino_vit.config.inherited import (
     check_settings,
     choices_since,
@@ -18,7 +18,7 @@ from dino_vit.config.inherited import (
 )
 from dino_vit.config.length import global_batch, run_length
 from dino_vit.config.loading import load, write_yaml
-from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase
+from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, refused
 from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import plural
 
@@ -44,7 +44,7 @@ class DecidedRun:
     shared: Mapping[str, str]  # what all ranks must have alike, by the name of each
 
 
-def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
+def complete(config: PretrainConfig, facts: RunFacts) -> DecidedRun:
     """Decide every setting, and refuse a run that cannot be."""
     draft = decide(config, facts)
     if facts.checkpoint:
@@ -52,19 +52,18 @@ def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     check_images(draft.config, facts.images)
     completed, batch = load(PretrainConfig, None, draft.values), global_batch(draft, facts)
     length = run_length(draft, facts)
-    if problems := list(refused_by_facts(completed, facts, length.steps, batch)):
-        raise ConfigError(problem.text for problem in problems)
-    launch, news = facts.launch, draft.choices.values()
-    precision = launch.precision if completed.compute.precision == "auto" else completed.compute.precision
+    problems = list(refused(completed)) or list(refused_by_facts(completed, facts, length.steps, batch))
+    if problems:
+        raise ConfigError(problems)
+    given = completed.compute.precision
+    precision = facts.precision if given == "auto" else given
     shared = {key: write_yaml(value) for key, value in draft.values.items() if key not in HOST_SETTINGS}
     shared |= {"compute.precision": precision, "the length of the run": str(length.steps)}
-    shared |= {f"the version of {name}": version for name, version in launch.versions.items()}
-    shared |= {f"the image {name}": digest for name, digest in facts.samples.items()}
     return DecidedRun(
         config=completed,
-        choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else news),
+        choices=tuple(choices_since(draft, facts.checkpoint) if facts.checkpoint else draft.choices.values()),
         chosen=frozenset(draft.choices),
-        notes=tuple(_notes(draft, completed, facts, length.steps)),
+        notes=tuple(_notes(draft, completed, facts)),
         precision=precision,
         global_batch=batch,
         steps_per_epoch=facts.images.count // batch,
@@ -74,11 +73,11 @@ def complete(config: PretrainConfig, facts: Facts) -> DecidedRun:
     )
 
 
-def decide(config: PretrainConfig, facts: Facts) -> Draft:
+def decide(config: PretrainConfig, facts: RunFacts) -> Draft:
     """Decide every setting, so far as facts are known; nothing is validated."""
     draft = Draft(config, facts.checkpoint.settings if facts.checkpoint else None)
     if facts.checkpoint:  # what was chosen stays; Draft.choose keeps the rest
-        choose_by_checkpoint(draft, facts.checkpoint, facts.launch.processes)
+        choose_by_checkpoint(draft, facts.checkpoint, facts.processes)
     if facts.teacher:
         choose_by_teacher(draft, facts.teacher)
     if facts.weights:
@@ -101,7 +100,7 @@ def _choose_gentle_rates(draft: Draft) -> None:
     draft.choose("teacher.momentum", 0.9995, "a slow teacher stays near the weights it started from")
 
 
-def _shorten_phases(draft: Draft, facts: Facts) -> None:
+def _shorten_phases(draft: Draft, facts: RunFacts) -> None:
     """Shorten the phases that were not given, in a run that one of them does not fit."""
     steps, images = run_length(draft, facts).steps, facts.images.count
     epochs = steps / max(1, images // min(global_batch(draft, facts), images))
@@ -115,7 +114,7 @@ def _shorten_phases(draft: Draft, facts: Facts) -> None:
             draft.choose(key, shorter, f"in proportion to a run of {epochs:.3g} epochs")
 
 
-def _choose_reading(draft: Draft, facts: Facts) -> None:
+def _choose_reading(draft: Draft, facts: RunFacts) -> None:
     """Choose how images are read, in which order, and normalise them as they are where that is open."""
     images, measured = facts.images, facts.images.measured
     if draft["data.bits"] is None:
@@ -132,23 +131,16 @@ def _choose_reading(draft: Draft, facts: Facts) -> None:
             draft.override(f"data.{name}", numbers, f"measured on {measured.images} images")
 
 
-def _notes(draft: Draft, config: PretrainConfig, facts: Facts, steps: int) -> Iterator[str]:
-    """Yield what a user should know of images, network and minutes before the first step."""
-    measured, minutes = facts.images.measured, config.budget.minutes
-    per_epoch, is_new = facts.images.count // global_batch(draft, facts), not facts.checkpoint
+def _notes(draft: Draft, config: PretrainConfig, facts: RunFacts) -> Iterator[str]:
+    """Yield what a user should know of images and network before the first step."""
+    measured, is_new = facts.images.measured, not facts.checkpoint
     if measured and measured.highest < 0.25:
         yield (
             f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
             "have little effect; data.range=[low, high] sets the values of black and white"
         )
-    if minutes is None and is_new and facts.launch.device == "cpu" and network_ladder(draft, 1):
+    if config.budget.minutes is None and is_new and facts.device == "cpu" and network_ladder(draft, 1):
         yield (
             "the network is the published ViT-S, which is slow on a CPU; with budget.minutes recipe=auto "
             "chooses one that this machine can train in the time"
-        )
-    if minutes and is_new and steps < per_epoch:
-        needed = float(f"{minutes * per_epoch / steps:.2g}")
-        yield (
-            f"budget.minutes={minutes:g} has time for about {plural(steps, 'step')} of the {per_epoch:,} in "
-            f"an epoch, so not every image is seen; budget.minutes={needed:g} would be one epoch"
         )

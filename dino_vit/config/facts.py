@@ -5,14 +5,17 @@ Facts are plain values, measured once by `training.inputs`; where all ranks must
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from dino_vit.config.pretrain import PretrainConfig, Problem, check_phases, check_scaled_lr
-from dino_vit.config.sections import ChannelStatistics
+from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, in_steps, scaled_lr
+from dino_vit.config.sections import ChannelStatistics, Optim
+from dino_vit.config.settings import get
 from dino_vit.core import Size
 from dino_vit.core.text import plural
 
 EVALUATED_IMAGES = 5000  # by an evaluation, at most
+# No scaled learning rate outside of these is known to have worked (dino#61, #273).
+SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +32,6 @@ class ImageFacts:
     is_remote: bool = False  # some of the shards are
     measured: ChannelStatistics | None = None  # as the run reads them
     seconds: float = 0.0  # to read and decode one
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchFacts:
-    """The processes of a run, and what this one computes with."""
-
-    processes: int = 1
-    device: str = "cpu"
-    precision: str = "no"  # that compute.precision=auto means here
-    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +102,17 @@ class Speed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RunFacts:
     """Everything that `complete` knows of a run beside its settings."""
 
     images: ImageFacts
-    launch: LaunchFacts = LaunchFacts()
+    processes: int = 1
+    device: str = "cpu"  # its type
+    precision: str = "no"  # that compute.precision=auto means here
     checkpoint: CheckpointFacts | None = None
     weights: WeightsFacts | None = None
     teacher: TeacherFacts | None = None
     speed: Speed = field(default_factory=Speed)  # measured for a run of some minutes
-    samples: Mapping[str, str] = field(default_factory=dict)  # digests of some images, by name
 
 
 def check_images(config: PretrainConfig, images: ImageFacts) -> None:
@@ -134,16 +128,38 @@ def check_images(config: PretrainConfig, images: ImageFacts) -> None:
         raise ValueError(f"{text}, so its std is 0; leave the channel out, or give data.std")
 
 
-def refused_by_facts(config: PretrainConfig, facts: Facts, steps: int, batch: int) -> Iterator[Problem]:
+def refused_by_facts(config: PretrainConfig, facts: RunFacts, steps: int, batch: int) -> Iterator[str]:
     """Yield what does not fit the number of images and processes."""
     count, data, accumulate = facts.images.count, config.data, config.optim.accumulate
     if batch > count:
-        processes = plural(facts.launch.processes, "process", "processes")
+        processes = plural(facts.processes, "process", "processes")
         text = f"{count} images do not fill a global batch of {batch} (data.batch_size={data.batch_size} x "
-        text = f"{text}optim.accumulate={accumulate} x {processes}); lower one of them"
-        yield Problem(text, ["data.batch_size", "optim.accumulate"])
+        yield f"{text}optim.accumulate={accumulate} x {processes}); lower one of them"
         return
     per_epoch = count // batch
-    yield from check_scaled_lr(config.optim, batch)
+    yield from _check_scaled_lr(config.optim, batch)
     if not (facts.checkpoint and config.budget.minutes):  # of which more may have been expected
-        yield from check_phases(config, steps / per_epoch, steps_per_epoch=per_epoch)
+        yield from _check_phases(config, steps, per_epoch)
+
+
+def _check_scaled_lr(optim: Optim, global_batch: int) -> Iterator[str]:
+    """Refuse a scaled learning rate outside of the sane range, or one that rises to its end."""
+    lr = scaled_lr(optim.lr, global_batch, optim.lr_scaling)
+    lowest, highest = SANE_LR[optim.name]
+    if not lowest <= lr <= highest:
+        text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
+        yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
+    if optim.min_lr > lr:
+        text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of"
+        yield f"{text} {global_batch}; lower it"
+
+
+def _check_phases(config: PretrainConfig, steps: int, per_epoch: int) -> Iterator[str]:
+    """Refuse phases at the start of a run that are as long as the run."""
+    epochs, unit = steps / per_epoch, f"budget.{config.budget.unit}"
+    for key in PHASES:
+        value = cast(float, get(config, key) or 0)
+        if 0 < (length := round(in_steps(value, per_epoch))) >= steps:
+            equal = f", both of {plural(length, 'step')}" if value < epochs else ""
+            text = f"{key}={value:g} is not shorter than the run ({epochs:.3g} epochs{equal})"
+            yield f"{text}; set {key}={fitting_phase(key, epochs)}, or a larger {unit}"

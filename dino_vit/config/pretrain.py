@@ -1,13 +1,13 @@
 """The configuration of a pretraining: its sections, the defaults of a method, and what is refused.
 
-The checks see the settings alone, and name all that a problem is about. Those that also know the number of
-images and processes are in `config/facts.py`.
+The checks see the settings alone; those that also know the number of images and processes are in
+`config/facts.py`.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from math import sqrt
-from typing import ClassVar, Literal, NamedTuple, cast
+from typing import ClassVar, Literal, cast
 
 from pydantic import ConfigDict, ValidationInfo, field_validator
 
@@ -15,7 +15,6 @@ from dino_vit.config import sections
 from dino_vit.config.loading import write_yaml
 from dino_vit.config.settings import Seed, Settings, get, setting, values
 from dino_vit.core import Size, height_width
-from dino_vit.core.text import plural
 
 # Defaults that differ from those of method=dino: DINOv2's "fast" setup of a ViT-L/16 on ImageNet-1k, of which
 # a smaller ViT takes all but the length and the batch.
@@ -39,8 +38,6 @@ METHODS: dict[str, dict[str, object]] = {
     }
 }
 
-# No scaled learning rate outside of these is known to have worked (dino#61, #273).
-SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0)}
 # At the start of a run, in epochs.
 PHASES = (
     *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
@@ -118,26 +115,16 @@ class PretrainConfig(Settings):
         _ = self.data.images  # raises where there are none
 
     def contradictions(self) -> Iterator[str]:
-        """Yield every refused combination; with recipe=auto of given settings, as it chooses the others."""
-        for problem in refused(self):
-            if self.recipe != "auto" or set(problem.keys) <= self.given:
-                yield problem.text
+        """Yield every refused combination; with recipe=auto `complete` does, once all settings are chosen."""
+        if self.recipe != "auto":
+            yield from refused(self)
 
 
-class Problem(NamedTuple):
-    """A combination that is refused: what to do, and the settings that it is about."""
-
-    text: str
-    keys: Sequence[str]
-
-
-def refused(config: PretrainConfig) -> Iterator[Problem]:
-    """Yield every combination that no images and no launch would make right."""
+def refused(config: PretrainConfig) -> Iterator[str]:
+    """Yield every combination that no images and no launch would make right, with what to do."""
     for check in (_check_groups, _check_effects, _check_model, _check_views, _check_channels, _check_loss):
         yield from check(config)
-    yield from (Problem(text, ()) for text in config.data.contradictions())
-    if config.budget.epochs is not None:
-        yield from check_phases(config, config.budget.epochs, config.given)
+    yield from config.data.contradictions()
 
 
 def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
@@ -145,7 +132,7 @@ def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
     return lr * {"linear": global_batch / 256, "sqrt": sqrt(global_batch / 256), "none": 1.0}[scaling]
 
 
-def _check_groups(config: PretrainConfig) -> Iterator[Problem]:
+def _check_groups(config: PretrainConfig) -> Iterator[str]:
     """Refuse settings that exclude each other, and a run without a length."""
     for name, section in config:
         groups = [
@@ -155,13 +142,12 @@ def _check_groups(config: PretrainConfig) -> Iterator[Problem]:
         given = {key: value for group in groups for key, value in group.items()}
         if sum(map(bool, groups)) > 1:
             texts = (f"{key}={write_yaml(value)}" for key, value in given.items())
-            yield Problem(f"{' and '.join(texts)} exclude each other; give one of them", [*given])
+            yield f"{' and '.join(texts)} exclude each other; give one of them"
         if name == "budget" and not given:
-            units = [f"budget.{unit}" for unit, _ in config.budget]
-            yield Problem(f"the run has no length; give one of {', '.join(units)}", units)
+            yield "the run has no length; give one of budget.epochs, budget.steps, budget.minutes"
 
 
-def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
+def _check_effects(config: PretrainConfig) -> Iterator[str]:
     """Refuse settings that have no effect beside others."""
     now, default = values(config), values(PretrainConfig())
     changed = [key for key in now if now[key] != default.get(key)]
@@ -169,42 +155,35 @@ def _check_effects(config: PretrainConfig) -> Iterator[Problem]:
         key, _, value = needed.partition("=")
         is_there = now[key] == value if value else bool(now[key])
         for name in (name for name in keys if name in changed and not is_there):
-            yield Problem(f"{name} has no effect without {needed}; remove it, or set that", [name, key])
+            yield f"{name} has no effect without {needed}; remove it, or set that"
     if config.model.timm:
         needless = [*VIT_SETTINGS, "loss.patch_weight", "loss.edge_weight"]
         if unused := [key for key in needless if key in changed]:
             text = f"model.arch={config.model.arch} is built as timm defines it, without masked patches"
-            remedy = " ".join(f"{key}={write_yaml(default[key])}" for key in unused)
-            yield Problem(f"{text}; set {remedy}", ["model.arch", *unused])
+            yield f"{text}; set {' '.join(f'{key}={write_yaml(default[key])}' for key in unused)}"
     if config.augment.module:
         replaced = [key for key in changed if key.startswith("augment.") and key != "augment.module"]
         if replaced:
-            text = f"augment.module takes the place of {', '.join(replaced)}; remove these, or the module"
-            yield Problem(text, ["augment.module", *replaced])
+            yield f"augment.module takes the place of {', '.join(replaced)}; remove these, or the module"
 
 
-def _check_model(config: PretrainConfig) -> Iterator[Problem]:
+def _check_model(config: PretrainConfig) -> Iterator[str]:
     """Check the size of the backbone, its stem, and the patches that are dropped."""
     model, views = config.model, config.views
     if model.timm and "." in model.timm:
-        text = f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
-        yield Problem(text, ["model.arch"])
+        yield f"model.arch={model.arch} names pretrained weights; give init.weights={model.arch}"
     elif not model.arch and not (model.width and model.depth):
-        text = "give model.width and model.depth, or model.arch"
-        yield Problem(text, ["model.arch", "model.width", "model.depth"])
+        yield "give model.width and model.depth, or model.arch"
     elif not model.arch:
         yield from _check_heads(model)
     patch = height_width(model.patch_size)
     if stem := sections.stem_problem(model.stem, patch, model.resnet_width, "model."):
-        keys = ["model.stem", "model.patch_size" if "patch" in stem else "model.resnet_width"]
-        yield Problem(f"{stem}; use another patch size or stem" if "patch" in stem else stem, keys)
+        yield f"{stem}; use another patch size or stem" if "patch" in stem else stem
     for cause in needing_all_patches(config) if model.patch_drop else ():
-        keys = ["model.patch_drop", cause.partition("=")[0]]
-        yield Problem(f"{cause} needs all patches; set model.patch_drop=0", keys)
+        yield f"{cause} needs all patches; set model.patch_drop=0"
     if model.patch_drop and views.local_count and views.local_shape == views.global_shape:
         size = f"views.local_size={get(config, 'views.local_size')}"
-        text = f"model.patch_drop is about global views, which have another size than {size}; set it to 0"
-        yield Problem(text, ["model.patch_drop", "views.local_size", "views.global_size"])
+        yield f"model.patch_drop is about global views, which have another size than {size}; set it to 0"
 
 
 def needing_all_patches(config: PretrainConfig) -> list[str]:
@@ -218,21 +197,19 @@ def needing_all_patches(config: PretrainConfig) -> list[str]:
     return [key for key, value in given.items() if value]
 
 
-def _check_heads(model: sections.Model) -> Iterator[Problem]:
+def _check_heads(model: sections.Model) -> Iterator[str]:
     width, _, heads = model.shape
     if not model.heads and width % sections.HEAD_CHANNELS:
         channels = sections.HEAD_CHANNELS
-        text = f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
-        yield Problem(text, ["model.width", "model.heads"])
+        yield f"model.width={width} is not a multiple of the {channels} channels of a head; give model.heads"
     elif width % heads:
-        text = f"model.width={width} is not divisible by model.heads={heads}; use other heads"
-        yield Problem(text, ["model.width", "model.heads"])
+        yield f"model.width={width} is not divisible by model.heads={heads}; use other heads"
     elif model.positions == "rotary" and width // heads % 4:
         text = f"model.positions=rotary needs heads of 4, 8, ... channels, not of {width // heads}"
-        yield Problem(f"{text}; use other model.heads", ["model.positions", "model.width", "model.heads"])
+        yield f"{text}; use other model.heads"
 
 
-def _check_views(config: PretrainConfig) -> Iterator[Problem]:
+def _check_views(config: PretrainConfig) -> Iterator[str]:
     """Check sizes, counts and ranges of the views."""
     views, patch = config.views, config.model.patch_size
     sizes = {"views.global_size": views.global_shape}
@@ -245,92 +222,49 @@ def _check_views(config: PretrainConfig) -> Iterator[Problem]:
             below = odd[0] // patch * patch
             nearest = f"{below} or {below + patch}" if below else below + patch
             text = f"{key}={get(config, key)} is not divisible by model.patch_size={patch}"
-            yield Problem(f"{text}; use {nearest}, or another patch size", [key, "model.patch_size"])
+            yield f"{text}; use {nearest}, or another patch size"
     if views.global_count + views.local_count < 2:
-        text = "DINO needs at least two views per image; set views.local_count or views.global_count=2"
-        yield Problem(text, ["views.global_count", "views.local_count"])
+        yield "DINO needs at least two views per image; set views.local_count or views.global_count=2"
     for key in ("views.global_scale", "views.local_scale", "augment.blur_sigma"):
         low, high = cast(tuple[float, float], get(config, key))
         if low > high:
-            text = f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]"
-            yield Problem(text, [key])
+            yield f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]"
 
 
-def _check_channels(config: PretrainConfig) -> Iterator[Problem]:
+def _check_channels(config: PretrainConfig) -> Iterator[str]:
     """Check what depends on the number of channels."""
     data, augment = config.data, config.augment
     for name, numbers in (("mean", data.mean), ("std", data.std)):
         if numbers is not None and len(numbers) != data.channels:
             text = f"data.{name}={list(numbers)} does not fit data.channels={data.channels}"
-            text = f"{text}; give one value per channel, or data.{name}=null to have it measured"
-            yield Problem(text, [f"data.{name}", "data.channels"])
+            yield f"{text}; give one value per channel, or data.{name}=null to have it measured"
     if data.range and data.range[0] >= data.range[1]:
-        yield Problem(f"data.range={list(data.range)} must go from low to high", ["data.range"])
+        yield f"data.range={list(data.range)} must go from low to high"
     coloured = [f"augment.{name}" for name in ("saturation", "hue", "grey") if getattr(augment, name)]
     if data.channels != 3 and coloured and not augment.module:
-        text = f"data.channels={data.channels} is not RGB; set {' '.join(f'{key}=0' for key in coloured)}"
-        yield Problem(text, ["data.channels", *coloured])
+        yield f"data.channels={data.channels} is not RGB; set {' '.join(f'{key}=0' for key in coloured)}"
 
 
-def _check_loss(config: PretrainConfig) -> Iterator[Problem]:
+def _check_loss(config: PretrainConfig) -> Iterator[str]:
     """Refuse targets no sharper than the student's outputs, and masks that hide nothing."""
     loss = config.loss
     student, start = sections.STUDENT_TEMPERATURE, sections.START_TEACHER_TEMPERATURE
     if loss.teacher_temp >= student:
-        text = f"loss.teacher_temp={loss.teacher_temp} is not below the student's {student}; use 0.04 to 0.07"
-        yield Problem(text, ["loss.teacher_temp"])
+        yield f"loss.teacher_temp={loss.teacher_temp} is not below the student's {student}; use 0.04 to 0.07"
     if loss.warmup_teacher_temp_epochs and loss.teacher_temp <= start:
         text = f"loss.teacher_temp={loss.teacher_temp} must exceed {start} when its warm-up is on"
-        text = f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
-        yield Problem(text, ["loss.teacher_temp", "loss.warmup_teacher_temp_epochs"])
+        yield f"{text}; raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
     if loss.patch_weight and not config.model.timm:
         patch = config.model.patch_size
         rows, columns = (side // patch for side in config.views.global_shape)
         if min(rows, columns) < 2 or rows * columns < 10:  # at least a tenth of the patches is masked
             text = f"views.global_size has {rows} x {columns} patches, too few for masks"
-            text = f"{text}; lower model.patch_size={patch}, or set loss.patch_weight=0"
-            yield Problem(text, ["views.global_size", "model.patch_size", "loss.patch_weight"])
-
-
-def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[Problem]:
-    """Refuse a scaled learning rate outside of the sane range, or one that rises to its end."""
-    lr = scaled_lr(optim.lr, global_batch, optim.lr_scaling)
-    lowest, highest = SANE_LR[optim.name]
-    if not lowest <= lr <= highest:
-        text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
-        text = f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
-        yield Problem(text, ["optim.lr"])
-    if optim.min_lr > lr:
-        text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of"
-        yield Problem(f"{text} {global_batch}; lower it", ["optim.min_lr", "optim.lr"])
+            yield f"{text}; lower model.patch_size={patch}, or set loss.patch_weight=0"
 
 
 def in_steps(epochs: float, steps_per_epoch: int) -> Fraction:
     """Return epochs in steps, to be rounded: of the decimal number that was written, as 0.29 x 100 is 29."""
     return Fraction(str(float(epochs))) * steps_per_epoch
-
-
-def check_phases(
-    config: PretrainConfig,
-    epochs: float,
-    given: Collection[str] = PHASES,
-    *,
-    steps_per_epoch: int | None = None,
-) -> Iterator[Problem]:
-    """Refuse phases at the start of a run that are as long as the run; those not given will be shortened.
-
-    Without `steps_per_epoch`, which rounds them, they are compared in epochs.
-    """
-    for key in (key for key in PHASES if key in given):
-        length, run = cast(float, get(config, key) or 0), epochs
-        if steps_per_epoch:
-            length, run = (round(in_steps(value, steps_per_epoch)) for value in (length, epochs))
-        if length and length >= run:
-            short, unit = fitting_phase(key, epochs), f"budget.{config.budget.unit}"
-            value = cast(float, get(config, key))
-            equal = f", both of {plural(int(run), 'step')}" if value < epochs else ""
-            text = f"{key}={value:g} is not shorter than the run ({epochs:.3g} epochs{equal})"
-            yield Problem(f"{text}; set {key}={short}, or a larger {unit}", [key, unit])
 
 
 def fitting_phase(key: str, epochs: float) -> float:

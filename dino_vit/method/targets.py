@@ -1,15 +1,101 @@
-"""The teacher's outputs as targets of a cross-entropy, and what a log line says of them."""
+"""The teacher's outputs as targets of a cross-entropy: their centre, and what a log line says of them.
 
-from collections.abc import Mapping
+A centre is subtracted from the logits, so that no prototype takes all images: a running mean (2021), or the
+offsets with which the prototypes share each batch equally (2023).
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dino_vit.core.distributed import all_reduce_mean, world_size
-from dino_vit.method.centering import Center, SinkhornCenter
+from dino_vit.core.distributed import all_reduce_logsumexp, all_reduce_mean, world_size
 from dino_vit.method.cross_entropy import LazyLogits, teacher_targets
-from dino_vit.method.term import Seen, Sizes, Term
+from dino_vit.method.objective import Seen, Sizes, Term
+
+MOMENTUM = 0.9  # of the mean of the teacher's logits
+ITERATIONS = 3  # of Sinkhorn-Knopp, as in DINOv2
+
+
+class Center(nn.Module):
+    """The running mean of the teacher's logits over all processes, updated once per step."""
+
+    center: Tensor
+    pending: Tensor
+    rows: Tensor
+
+    def __init__(self, *, prototypes: int) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, prototypes))
+        self.register_buffer("pending", torch.zeros(1, prototypes), persistent=False)
+        self.register_buffer("rows", torch.zeros(1, 1), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, teacher_logits: LazyLogits, temperature: float) -> Tensor:
+        """Return the centre (1, prototypes) for the logits of a micro-batch, which the next update counts."""
+        self.pending += teacher_logits.sum()
+        self.rows += len(teacher_logits)
+        return self.center
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move towards the mean of the logits since the last update, unless it is not finite."""
+        # Sums and counts, not means: processes have different numbers of masked patches.
+        sums = all_reduce_mean(torch.cat([self.pending, self.rows], dim=1))
+        mean = sums[:, :-1] / sums[:, -1:]
+        moved = self.center.lerp(mean, 1 - MOMENTUM)
+        self.center.copy_(torch.where(mean.isfinite().all(), moved, self.center))
+        self.pending.zero_()
+        self.rows.zero_()
+
+
+class SinkhornCenter(nn.Module):
+    """The centre that balances the prototypes over each micro-batch of all processes; it keeps no mean."""
+
+    center: Tensor
+
+    def __init__(self, *, prototypes: int) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, prototypes))
+
+    @torch.no_grad()
+    def forward(self, teacher_logits: LazyLogits, temperature: float) -> Tensor:
+        """Return the centre (1, prototypes) for the logits of a micro-batch."""
+        center = sinkhorn_center(teacher_logits, temperature)
+        # The report assigns images to prototypes by the last one.
+        self.center.copy_(torch.where(center.isfinite().all(), center, self.center))
+        return center
+
+    def update(self) -> None:
+        """Do nothing: the next micro-batch has a centre of its own."""
+
+
+def sinkhorn_center(
+    teacher_logits: Iterable[Tensor], temperature: float, iterations: int = ITERATIONS
+) -> Tensor:
+    """Return the centre (1, k) that gives each prototype an equal share of the rows of all processes.
+
+    The logits come in chunks (rows, k), once per iteration, so that all of them need not fit into memory.
+
+    Sinkhorn-Knopp scales the columns and rows of exp(logits / temperature) in turn, until each prototype has
+    the same sum and each row a sum of 1. It ends with the rows, which is the softmax of the loss. So only the
+    columns' scales are needed here, and the centre is -temperature times their logarithm. Scaling the rows is
+    a softmax too; its sums over the rows are not 0, as each prototype had its share before.
+    """
+    log_scale: Tensor | None = None
+    for _ in range(iterations):
+        parts = []
+        for logits in teacher_logits:
+            if log_scale is None:
+                parts.append(torch.logsumexp(logits.float() / temperature, dim=0, keepdim=True))
+            else:
+                scores = torch.add(log_scale, logits.float(), alpha=1 / temperature)
+                parts.append(scores.softmax(dim=1).sum(0, keepdim=True).log())
+        total = all_reduce_logsumexp(torch.logsumexp(torch.cat(parts), dim=0, keepdim=True))
+        log_scale = -total if log_scale is None else log_scale - total
+    assert log_scale is not None, iterations
+    return -temperature * (log_scale - log_scale.mean())
 
 
 class Targets(NamedTuple):

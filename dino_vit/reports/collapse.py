@@ -16,7 +16,7 @@ ALIKE = 0.002
 # Shares of ln(prototypes) below or above which an entropy counts as zero or as maximal.
 ZERO, MAXIMAL = 0.05, 0.95
 STUCK = 0.002  # a loss less than this share below ln(prototypes) is stuck there
-SKIPPED = 0.2  # a larger share of skipped steps is more than the search for a scale in float16
+SKIPPED = 0.2  # a larger share of skipped steps is more than a few bad batches
 
 
 class Diagnosis(NamedTuple):
@@ -45,7 +45,9 @@ def collapse(history: Sequence[MetricsRecord], *, settled_step: int) -> Diagnosi
     """
     latest, first = history[-1], history[-PATIENCE - 1 :][0]
     skipped, steps = latest.nonfinite_steps - first.nonfinite_steps, latest.step - first.step
-    if not math.isfinite(latest.loss) or (len(history) > PATIENCE and skipped > SKIPPED * steps):
+    # Otherwise float16 seeks its scale.
+    is_infinite = not math.isfinite(latest.loss) and latest.nonfinite_steps > 0
+    if is_infinite or (len(history) > PATIENCE and skipped > SKIPPED * steps):
         return NONFINITE
     settled = [metrics for metrics in history if metrics.step >= settled_step][-PATIENCE:]
     symptoms = [_symptom(metrics) for metrics in settled]

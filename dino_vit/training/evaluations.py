@@ -24,6 +24,7 @@ class Evaluations:
     best: dict[str, Any] | None = None  # figure, value, step
     best_written: dict[str, Any] | None = None  # with its checkpoint; counts if `best` cannot be written
     seconds: float = 0.0  # that the last evaluation took on rank 0
+    initial: Network | None = None  # as before the first step, where that is still to be evaluated
 
     def evaluate(self, teacher: Network, step: int) -> OnlineFigures:
         """Evaluate the teacher; update the best result: k-NN by labels, otherwise the rank."""

@@ -5,7 +5,7 @@ A frozen teacher has the heads of its checkpoint and the centres of their output
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +13,10 @@ from torch import Tensor
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import get
 from dino_vit.core.checkpoint import read_checkpoint
-from dino_vit.core.distributed import all_equal
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import Network
-from dino_vit.weights import load_backbone
 from dino_vit.weights.formats.layouts import OURS
 
 HEADS = {"head": "cls.center", "patch_head": "patch.center"}  # and the centre of the outputs of each
@@ -31,19 +28,7 @@ class FrozenTeacher(NamedTuple):
     backbone: Backbone
     network: Network | None = None
     centers: Mapping[str, Tensor] = {}  # (1, prototypes), by their names in a checkpoint
-    config: Mapping[str, Any] = {}  # the settings of the run
-
-
-def load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
-    """Load the weights that a setting names: the same in all processes, and not those of the run itself."""
-    weights = str(get(config, key))
-    if Path(weights).resolve() == Path(config.output).resolve():
-        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
-    backbone = load_backbone(weights, **options)
-    if not all_equal(int(backbone.provenance.sha256[:12], 16)):  # a run that goes on writes new ones
-        text = f"the processes read different weights from {key}={weights}"
-        raise ValueError(f"{text}; give a checkpoint that is kept")
-    return backbone
+    config: PretrainConfig | None = None  # of its run
 
 
 def open_teacher(backbone: Backbone) -> FrozenTeacher:
@@ -55,8 +40,8 @@ def open_teacher(backbone: Backbone) -> FrozenTeacher:
     checkpoint = read_checkpoint(path)
     if "teacher.head.last_layer.weight_v" not in checkpoint.tensors:
         return FrozenTeacher(backbone)  # a backbone alone, or a run that learned the features of another
-    config = checkpoint.metadata["config"]
-    sizes = load(PretrainConfig, None, config).head.model_dump(exclude={"shared"})
+    config = load(PretrainConfig, None, checkpoint.metadata["config"])
+    sizes = config.head.model_dump(exclude={"shared"})
     heads, centers = dict[str, DINOHead](), dict[str, Tensor]()
     for name, center in HEADS.items():
         if center in checkpoint.tensors:

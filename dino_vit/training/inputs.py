@@ -1,34 +1,30 @@
 """Open what a run reads, and measure what its settings are decided by."""
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torchvision
 
-from dino_vit import __version__
 from dino_vit.config.complete import HOST_SETTINGS, decide
 from dino_vit.config.facts import (
     CheckpointFacts,
-    Facts,
     ImageFacts,
-    LaunchFacts,
+    RunFacts,
     TeacherFacts,
     WeightsFacts,
     check_images,
 )
 from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import flat, values
+from dino_vit.config.settings import flat, get, values
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_equal, from_rank_0, in_all_processes, share_work, world_size
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.image_set import ImageSet, evenly_spaced
-from dino_vit.data.images.decode import UnreadableImage, read_item
 from dino_vit.data.statistics import (
     INSPECTED_IMAGES,
     MEASURED_IMAGES,
@@ -43,8 +39,6 @@ from dino_vit.views.eval_transform import eval_transform_of
 if TYPE_CHECKING:
     from dino_vit.training.frozen_networks import FrozenTeacher
 
-SAMPLES = 8  # images whose bytes all ranks compare
-
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -54,7 +48,7 @@ class Inputs:
     summary: ImageSummary  # of some images
     checkpoint: Checkpoint | None = None  # to resume from
     trained: Backbone | None = None  # of `init.weights`, in a new run
-    architecture: Mapping[str, Any] | None = None  # of `init.weights`
+    weights: WeightsFacts | None = None  # on `init.weights`
     frozen_teacher: "FrozenTeacher | None" = None  # of `teacher.weights`
     gram_teacher: Backbone | None = None  # of `gram.weights`
 
@@ -79,50 +73,49 @@ def open_inputs(config: PretrainConfig, checkpoint: Checkpoint | None) -> Inputs
     source = open_images(config)
     indices = evenly_spaced(len(source), INSPECTED_IMAGES)
     summary = _from_rank_0(lambda: inspect_images(source, indices, max_pixels=config.data.max_pixels))
-    trained, frozen_teacher, gram_teacher = None, None, None
-    if config.teacher.weights is not None or config.gram:
-        from dino_vit.training.frozen_networks import load_given, open_teacher
+    trained, weights, frozen_teacher, gram_teacher = None, None, None, None
+    if config.teacher.weights:
+        from dino_vit.training.frozen_networks import open_teacher
 
-        if config.teacher.weights:
-            frozen_teacher = open_teacher(load_given(config, "teacher.weights"))
-        gram_teacher = load_given(config, "gram.weights") if config.gram else None
-    if config.init and not checkpoint:  # the file that a resumed run started from may be gone
-        trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
-    architecture = trained.architecture if trained else None
-    if config.init and checkpoint:
+        frozen_teacher = open_teacher(_load_given(config, "teacher.weights"))
+    if config.gram:
+        gram_teacher = _load_given(config, "gram.weights")
+    if config.init and checkpoint:  # the file that the run started from may be gone
         saved = checkpoint.metadata["architecture"].items()
         architecture = {key: tuple(value) if isinstance(value, list) else value for key, value in saved}
+        weights = WeightsFacts(architecture=architecture, is_read=False)
+    elif config.init:
+        trained = _load_trained(config, frozen_teacher and frozen_teacher.backbone)
+        origin = trained.provenance
+        weights = WeightsFacts(
+            architecture=trained.architecture,
+            settings=flat(origin.config),
+            mean=origin.mean,
+            std=origin.std,
+            range=origin.range,
+        )
     return Inputs(
         source=source,
         summary=summary,
         checkpoint=checkpoint,
         trained=trained,
-        architecture=architecture,
+        weights=weights,
         frozen_teacher=frozen_teacher,
         gram_teacher=gram_teacher,
     )
 
 
-def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> Facts:
+def inspect(config: PretrainConfig, inputs: Inputs, device: torch.device) -> RunFacts:
     """Return the facts that `complete` needs."""
     source = inputs.source
-    facts = Facts(
+    facts = RunFacts(
         images=image_facts(source, inputs.summary),
-        launch=LaunchFacts(
-            processes=world_size(),
-            device=device.type,
-            precision=choose_precision("auto", device),
-            versions={
-                "dino-vit": __version__,
-                "torch": torch.__version__,
-                "torchvision": torchvision.__version__,
-                "Python": platform.python_version(),
-            },
-        ),
+        processes=world_size(),
+        device=device.type,
+        precision=choose_precision("auto", device),
         checkpoint=checkpoint_facts(inputs.checkpoint) if inputs.checkpoint else None,
-        weights=_weights_facts(inputs),
+        weights=inputs.weights,
         teacher=_teacher_facts(inputs.frozen_teacher) if inputs.frozen_teacher else None,
-        samples=_samples(source) if world_size() > 1 else {},
     )
     draft = decide(config, facts)  # how images are read does not depend on what is measured here
     check_images(draft.config, facts.images)
@@ -164,61 +157,27 @@ def checkpoint_facts(checkpoint: Checkpoint) -> CheckpointFacts:
     metadata = checkpoint.metadata
     return CheckpointFacts(
         step=checkpoint.step,
-        global_batch=metadata["global_batch"],
         settings=values(load(PretrainConfig, None, flat(metadata["config"]))),
         chosen=frozenset(metadata["chosen"]),
-        length=metadata["length"],
-        seconds=metadata["seconds"],
-        evaluated_images=metadata["evaluated_images"],
-    )
-
-
-def _weights_facts(inputs: Inputs) -> WeightsFacts | None:
-    if inputs.architecture is None:
-        return None
-    if inputs.trained is None:
-        return WeightsFacts(architecture=inputs.architecture, is_read=False)
-    origin = inputs.trained.provenance
-    return WeightsFacts(
-        architecture=inputs.architecture,
-        settings=flat(origin.config),
-        mean=origin.mean,
-        std=origin.std,
-        range=origin.range,
+        **{name: metadata[name] for name in ("global_batch", "length", "seconds", "evaluated_images")},
     )
 
 
 def _teacher_facts(teacher: "FrozenTeacher") -> TeacherFacts:
-    transform, heads, has_patch_head = eval_transform_of(teacher.backbone), dict[str, Any](), False
+    transform, heads, config = eval_transform_of(teacher.backbone), dict[str, Any](), teacher.config
     pixels = transform.pixels
-    if teacher.network is not None:
-        settings = load(PretrainConfig, None, teacher.config)
-        heads = {"head.prototypes": settings.head.prototypes, "head.shared": settings.head.shared}
-        has_patch_head = settings.loss.patch_weight > 0
+    if config is not None:
+        heads = {"head.prototypes": config.head.prototypes, "head.shared": config.head.shared}
     read: dict[str, Any] = {"channels": pixels.channels, "bits": pixels.bits, "range": pixels.range}
     read |= {"mean": transform.mean, "std": transform.std}
     return TeacherFacts(
         pixels={f"data.{name}": value for name, value in read.items()},
         heads=heads,
-        has_patch_head=has_patch_head,
+        has_patch_head=config is not None and config.loss.patch_weight > 0,
         has_patches=teacher.backbone.has_patches,
         patch=max(height_width(teacher.backbone.patch_size)) if teacher.backbone.has_patches else 0,
         image_size=teacher.backbone.image_size,
     )
-
-
-def _samples(source: ImageSet) -> dict[str, str]:
-    """Return digests of what this rank reads of some images; "" of those that it cannot read now."""
-    samples = {}
-    for index in evenly_spaced(len(source), SAMPLES):
-        try:
-            item = read_item(source, index)
-        except UnreadableImage:
-            samples[source.name(index)] = ""
-        else:
-            content = item.numpy().tobytes() if isinstance(item, torch.Tensor) else item
-            samples[source.name(index)] = sha256(content).hexdigest()[:16]
-    return samples
 
 
 def _from_rank_0(work: Any) -> Any:
@@ -228,7 +187,7 @@ def _from_rank_0(work: Any) -> Any:
 
 
 def check_alike(shared: Mapping[str, str]) -> None:
-    """Check that all ranks have the same values; "" is of what a rank does not know."""
+    """Check that all ranks have the same values."""
     number = int(sha256(repr(sorted(shared.items())).encode()).hexdigest()[:12], 16)
     if world_size() == 1 or all_equal(number):
         return
@@ -238,20 +197,30 @@ def check_alike(shared: Mapping[str, str]) -> None:
     for name in sorted({name for each in by_rank for name in each}):
         ranks: dict[str, int] = {}  # the first rank with each value
         for rank, each in enumerate(by_rank):
-            if value := each.get(name, "nothing"):
-                ranks.setdefault(value, rank)
+            ranks.setdefault(each.get(name, "nothing"), rank)
         if len(ranks) > 1:
             seen = " and ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
             differences.append(f"{name} is {seen}")
-    if differences:
-        text = f"the ranks of this run differ: {'; '.join(differences)}"
-        raise ValueError(f"{text}. Give all of them the same settings, images and packages")
+    text = f"the ranks of this run differ: {'; '.join(differences)}"
+    raise ValueError(f"{text}. Give all of them the same settings and images")
+
+
+def _load_given(config: PretrainConfig, key: str, **options: Any) -> Backbone:
+    """Load the weights that a setting names: the same in all processes, and not those of the run itself."""
+    from dino_vit.weights import load_backbone  # most runs read none
+
+    weights = str(get(config, key))
+    if Path(weights).resolve() == Path(config.output).resolve():
+        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
+    backbone = load_backbone(weights, **options)
+    if not all_equal(int(backbone.provenance.sha256[:12], 16)):  # a run that goes on writes new ones
+        text = f"the processes read different weights from {key}={weights}"
+        raise ValueError(f"{text}; give a checkpoint that is kept")
+    return backbone
 
 
 def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Backbone:
     """Load the weights that `init` starts from; a frozen teacher sees the same images."""
-    from dino_vit.training.frozen_networks import load_given
-
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if config.hides_patches else {}
@@ -263,9 +232,9 @@ def _load_trained(config: PretrainConfig, frozen_teacher: Backbone | None) -> Ba
         overrides["image_size"] = config.image_shape  # auto takes the weights' size
     names = ("network", "format")
     options = overrides | {name: getattr(config.init, name) for name in names}
-    backbone = load_given(config, "init.weights", **options)
+    backbone = _load_given(config, "init.weights", **options)
     stated = backbone.provenance.size
     if "image_size" in overrides or stated in (None, backbone.image_size):
         return backbone
     # That of DINOv2's positions is not that of its images.
-    return load_given(config, "init.weights", **options, image_size=stated)
+    return _load_given(config, "init.weights", **options, image_size=stated)

@@ -20,7 +20,7 @@ class Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of the whole run; `longest_skip` of this start, without steps by which float16 finds its scale.
+        # Of the whole run, `longest_skip` of this start; the first and last without the search of float16.
         self.skipped, self.skipped_in_a_row, self.longest_skip = torch.zeros(3, device=device).unbind()
         # As the host knows it, some steps later.
         self.longest_skip_on_host = torch.zeros((), pin_memory=device.type == "cuda")
@@ -53,11 +53,11 @@ class Interval:
         """Count a step, with its loss over all processes; `scale` is that of float16 gradients."""
         self.loss = self.loss + torch.where(finite, loss, 0.0)
         self.finite = self.finite + finite
-        self.skipped = self.skipped + ~finite
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
         # While float16's scale can still fall, skipped steps are how it is found.
-        lasting = self.skipped_in_a_row if scale is None else self.skipped_in_a_row * (scale <= 1)
-        self.longest_skip = torch.maximum(self.longest_skip, lasting)
+        is_lasting = ~finite if scale is None else ~finite & (scale <= 1)
+        self.skipped = self.skipped + is_lasting
+        self.longest_skip = torch.maximum(self.longest_skip, self.skipped_in_a_row * is_lasting)
         self.longest_skip_on_host.copy_(self.longest_skip, non_blocking=True)
         self.norm = norm
         self.images += images

@@ -43,8 +43,9 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     reporter.start()
     state.clock.start()
     evaluations, clock = state.evaluations, state.clock
-    if state.saved_step is None and state.plan.steps_between_evaluations:
-        reporter.log_baseline(evaluations.evaluate_baseline(state.teacher))
+    if evaluations.initial is not None:
+        reporter.log_baseline(evaluations.evaluate_baseline(evaluations.initial))
+        evaluations.initial = None
         # The first one, which opens files, may take as long as all minutes.
         clock.reserve = min(evaluations.seconds, EVALUATED * (clock.budget or 0.0))
         clock.skip_evaluation()
@@ -128,7 +129,8 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
     """Add the gradients of a micro-batch to the student's; return its part of the loss of CLS tokens."""
     accumulate = state.config.optim.accumulate
     # Outside of autocast: augmentation is in float32, the user's own too.
-    views, masks = state.views_of(batch), state.masks_of(batch)
+    views, masks = state.views_of(batch), batch.masks and batch.masks.to(state.device)
+    kept = None if batch.kept is None else batch.kept.to(state.device, non_blocking=True)
     # Processes exchange gradients once per step, in its last backward pass; sharded ones in each.
     with contextlib.nullcontext() if last or state.sharded else state.accelerator.no_sync(state.wrapped):
         with state.autocast():
@@ -139,7 +141,7 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
                 masks,
                 images=len(batch.samples),
                 teacher_temperature=rates.teacher_temp,
-                kept=state.kept_of(batch),
+                kept=kept,
             )
         torch.autograd.backward(state.scaler.scale(losses.total / accumulate))
     if state.planned.is_logged:

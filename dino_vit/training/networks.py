@@ -15,9 +15,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.method.centering import Center, SinkhornCenter
-from dino_vit.method.objective import Objective
-from dino_vit.method.term import Sizes, Term
+from dino_vit.method.objective import Objective, Sizes, Term
+from dino_vit.method.targets import Center, SinkhornCenter
 from dino_vit.method.terms import all_terms
 from dino_vit.method.terms.cls import Cls
 from dino_vit.method.terms.gram import Gram
@@ -85,7 +84,8 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 def student_and_teacher(config: PretrainConfig, inputs: Inputs) -> tuple[Network, Network]:
     """Build student and teacher, and check that they take what the run gives them."""
     feature_teacher = inputs.feature_teacher
-    student, teacher = build_untrained(config, inputs.architecture, feature_teacher)
+    architecture = inputs.weights.architecture if inputs.weights else None
+    student, teacher = build_untrained(config, architecture, feature_teacher)
     have_patches = student.backbone.has_patches and (feature_teacher is None or feature_teacher.has_patches)
     if feature_teacher and config.teacher.patch_weight and not have_patches:
         raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")

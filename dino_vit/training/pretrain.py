@@ -23,13 +23,18 @@ from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.inputs import Inputs, check_alike, inspect, open_inputs
 from dino_vit.training.loop import train
-from dino_vit.training.networks import build_objective, compile_run, make_sharded, student_and_teacher
+from dino_vit.training.networks import (
+    build_objective,
+    build_untrained,
+    compile_run,
+    make_sharded,
+    student_and_teacher,
+)
 from dino_vit.training.plan import Clock, Plan
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.resume import check_same_run, find_checkpoint, set_figures_aside
 from dino_vit.training.state import TrainingState
 from dino_vit.views.build import (
-    advice_on_size,
     build_augment,
     build_eval_transform,
     build_loader,
@@ -137,12 +142,9 @@ def build_state(run: DecidedRun, inputs: Inputs, accelerator: Accelerator) -> Tr
 
 def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
     """Compile networks, restore a checkpoint, and yield notes on the run."""
-    config, summary, evaluations = state.config, inputs.summary, state.evaluations
-    evaluations.online.warned = bool(summary.unreadable)  # which the notes name
+    config, summary = state.config, inputs.summary
+    state.evaluations.online.warned = bool(summary.unreadable)  # which the notes name
     yield summary.describe(build_pixels(config))
-    sizes = [(image.height, image.width) for image in summary.images]
-    if advice := advice_on_size(config, sizes, config.data.sources):
-        yield advice
     yield from compile_run(state)
     if config.data.keep_decoded and (note := keep_decoded(state.loader, summary)):
         yield note
@@ -153,16 +155,23 @@ def _prepare(state: TrainingState, inputs: Inputs) -> Iterator[str]:
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
             "the head, the temperatures and the centre have no effect"
         )
-    before = evaluations.measured_on
     if state.plan.steps_between_evaluations:
-        yield from _describe_evaluation(state)
-        evaluations.measured_on = evaluations.digest()
-    if before not in (None, evaluations.measured_on) and not state.is_done:
-        set_figures_aside(state)
+        yield from _prepare_evaluations(state, inputs)
 
 
-def _describe_evaluation(state: TrainingState) -> Iterator[str]:
-    """Yield notes on what the run is evaluated by."""
-    if state.evaluations.online.has_labels and (splits := choose_splits(state.source)):
-        use = describe_use(state.source, *splits, state.config.data.images)
+def _prepare_evaluations(state: TrainingState, inputs: Inputs) -> Iterator[str]:
+    """Note what is to be evaluated before the next step; yield notes on what the run is evaluated by."""
+    config, evaluations = state.config, state.evaluations
+    if evaluations.online.has_labels and (splits := choose_splits(state.source)):
+        use = describe_use(state.source, *splits, config.data.images)
         yield f"{use}; the run learns from all of them, without labels"
+    before, evaluations.measured_on = evaluations.measured_on, evaluations.digest()
+    if evaluations.measured_on == before or state.is_done:
+        return
+    if before is not None:
+        set_figures_aside(state)
+    if inputs.checkpoint is None:
+        evaluations.initial = state.teacher
+    elif not config.init:  # whose file may be gone
+        untrained = build_untrained(config, feature_teacher=inputs.feature_teacher)[1]
+        evaluations.initial = untrained.to(state.device)

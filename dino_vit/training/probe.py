@@ -18,13 +18,12 @@ from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process
 from dino_vit.data.custom import wrap
 from dino_vit.data.statistics import ImageSummary
 from dino_vit.method.terms.edges import AROUND, edge_loss, edges_around
-from dino_vit.models.block import Block
 from dino_vit.models.sequences import Sequences
 from dino_vit.models.stems import ConvStem, PatchStem
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_augment, build_pixels, build_views, decoded_bytes
-from dino_vit.views.loader import Loader
+from dino_vit.views.loader import Loader, choose_workers
 from dino_vit.views.sampler import BatchSpec, Sampler
-from dino_vit.views.workers import choose_workers
 
 CPU, REPEATS = torch.device("cpu"), 3
 WIDTHS, HEAD = (96, 192, 384), 32  # of blocks, and of one of their heads
@@ -104,15 +103,7 @@ def _block_times(width: int, device: torch.device, flops: float) -> BlockTimes:
 
 def _token_seconds(width: int, tokens: int, device: torch.device, flops: float) -> tuple[float, float]:
     """Return what a token of sequences takes in a block: forward, and forward and backward."""
-    options: dict[str, Any] = {
-        "mlp_ratio": 4.0,
-        "mlp": "gelu",
-        "layer_scale": None,
-        "norm_eps": 1e-6,
-        "dropout": 0.0,
-    }
-    options |= {"qkv_bias": True, "key_bias": True, "qk_scale": None, "attention_dropout": 0.0}
-    block = Block(width, width // HEAD, **options).to(device)
+    block = VisionTransformer(width=width, depth=1, heads=width // HEAD).to(device).blocks[0]
     count = max(1, round(flops / (144 * width**2 * tokens)))
     x = torch.randn(2 * count * tokens, width, device=device)
     one, two = Sequences([(2 * count, tokens)]), Sequences([(count, tokens)] * 2)  # sizes of views

@@ -1,101 +1,77 @@
-"""A run on stderr: a line for each record, and on a terminal a bar below them."""
+"""A run on stderr: a line for each record, and where none comes for long, how far it is."""
 
-import math
-import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Self, TextIO
 
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.text import Text
-
-from dino_vit.core.text import LINE_EVERY, duration, live_console, printable_lines, shows_parts, unfailing
+from dino_vit.core.text import LINE_EVERY, duration, printable_lines, shows_parts, unfailing
 from dino_vit.reports.metrics import MetricsRecord
 from dino_vit.reports.verdict import BAD, Verdict
 
-REFRESH = 0.5  # seconds between two updates of the bar
-RECENT = 1800  # seconds whose pace the remaining time is estimated from
+RECENT = 20  # records, whose pace the remaining time is estimated from
 
 
 class RunProgress:
-    """Show a run on stderr, or on `stream`: a line per record, and on a terminal a bar below them."""
+    """Show a run on a stream, line by line."""
 
     def __init__(
         self,
         *,
         total_steps: int,
         step: int = 0,
-        stream: TextIO | None = None,
+        stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
         seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`seconds_left` are those of `budget.minutes`; otherwise they are estimated by the steps."""
-        self.clock, self.drawn, self.seconds_left = clock, -math.inf, seconds_left
-        self.stream = unfailing(sys.stderr if stream is None else stream)
+        self.clock, self.seconds_left = clock, seconds_left
+        self.stream = unfailing(stream)
+        self.step, self.total_steps = step, total_steps
+        self.records = deque[tuple[int, float]](maxlen=RECENT)  # steps and times of the last
         self.diagnosis = "too early to tell"
         self.saved_step: int | None = None  # shown in the next line
-        console = live_console(self.stream)
-        self.bar = Progress(
-            TextColumn("{task.completed:,}/{task.total:,}"),
-            BarColumn(None),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            auto_refresh=False,  # its thread is in the way of workers, which may be forked beside one
-            speed_estimate_period=RECENT,
-            redirect_stdout=sys.stdout.isatty(),
-            get_time=clock,
-            disable=console is None,  # then it only estimates the remaining time
-            expand=True,
-        )
-        self.bar.add_task("", total=total_steps, completed=step, left="-")
-        (self.task,) = self.bar.tasks
         self.last_line = self.last_step = self.clock()
         self._within = ExitStack()
 
     def __enter__(self) -> Self:
-        self.bar.start()
         self._within.enter_context(shows_parts(self.refresh))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._within.close()
-        self.bar.stop()
 
     def advance(self, step: int, total_steps: int) -> None:
         """Move to `step` of a total that `budget.minutes` changes."""
-        self.bar.update(self.task.id, completed=step, total=total_steps)
+        self.step, self.total_steps = step, total_steps
 
     def refresh(self, part: str = "") -> None:
-        """Show how far the run is, or a part of its work such as an evaluation; without a terminal rarely.
+        """Show how far the run is, or a part of its work such as an evaluation, where no line came for long.
 
         It is cheap enough for every step.
         """
         now = self.clock()
         # A line comes now if the next step, which may take as long as this one, would be late for it.
         silent, self.last_step = now - self.last_line + now - self.last_step, now
-        if self.bar.disable and silent >= LINE_EVERY:
-            step, total = self.task.completed, self.task.total
-            self.notice(f"step {step:,}/{total:,}  {part or f'eta {self.time_left()}'}")
-        elif not self.bar.disable and now - self.drawn >= REFRESH:
-            self.drawn = now
-            self.bar.update(self.task.id, left=escape(part) or self.time_left(), refresh=True)
+        if silent >= LINE_EVERY:
+            self.notice(f"step {self.step:,}/{self.total_steps:,}  {part or f'eta {self.time_left()}'}")
 
     def time_left(self) -> str:
         """Return how long the run still takes, as a text."""
-        left = self.seconds_left()
-        seconds = self.task.time_remaining if left is None else max(left, 0.0)
-        if self.task.finished:
-            seconds = 0.0
-        return "-" if seconds is None else duration(seconds)
+        left, steps = self.seconds_left(), self.total_steps - self.step
+        if steps <= 0:
+            left = 0.0
+        elif left is None and len(self.records) > 1:
+            (first, start), (last, end) = self.records[0], self.records[-1]
+            left = (end - start) / (last - first) * steps
+        return "-" if left is None else duration(max(left, 0.0))
 
     def show(self, metrics: MetricsRecord, verdict: Verdict) -> None:
         """Show a record; when the diagnosis turns bad, or good again, say so once."""
         before, self.diagnosis = self.diagnosis, verdict.diagnosis
-        self.bar.update(self.task.id, completed=metrics.step, total=metrics.total_steps)
-        self.bar.update(self.task.id, left=self.time_left(), refresh=True)
+        self.advance(metrics.step, metrics.total_steps)
+        self.records.append((metrics.step, self.clock()))
         self.notice(self._line(metrics))
         self.saved_step = None
         last = metrics.step >= metrics.total_steps  # then the run's summary says it
@@ -105,14 +81,10 @@ class RunProgress:
             )
 
     def notice(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line."""
         self.last_line = self.clock()
-        text = printable_lines(text)
-        if self.bar.disable:
-            self.stream.write(f"{text}\n")
-            self.stream.flush()
-        else:
-            self.bar.console.print(Text(text), soft_wrap=True)
+        self.stream.write(f"{printable_lines(text)}\n")
+        self.stream.flush()
 
     def _line(self, metrics: MetricsRecord) -> str:
         """Return the figures of a record, in columns."""

@@ -28,7 +28,7 @@ from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public, public_values
 from dino_vit.data.image_set import evenly_spaced
-from dino_vit.reports.accuracies import better_baseline, describe_knn
+from dino_vit.reports.accuracies import describe_knn
 from dino_vit.reports.metrics import (
     BASELINE,
     Baseline,
@@ -39,7 +39,7 @@ from dino_vit.reports.metrics import (
     read_records,
     to_json,
 )
-from dino_vit.reports.verdict import FAR, WAITING_HELP, judge_run, published_advice, waits_for_images
+from dino_vit.reports.verdict import WAITING_HELP, judge_run, waits_for_images
 from dino_vit.training.progress import RunProgress
 from dino_vit.training.resume import set_earlier_run_aside
 from dino_vit.training.state import TrainingState
@@ -52,9 +52,6 @@ COLUMNS_HELP = (
 TITLES = {"colours": "colours alone", "largest_class": "always the largest class", "chance": "chance"}
 GUESSES = {name: TITLES.get(name, name) for name in (*BASELINES, *TITLES)}
 FEW_CHOICES = 3  # each gets a line at the start
-# Images that a run must see to catch up with far better baselines, with `loss.edge_weight` and without.
-# On photos of hands 70,000 were too few and 150,000 enough with it, 60,000 and 800,000 without.
-CATCHES_UP, CATCHES_UP_WITHOUT_EDGES = 100_000, 500_000
 SAMPLE = 1000  # images that are looked at for some without a label
 
 
@@ -124,8 +121,7 @@ class Reporter:
     def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
         self.baseline = baseline
-        for line in describe_baseline(self.state, baseline):
-            self.progress.notice(line)
+        self.progress.notice(describe_baseline(self.state, baseline))
         figures = {f"eval/{name}": value for name, value in baseline.figures().items()}
         self.state.accelerator.log(figures, step=0)
         if self.main:
@@ -214,10 +210,6 @@ class Reporter:
         labels = f" labels={shlex.quote(public(data.labels))}" if data.labels else ""
         labels += " several=true" * data.several
         if data.labels and (source.codes(evenly_spaced(len(source), SAMPLE)) < 0).any():
-            better = better_baseline(self.baseline) if self.baseline else None
-            knn = self.history[-1].levelled_knn if self.history else None
-            if better and knn is not None and better[1] - knn >= FAR:
-                images = f"{shlex.quote(public(data.sources[0]))} {better[0]}"
             return f"{text}`dino-vit predict {images}{labels} output=rest.csv` labels the other images"
         return f"{text}`dino-vit knn {images}{labels}` classifies each image by the others"
 
@@ -244,28 +236,18 @@ def start_record(state: TrainingState) -> Start:
     )
 
 
-def describe_baseline(state: TrainingState, baseline: Baseline) -> Iterator[str]:
-    """Yield what the untrained network and simpler means reach, and what to do if it is far below them."""
-    config, images = state.config, state.plan.length * state.run.global_batch
+def describe_baseline(state: TrainingState, baseline: Baseline) -> str:
+    """Return what the untrained network and simpler means reach."""
     if baseline.knn is None or baseline.levelled_knn is None:
         ways = f"in about {baseline.rankme:.0f} ways (effective rank)"
-        yield f"before the first step the network tells images apart {ways}"
-        return
-    levels, network = baseline.figures(), "initial weights" if config.init else "untrained network"
+        return f"before the first step the network tells images apart {ways}"
+    levels, network = baseline.figures(), "initial weights" if state.config.init else "untrained network"
     guesses = ", ".join(f"{title} {levels[name]:.1f}" for name, title in GUESSES.items() if name in levels)
-    yield (
+    return (
         f"before the first step, {describe_knn(baseline)} (%): {network} {baseline.knn:.1f} by the "
         f"CLS token, {baseline.levelled_knn:.1f} by CLS and levelled cells; "
         f"without a network: {guesses}"
     )
-    name, percent = better_baseline(baseline) or ("", 0.0)
-    needed = CATCHES_UP if config.loss.edge_weight else CATCHES_UP_WITHOUT_EDGES
-    behind = percent - baseline.levelled_knn
-    if behind >= FAR and images < needed:
-        yield (
-            f"{name} are {behind:.0f} points better than the untrained network, which may "
-            f"not catch up in {images:,} images: give it {needed:,} or more. {published_advice(config)}"
-        ).rstrip()
 
 
 def describe_start(state: TrainingState, start: Start) -> Iterator[str]:

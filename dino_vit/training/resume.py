@@ -100,8 +100,9 @@ def _changes(
         "BatchNorm": any(name.startswith("student.") and "running_mean" in name for name in resumed.tensors),
         "Sinkhorn-Knopp": config.loss.centering == before["loss.centering"] == "sinkhorn",
         "KoLeo": config.loss.koleo_weight and before["loss.koleo_weight"],
+        "edges": config.loss.edge_weight and before["loss.edge_weight"],
     }
     if then != images and any(used.values()):
-        names = " and ".join(name for name, is_used in used.items() if is_used)
+        names = ", ".join(name for name, is_used in used.items() if is_used)
         passes = f"{names} had {plural(then, 'image')} per forward pass and would now have {images}"
         yield f"{passes} ({how}){advice}"

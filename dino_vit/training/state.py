@@ -24,7 +24,6 @@ from dino_vit.training.evaluations import Evaluations
 from dino_vit.training.interval import Interval
 from dino_vit.training.plan import Clock, Plan, PlannedStep, ScheduleValues
 from dino_vit.views.loader import Batch, Loader, UnreadableImages
-from dino_vit.views.masks import Masks
 
 
 @dataclass(kw_only=True)
@@ -105,14 +104,6 @@ class TrainingState:
         """Return a batch's views by size, ready for the networks."""
         on_device = {size: views.to(self.device, non_blocking=True) for size, views in batch.views.items()}
         return [self.augment(views, batch.augment[size]) for size, views in on_device.items()]
-
-    def masks_of(self, batch: Batch) -> Masks | None:
-        """Return a batch's masks on the device."""
-        return None if batch.masks is None else batch.masks.to(self.device)
-
-    def kept_of(self, batch: Batch) -> Tensor | None:
-        """Return the patches that the student sees of a batch, on the device."""
-        return None if batch.kept is None else batch.kept.to(self.device, non_blocking=True)
 
     @property
     def is_done(self) -> bool:

@@ -1,13 +1,11 @@
-"""Build the input from a configuration: views, augmentation, loader, and advice on what these cost."""
+"""Build the input from a configuration: views, augmentation, loader."""
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, prod, sqrt
+from math import ceil, prod
 from pathlib import Path
 from shutil import disk_usage
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,21 +13,20 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.objects import find, is_object
+from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.core.distributed import agree, in_all_processes
-from dino_vit.core.text import printable, public
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decoded import DecodedImages, expected_bytes, has_room
-from dino_vit.data.images.pixels import Pixels, reduced_size
+from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.open import open_source
 from dino_vit.data.shards import Prefetch, RemoteShards
 from dino_vit.data.statistics import ImageSummary
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import PREFETCH, Loader
+from dino_vit.views.loader import PREFETCH, Loader, choose_workers
 from dino_vit.views.masks import Masking, PatchDrop
 from dino_vit.views.sampler import (
     BatchSpec,
@@ -37,14 +34,10 @@ from dino_vit.views.sampler import (
     ShardUses,
     WindowOrder,
 )
-from dino_vit.views.workers import choose_workers
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
 ROOM = 0.9  # of the disk of data.cache, at most: checkpoints may lie there too
-# What an image costs, in decoded pixels: its own and OVERHEAD more; decoded at a smaller scale, its own times
-# SCALED. Smaller files are advised where they would cost less than 1 / LARGE of it.
-OVERHEAD, SCALED, LARGE = 90_000, 0.22, 2
 
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
@@ -180,12 +173,11 @@ def build_loader(
         shard_starts=shard_starts(source.parts) if config.data.order == "window" else None,
         window=config.data.window,
     )
-    remote = [(n, part) for n, part in enumerate(source.parts) if part.shards and part.shards.is_remote]
-    firsts = [len(shard_starts(source.parts[:number])) - 1 for number, _ in remote]
-    prefetches = [
-        build_prefetch(config, part, sampler, first, len(remote))
-        for first, (_, part) in zip(firsts, remote, strict=True)
-    ]
+    remote = [n for n, part in enumerate(source.parts) if part.shards and part.shards.is_remote]
+    prefetches = []
+    for number in remote:
+        first = len(shard_starts(source.parts[:number])) - 1
+        prefetches.append(build_prefetch(config, source.parts[number], sampler, first, len(remote)))
     return Loader(
         source=source,
         views=build_views(config),
@@ -295,24 +287,3 @@ def make_views(
         for size, views in batch.views.items()
     ]
     return [[view for views in by_size for view in views[sample]] for sample in range(len(samples))]
-
-
-def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], sources: Sequence[str]) -> str | None:
-    """Return what to do if images of these heights and widths are far larger than the views."""
-    # The smallest box of a view, if it is square, then still has a pixel for each of the view's own.
-    needed = max(max(view.size) / sqrt(view.scale[0]) for view in build_views(config))
-    side = ceil(needed / 64) * 64
-    original = median(height * width for height, width in sizes)
-    packed = median(prod(reduced_size(*size, side)) for size in sizes)
-    scaled = config.data.scaled_decoding
-    faster = (OVERHEAD + (SCALED * original if scaled else original)) / (OVERHEAD + packed)
-    if faster < LARGE:
-        return None
-    height, width = (median(lengths) for lengths in zip(*sizes, strict=True))
-    several = len(sources) > 1 or is_object(sources[0])
-    source = "SOURCE" if several else shlex.quote(printable(public(sources[0])))
-    text = (
-        f"images of {height:g} × {width:g} pixels (median) are larger than their views need: "
-        f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"
-    )
-    return text if scaled else f"{text}, data.scaled_decoding=true about {1 / SCALED:.0f} times"

@@ -84,6 +84,8 @@ class ViewBoxes:
 
     def __init__(self, views: Sequence[View], box_draws: NDArray[np.float64]) -> None:
         self.views, self.box_draws = views, box_draws
+        self.size: Size | None = None  # of the image, if it may be reduced
+        self.factor = 1  # by which it is reduced
         self._reduced: NDArray[np.int64] | None = None
 
     def reduction(self, height: int, width: int) -> int:
@@ -92,15 +94,16 @@ class ViewBoxes:
         `boxes` are then those of the reduced image.
         """
         boxes = choose_boxes(self.views, self.box_draws, height=height, width=width)
+        self.size, self.factor, self._reduced = (height, width), 1, boxes
         sizes = np.array([view.size for view in self.views])
         for factor in REDUCTIONS:
             if ((sizes - 1) * factor >= boxes[:, 2:]).any():  # too small, however it is rounded
                 continue
-            self._reduced = reduce_boxes(boxes, factor)
-            if (self._reduced[:, 2:] >= sizes).all():
-                return factor
-        self._reduced = boxes
-        return 1
+            reduced = reduce_boxes(boxes, factor)
+            if (reduced[:, 2:] >= sizes).all():
+                self.factor, self._reduced = factor, reduced
+                break
+        return self.factor
 
     def boxes(self, image: Tensor) -> NDArray[np.int64]:
         """Return the boxes (views, 4) of the decoded image."""

@@ -1,6 +1,9 @@
 """Batches of views, from any step on; bit for bit the same with any number of DataLoader workers."""
 
+import logging
 import multiprocessing
+import os
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
@@ -8,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -19,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dino_vit.core import Size
-from dino_vit.core.process import is_foreseen, portable
+from dino_vit.core import Size, log
+from dino_vit.core.process import STOP_SIGNALS, is_foreseen, portable, release_freed_memory
+from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data import remote
 from dino_vit.data.image_set import ImageSet
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.decoded import DecodedImages
-from dino_vit.data.images.formats import Reduction
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.remote import raise_if_lost
 from dino_vit.data.shards import Prefetch
@@ -33,12 +37,39 @@ from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_box_numbers, interleave
 from dino_vit.views.masks import Masking, Masks, PatchDrop
 from dino_vit.views.sampler import BatchSpec, Sampler
-from dino_vit.views.workers import init_worker, signals_blocked
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
 PREFETCH = 2  # batches that each worker makes ahead
+MOST_WORKERS = 16  # more rarely help, but cost memory
+
+
+def choose_workers(given: int | None, processes: int) -> int:
+    """Return the DataLoader workers of each process: as given, else its cores but the one it needs itself."""
+    return min(cores_of_a_process(processes) - 1, MOST_WORKERS) if given is None else given
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Hold signals back while workers start: they inherit this, and must not die before they ignore them."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def init_worker(stops: Event, timeout_s: float, number: int) -> None:
+    """Ignore signals sent to all processes of a run, which needs its workers to finish the step."""
+    remote.process_stops, remote.timeout_s = stops, timeout_s  # no worker goes on waiting for a server
+    release_freed_memory()
+    if number:
+        log.setLevel(logging.ERROR)  # one says that a server does not answer
+    for ignored in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if stops.is_set() else None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 @contextmanager
@@ -206,9 +237,8 @@ class Loader(Dataset[Any]):
         """Return index, pixels and boxes of a sample, or of its first readable replacement."""
         for index in chain([sample], self.sampler.replacements(sample, REPLACEMENTS)):
             crops = ViewBoxes(self.views, box_draws)
-            reduction = crops.reduction if self.scaled_decoding else None
             try:
-                return index, self._decoded(index, reduction, times), crops
+                return index, self._decoded(index, crops, times), crops
             except UnreadableImage as error:
                 unreadable.append(error)
         raise_if_lost(unreadable[-1])
@@ -217,26 +247,19 @@ class Loader(Dataset[Any]):
             "Check that the source is complete and can be reached."
         )
 
-    def _decoded(self, index: int, reduction: Reduction | None, times: dict[str, float]) -> Tensor:
-        """Return the kept pixels of an image, or decode it, at the scale that `reduction` asks for."""
+    def _decoded(self, index: int, crops: ViewBoxes, times: dict[str, float]) -> Tensor:
+        """Return the kept pixels of an image, or decode it, no larger than its views need it."""
+        reduction = crops.reduction if self.scaled_decoding else None
         if self.decoded:
             with timed(times, "find"):
                 if (kept := self.decoded.find(index, reduction, self.pixels.channels)) is not None:
                     return kept
-        sizes, factors = list[Size](), [1]
-
-        def noted(height: int, width: int) -> int:
-            assert reduction is not None
-            sizes.append((height, width))
-            factors.append(reduction(height, width))
-            return factors[-1]
-
         with timed(times, "read"):
             item = read_item(self.source, index, self.pixels.max_pixels)
         with timed(times, "decode"):
-            image = decode_item(item, self.source.name(index), self.pixels, reduction and noted)
+            image = decode_item(item, self.source.name(index), self.pixels, reduction)
         if self.decoded and isinstance(item, bytes):
-            self.decoded.keep(index, image, sizes[-1] if sizes else None, factors[-1])
+            self.decoded.keep(index, image, crops.size, crops.factor)
         return image
 
 

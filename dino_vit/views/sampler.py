@@ -55,20 +55,20 @@ class WindowOrder:
     that reach there: a process holds some bytes for each shard, and none for each image.
     """
 
-    def __init__(self, starts: NDArray[np.int64], seed: int, window: int, span: int | None = None) -> None:
+    def __init__(self, starts: NDArray[np.int64], seed: int, window: int) -> None:
         """`starts`: where the images of each shard begin, and the number of all."""
-        self.starts, self.seed, self.length = starts, seed, int(starts[-1])
+        self.starts, self.seed, self.window, self.length = starts, seed, window, int(starts[-1])
         sizes = np.diff(starts)
         # The size of the shard that a random image lies in: with one huge shard, all images mix.
         squares = int(np.dot(sizes, sizes))
-        self.span = min(window * squares // self.length, self.length) if span is None else span
+        self.span = min(window * squares // self.length, self.length)
         self._shard_size = squares // self.length
         self._reach = self.span + 1  # the places that a shard spreads over, and one for rounding
         self._block_size = max(2 * self.span, BLOCK)
         self._shuffled, self._block = lru_cache(2)(self._shuffle), lru_cache(2)(self._draw)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WindowOrder, (self.starts, self.seed, 0, self.span)
+        return WindowOrder, (self.starts, self.seed, self.window)
 
     def take(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         number = start // self._block_size

@@ -127,8 +127,8 @@ def test_features_are_read_at_up_to_twice_the_views(size: int, view: int, read: 
     facts = CIFAR | {"size": size}
     assert auto(f"views.global_size={view}", **facts)[0].model.image_size == read
     assert auto("views.global_size=[48, 64]", **facts)[0].model.image_size is None
-    resnet = ["model.arch=timm:resnet18", "views.global_size=64"]
-    assert auto(*resnet, **facts)[0].model.image_size is None
+    resnet = auto("model.arch=timm:resnet18", **facts | {"size": 48})[0]
+    assert (resnet.model.image_size, resnet.views.global_size, resnet.views.local_size) == (None, 64, 32)
 
 
 @pytest.mark.parametrize(

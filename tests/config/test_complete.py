@@ -8,9 +8,9 @@ import pytest
 
 from dino_vit.config.auto import ENOUGH_IMAGES, SHORT, network_ladder
 from dino_vit.config.complete import DecidedRun, complete, decide
-from dino_vit.config.cost import BETWEEN, evaluation_seconds, step_seconds
 from dino_vit.config.draft import Draft
-from dino_vit.config.facts import CheckpointFacts, Facts, TeacherFacts, WeightsFacts
+from dino_vit.config.facts import CheckpointFacts, RunFacts, TeacherFacts, WeightsFacts
+from dino_vit.config.length import BETWEEN, evaluation_seconds, step_seconds
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, values
@@ -50,12 +50,24 @@ def test_weights_decide_on_the_network_and_go_before_auto() -> None:
     assert config.model.shape == (64, 3, 4)
     assert (config.optim.lr, config.optim.layer_decay, config.teacher.momentum) == (5e-5, 0.75, 0.9995)
     assert (config.data.mean, config.model.patch_size, config.views.global_size) == ((0.1, 0.2, 0.3), 8, 32)
+    grey = facts_of(channels=1, weights=WEIGHTS)
+    auto = load(PretrainConfig, None, ["data.source=photos", "recipe=auto", "init.weights=x.pth"])
+    assert decide(auto, grey)["data.channels"] == 3, "grey images are repeated"
     given = run_of("init.weights=x.pth", "teacher.momentum=0.99", **CIFAR, weights=WEIGHTS).config
     assert (given.optim.lr, given.teacher.momentum, given.views.local_size) == (5e-5, 0.99, 96)
     with pytest.raises(ValueError, match=r"model.width=32 \(there 64\) does not match init.weights=x.pth"):
         run_of(
             "init.weights=x.pth", "model.width=32", "model.depth=3", "model.heads=4", **CIFAR, weights=WEIGHTS
         )
+
+
+@pytest.mark.parametrize(("patch", "side", "views"), [(14, 518, 224), (16, 384, 224), (16, 96, 96)])
+def test_published_weights_see_views_of_224_pixels_at_most(patch: int, side: int, views: int) -> None:
+    """DINOv2's positions are for images of 518."""
+    architecture = {**WEIGHTS.architecture, "patch_size": patch, "image_size": (side, side)}
+    published = replace(WEIGHTS, architecture=architecture)
+    config = run_of("recipe=auto", "init.weights=x.pth", **CIFAR, weights=published).config
+    assert (config.views.global_size, config.model.image_size) == (views, views)
 
 
 def test_a_frozen_teacher_goes_before_weights() -> None:
@@ -71,6 +83,8 @@ def test_a_frozen_teacher_goes_before_weights() -> None:
     given = ["init.weights=x.pth", "teacher.weights=y"]
     config = run_of(*given, **CIFAR, weights=WEIGHTS, teacher=teacher).config
     assert (config.data.mean, config.head.prototypes, config.model.drop_path) == ((0.7,) * 3, 99, 0)
+    views = run_of(*given[1:], "recipe=auto", **CIFAR, teacher=teacher).config
+    assert (views.views.global_size, views.model.patch_size, views.head.prototypes) == (64, 8, 99)
     with pytest.raises(ValueError, match="has no head that learned masked patches"):
         run_of(*given, "loss.patch_weight=1", **CIFAR, weights=WEIGHTS, teacher=teacher)
 
@@ -97,6 +111,13 @@ def test_what_auto_leaves_contradictory_is_refused() -> None:
     ("overrides", "facts", "message"),
     [
         ([], {"images": 100, "processes": 2}, "100 images do not fill a global batch of 128"),
+        (["loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=100"], {}, "shorter than the run (100"),
+        (
+            ["budget.epochs=1", "optim.freeze_last_layer_epochs=1"],
+            {},
+            "set optim.freeze_last_layer_epochs=0.1",
+        ),
+        (["init.weights=x.pth", "init.head_epochs=200"], {}, "or a larger budget.epochs"),
         (["budget.steps=100", "optim.warmup_epochs=10"], {"images": 64_000}, "set optim.warmup_epochs=0.01"),
         (
             ["budget.steps=29", "optim.warmup_epochs=0.287", "optim.freeze_last_layer_epochs=0"],
@@ -212,18 +233,6 @@ def test_the_ladder_fits_the_images() -> None:
     assert ladder(500, "model.arch=vit_tiny") == []
 
 
-def test_a_run_that_sees_few_images_says_so() -> None:
-    given = [
-        "recipe=dino",
-        "optim.warmup_epochs=0",
-        "optim.freeze_last_layer_epochs=0",
-        "compute.eval_every=null",
-    ]
-    (note,) = minutes(30.0, *given, images=64).notes
-    assert re.match(r"budget.minutes=10 has time for about \d steps of the 8 in an epoch", note)
-    assert re.search(r"budget.minutes=\d+ would be one epoch$", note)
-
-
 def test_without_minutes_a_cpu_hears_of_the_network_that_they_would_choose() -> None:
     (note,) = run_of("recipe=auto", "budget.steps=100").notes
     assert note.startswith("the network is the published ViT-S, which is slow on a CPU; with budget.minutes")
@@ -292,7 +301,7 @@ def test_an_order_follows_from_where_shards_lie() -> None:
 
     def order(**changes: Any) -> object:
         images = type(base.images)(**{**vars(base.images), **changes})
-        return decide(config, Facts(images=images))["data.order"]
+        return decide(config, RunFacts(images=images))["data.order"]
 
     assert order(shards=3) is None
     assert order(shards=3, is_remote=True) == order(shards=3, count=2**27) == "window"

@@ -17,21 +17,13 @@ from dino_vit.models.vit import ViTConfig
 ODD = {
     "image_size": (-1, 0, "224", 10**9, (32, 0), (32, 32, 32)),
     "patch_size": (0, 10**9),
-    "channels": (0, -3, 10**9),
     "width": (0, -1, 10**9, 1.5),
-    "depth": (-1, 0, 10**9),
-    "heads": (0, -1),
     "mlp_ratio": (0, -1.0, float("nan")),
     "mlp": ("relu", None),
     "num_classes": (-1, 10**12),
-    "rotary_rescale": (0.5, -1.0),
-    "registers": (-1, 10**9),
     "qkv_bias": ("yes", 3),
-    "layer_scale": (-1.0, float("inf")),
     "norm_eps": (0, -1e-6, "1e-6"),
     "drop_path": (2, 1.0, -0.1),
-    "drop_path_schedule": ("cosine",),
-    "init_std": (-0.02, float("nan")),
 }
 
 

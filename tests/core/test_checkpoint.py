@@ -5,9 +5,9 @@ import torch
 
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.storage import StorageError
-from dino_vit.method.centering import Center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
+from dino_vit.method.targets import Center
 from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import Need, build_networks
 

@@ -19,9 +19,8 @@ from dino_vit.core.distributed import (
     world_size,
 )
 from dino_vit.features.frozen import FrozenBackbone
-from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.optim import reduce_loss
-from dino_vit.method.targets import Targets
+from dino_vit.method.targets import Center, Targets, sinkhorn_center
 from dino_vit.method.terms.koleo import koleo_loss
 from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.models.vit import VisionTransformer

@@ -4,9 +4,8 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 
 from dino_vit.method import cross_entropy
-from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.cross_entropy import LazyLogits, compile_kernel, logits_of, teacher_targets
-from dino_vit.method.targets import Targets
+from dino_vit.method.targets import Center, Targets, sinkhorn_center
 from dino_vit.method.terms.cls import pairs_loss_and_gradient
 from dino_vit.method.terms.edges import edges_around
 from dino_vit.method.terms.patch import rows_loss_and_gradient

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dino_vit.config.complete import DecidedRun, complete
-from dino_vit.config.facts import BlockTimes, Facts, ImageFacts, LaunchFacts, Speed
+from dino_vit.config.facts import BlockTimes, ImageFacts, RunFacts, Speed
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import ChannelStatistics
@@ -18,7 +18,7 @@ def facts_of(
     device: str = "cpu",
     likeness: float = 0.0,
     **more: Any,
-) -> Facts:
+) -> RunFacts:
     measured = ChannelStatistics((0.5,) * channels, (0.25,) * channels, 1.0, 64)
     described = ImageFacts(
         count=images,
@@ -28,7 +28,7 @@ def facts_of(
         likeness=likeness,
         measured=measured,
     )
-    return Facts(images=described, launch=LaunchFacts(processes=processes, device=device), **more)
+    return RunFacts(images=described, processes=processes, device=device, **more)
 
 
 def slowed(factor: float, **changes: Any) -> Speed:

@@ -50,8 +50,8 @@ def show_some(progress, clock):
             if n == 3:
                 progress.saved_step = 1_120
             for step in range(951 + 50 * n, 1001 + 50 * n):
-                progress.advance(step, progress.task.total)
-            now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.task.total)
+                progress.advance(step, progress.total_steps)
+            now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.total_steps)
             metrics = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
             bad = state == "collapsed"
             progress.show(

@@ -21,7 +21,6 @@ ELSEWHERE = "elsewhere"
 # Functions whose operators are counted together: the outermost of them in the stack decides.
 PARTS = {
     "views_of": "augmentation",
-    "masks_of": "masks",
     "_targets": "teacher",
     "loss": "loss",
     "run_backbone": "student",

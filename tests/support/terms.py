@@ -1,7 +1,7 @@
 """Terms of the loss as a test needs them."""
 
-from dino_vit.method.centering import Center
-from dino_vit.method.term import Sizes
+from dino_vit.method.objective import Sizes
+from dino_vit.method.targets import Center
 from dino_vit.method.terms.cls import Cls
 
 

@@ -5,16 +5,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from PIL import Image
 from torch.testing import assert_close
 
 import dino_vit
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training.frozen_networks import open_teacher
-from dino_vit.training.pretrain import set_up
-from tests.support.runs import RESNET, TINY, tensors
-from tests.support.training import assert_resumes_exactly, configured, opened, tensors_of, trained
+from tests.support.runs import RESNET, tensors
+from tests.support.training import assert_resumes_exactly, opened, tensors_of, trained
 
 WIDE = {"model.width": 48, "model.depth": 3, "model.heads": 3, "seed": 5, "budget.steps": 10}
 PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "views.local_size": 24}
@@ -82,16 +80,6 @@ def test_weights_to_start_from_have_the_channels_of_the_teacher(tmp_path):
     assert state.student.backbone.channels == state.config.data.channels == 1
 
 
-def test_recipe_auto_keeps_what_the_teacher_fixes(tmp_path, wide):
-    """Its channels are those of the settings' defaults, which are as fixed as others."""
-    for number in range(16):
-        Image.fromarray(np.full((40, 40), 10 * number, np.uint8)).save(tmp_path / f"{number}.png")
-    settings = {"recipe": "auto", "teacher.weights": wide, "data.source": tmp_path, "data.batch_size": 4}
-    settings |= {"head.prototypes": 128}
-    state = opened(tmp_path / "run", {**settings, "budget.steps": 20})
-    assert state.config.data.channels == state.student.backbone.channels == 3
-
-
 def test_a_run_resumes_exactly(tmp_path, wide):
     assert_resumes_exactly(tmp_path, pupil(wide, **{"budget.steps": 10}))
 
@@ -124,23 +112,10 @@ def test_masked_patches_are_learned_without_hiding_them(tmp_path):
         opened(tmp_path / "other", {**settings, "model.patch_size": 4})
 
 
-def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
-    left_out = ("head.prototypes", "views.global_size", "views.local_size", "model.patch_size")
-    settings = {key: value for key, value in {**TINY, **pupil(wide)}.items() if key not in left_out}
-    settings |= {"teacher.weights": Checkpoints(wide).paths()[-1], "recipe": "auto"}
-    config = set_up(configured(tmp_path / "run", settings, defaults={}), Accelerator()).config
-    assert (config.head.prototypes, config.model.drop_path) == (128, 0.0)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"head.prototypes": 64}, "head.prototypes=64 (there 128) does not match teacher.weights="),
-        ({"data.mean": "[0.1,0.1,0.1]"}, "does not match teacher.weights="),
-        (
-            {"loss.patch_weight": 1, "views.global_size": 48},
-            "has no head that learned masked patches; set loss.patch_weight=0",
-        ),
         ({"views.global_size": 36, "model.patch_size": 4}, "does not take global views: an image of 36 × 36"),
         (
             {"teacher.weights": "nowhere"},

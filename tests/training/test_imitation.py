@@ -10,8 +10,7 @@ import dino_vit
 from dino_vit.method.terms.imitation import resize_patches
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.backbones import backbone
-from tests.support.processes import run_in_two
-from tests.support.runs import assert_same_readings, history, run, tensors
+from tests.support.runs import history, tensors
 from tests.support.training import assert_resumes_exactly, opened, tensors_of, trained
 
 STATISTICS = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
@@ -59,13 +58,6 @@ def test_a_run_resumes_exactly(tmp_path, weights, capsys, caplog):
     last = history(tmp_path / "run")[-1]
     assert (last["prototypes"], last["entropy_gap"], last["excess"]) == (None, None, None)
     assert last["imitated_patches"] is not None
-
-
-def test_two_processes_follow_one(tmp_path, weights):
-    settings = {"teacher.weights": weights, "budget.steps": 6, "optim.name": "sgd", "model.drop_path": 0}
-    run(tmp_path / "alone", {**settings, "data.batch_size": 16})
-    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
-    assert_same_readings(tmp_path / "run", tmp_path / "alone", "loss", "imitated_patches")
 
 
 def test_patches_of_another_size_are_resized_to_the_grid_of_the_student(tmp_path):

@@ -103,14 +103,13 @@ def test_the_passes_of_a_step_are_one(tmp_path):
 @pytest.mark.parametrize("shared", ["true", "false"])
 def test_a_pass_may_have_one_masked_patch_or_none(tmp_path, monkeypatch, shared):
     """As one image of few patches has; BatchNorm gets as many rows. A step has some."""
-    counts, masks_of = [], TrainingState.masks_of
+    counts, views_of = [], TrainingState.views_of
 
     def counted(state, batch):
-        masks = masks_of(state, batch)
-        counts.append(len(masks.mask_indices))
-        return masks
+        counts.append(len(batch.masks.mask_indices))
+        return views_of(state, batch)
 
-    monkeypatch.setattr(TrainingState, "masks_of", counted)
+    monkeypatch.setattr(TrainingState, "views_of", counted)
     settings = {"loss.patch_weight": 1, "data.batch_size": 1, "optim.accumulate": 4, "budget.steps": 12}
     trained(
         tmp_path, {**settings, "head.batch_norm": "true", "head.shared": shared, "optim.warmup_epochs": 0.1}
@@ -159,7 +158,7 @@ def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
     masked = set()
     for step, batch in enumerate(islice(state.loader.batches(), 6)):
         views, rates = state.views_of(batch), state.plan.rates(step)
-        arguments = state.student, state.teacher, views, state.masks_of(batch)
+        arguments = state.student, state.teacher, views, batch.masks
         state.objective(*arguments, images=8, teacher_temperature=rates.teacher_temp).total.backward()
         masked.add(len(batch.masks.mask_indices))
     assert len(masked) > 1

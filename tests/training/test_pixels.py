@@ -100,17 +100,6 @@ def test_a_resumed_run_keeps_what_it_measured(tmp_path):
     assert json.loads(read_tensors(last)[1]["dino_vit"])["mean"] == before
 
 
-def test_recipe_auto_takes_the_channels_of_the_images_and_measures_them(tmp_path):
-    folder = fill(tmp_path / "images", lambda n, path, plane: np.save(path.with_suffix(".npy"), plane))
-    said = run(
-        tmp_path / "run", {**SETTINGS, "recipe": "auto", "compute.verbose": "true", "data.source": folder}
-    )
-    assert "data.channels=1: as the images have" in said
-    assert f"measured on {LENGTH} images" in said
-    assert said.count("data.mean=") == 1
-    assert load_backbone(tmp_path / "run").channels == 1
-
-
 def test_float_images_beyond_one_say_what_to_do(tmp_path):
     def write(number, path, plane):
         np.save(path.with_suffix(".npy"), plane.astype(np.float32))
@@ -120,10 +109,3 @@ def test_float_images_beyond_one_say_what_to_do(tmp_path):
     assert "none of 32 images can be used" in said
     assert "set data.range=[low, high], the values that become 0 and 1" in said
     run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.range": "[0, 255]"})
-
-
-def test_images_that_eight_bits_make_nearly_black_are_said(tmp_path):
-    folder = fill(tmp_path / "images", sixteen_bits)  # 12 bits in 16
-    said = run(tmp_path / "run", {**SETTINGS, "budget.steps": 1, "data.source": folder, "data.bits": 8})
-    assert "scaled down to 8 bits" in said
-    assert "no value is above 5.9% of the scale" in said

@@ -6,7 +6,6 @@ from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
 import dino_vit
 from dino_vit.models.student_teacher import Need
-from tests.support.backbones import backbone
 from tests.support.training import opened, trained
 
 ROTARY = {"model.positions": "rotary", "views.local_size": 24}
@@ -57,23 +56,3 @@ def test_batch_norm_of_the_teacher_takes_the_statistics_of_the_batch(tmp_path):
     features = Need("cls", "head")
     whole, part = (state.teacher(given, [features])[features] for given in (views, [views[0][:8]]))
     assert not torch.allclose(whole[:8], part, atol=1e-3)
-
-
-def test_channels_that_cannot_be_turned_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"needs heads of 4, 8, \.\.\. channels, not of 6"):
-        opened(tmp_path, {**ROTARY, "model.width": 30, "model.heads": 5})
-
-
-def test_settings_of_positions_are_those_of_the_weights(tmp_path):
-    dino_vit.save_backbone(backbone(depth=2), tmp_path / "learned.safetensors")
-    settings = {"init.weights": tmp_path / "learned.safetensors", "init.head_epochs": 0.5}
-    with pytest.raises(
-        ValueError, match=r"model.positions=rotary \(there learned\) does not match init.weights"
-    ):
-        opened(tmp_path / "run", {**settings, "model.positions": "rotary"})
-    rotary = backbone(depth=2, positions="rotary", rotary_rescale=2.0)
-    dino_vit.save_backbone(rotary, tmp_path / "rotary.safetensors")
-    settings |= {"init.weights": tmp_path / "rotary.safetensors", "model.rotary_rescale": "null"}
-    state = opened(tmp_path / "run", {**settings, "views.local_size": 24})
-    assert state.student.backbone.rotary
-    assert state.student.backbone.config.rotary_rescale is None

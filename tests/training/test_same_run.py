@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
+from dino_vit.core.process import Interruption
 from dino_vit.data.open import open_source
+from dino_vit.training.loop import train
+from dino_vit.training.networks import build_untrained
 from dino_vit.training.reporter import Reporter
 from tests.support.images import write_synthetic
 from tests.support.runs import steps
@@ -67,8 +70,11 @@ def test_with_other_labels_figures_so_far_are_set_aside_if_that_is_asked_for(tmp
     assert sorted(path.name for path in aside.iterdir()) == ["baseline.json", "metrics.jsonl"]
     assert not (output / "baseline.json").exists()
     assert any(json.loads(line)["knn"] for line in (aside / "metrics.jsonl").read_text().splitlines())
-    with Reporter(state) as reporter:
+    with Interruption() as interruption, Reporter(state) as reporter:
         assert reporter.history == []
+        assert train(state, reporter, interruption)
+    start = build_untrained(state.config)[1].backbone
+    assert json.loads((output / "baseline.json").read_bytes())["knn"] == state.evaluations.online(start).knn
 
 
 def test_labels_that_change_before_the_first_evaluation_are_noticed(tmp_path):
@@ -112,9 +118,10 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
 def test_the_batch_of_the_statistics_is_kept(tmp_path):
     """The global batch may be made up in another way, unless something looks at all images of a pass."""
     settings = {"head.batch_norm": "true", "loss.centering": "sinkhorn", "loss.koleo_weight": 0.1}
+    settings["loss.edge_weight"] = 2
     settings |= {"budget.steps": 5, **SHORT}
     trained(tmp_path / "run", settings)
     with pytest.raises(ValueError, match="with other settings") as error:
         opened(tmp_path / "run", {**settings, "data.batch_size": 4})
-    text = "BatchNorm and Sinkhorn-Knopp and KoLeo had 8 images per forward pass and would now have 4 (data."
+    text = "BatchNorm, Sinkhorn-Knopp, KoLeo, edges had 8 images per forward pass and would now have 4 (data."
     assert text in str(error.value)

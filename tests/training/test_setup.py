@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from PIL import Image
 from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
 from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
@@ -20,7 +19,7 @@ from dino_vit.training.pretrain import pretrain, set_up
 from dino_vit.training.reporter import describe_start, start_record
 from tests.support.documents import ROOT
 from tests.support.peers import HF_VIT
-from tests.support.runs import TINY, tensors
+from tests.support.runs import tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
 
 
@@ -49,18 +48,6 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
     figure = state.evaluations.online(start).knn
     assert json.loads((tmp_path / "run" / "baseline.json").read_bytes())["knn"] == figure
     assert f"k-NN {figure:.1f}" in capsys.readouterr().err
-
-
-def test_grey_images_are_repeated_for_weights_of_three_channels(tmp_path, weights):
-    np.save(tmp_path / "grey.npy", np.random.default_rng(0).integers(0, 256, (40, 32, 32), dtype=np.uint8))
-    settings = {**FROM, "init.weights": weights, "data.source": tmp_path / "grey.npy", "recipe": "auto"}
-    state = trained(tmp_path / "run", {**settings, "budget.steps": 6, "compute.eval_every": "null"})
-    assert state.config.data.channels == state.student.backbone.architecture["channels"] == 3
-
-
-def test_weights_that_are_not_what_the_settings_say_are_refused(tmp_path, weights):
-    with pytest.raises(ValueError, match=r"model.width=64 \(there 32\) does not match init.weights"):
-        opened(tmp_path / "run", {**FROM, "init.weights": weights, "model.width": 64})
 
 
 def test_an_export_can_be_continued_and_weights_are_read_as_told(tmp_path, weights):
@@ -94,20 +81,6 @@ def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
     assert not moved(tensors(tmp_path / "whole", 10), tensors(tmp_path / "run", 10))
 
 
-def test_images_are_normalised_as_those_that_the_weights_saw(tmp_path):
-    pixels = {"data.mean": "[0.4, 0.5, 0.6]", "data.std": "[0.1, 0.2, 0.3]"}
-    trained(tmp_path / "start", {"budget.steps": 5, "optim.warmup_epochs": 0, **pixels})
-    settings = {**FROM, "init.weights": tmp_path / "start"}
-    trained(tmp_path / "run", settings)
-    for ready in (
-        load_backbone(tmp_path / "run").provenance,
-        opened(tmp_path / "run", settings).config.data,
-    ):
-        assert (ready.mean, ready.std) == ((0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    given = opened(tmp_path / "given", {**settings, "data.mean": "[0.5, 0.5, 0.5]"}).config.data
-    assert (given.mean, given.std) == ((0.5, 0.5, 0.5), (0.1, 0.2, 0.3))
-
-
 def test_grey_images_stay_grey_for_weights_of_grey_ones(tmp_path):
     model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2, channels=1)
     save_backbone(model, tmp_path / "grey.safetensors", mean=(0.3,), std=(0.2,))
@@ -119,14 +92,6 @@ def test_grey_images_stay_grey_for_weights_of_grey_ones(tmp_path):
         for state in (trained(tmp_path / recipe, run, {}), opened(tmp_path / recipe, run, {})):
             data = state.config.data
             assert (data.channels, data.mean, state.config.augment.hue) == (1, (0.3,), 0)
-
-
-def test_a_frozen_teacher_sees_images_as_it_was_trained_on(tmp_path, weights):
-    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2)
-    save_backbone(model, tmp_path / "start.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    settings = {**FROM, "teacher.weights": weights, "init.weights": tmp_path / "start.safetensors"}
-    data = opened(tmp_path / "run", settings).config.data
-    assert data.mean == load_backbone(weights).provenance.mean
 
 
 def test_weights_of_other_channels_are_inflated(tmp_path, weights):
@@ -220,41 +185,10 @@ def test_a_run_without_images_is_refused(tmp_path):
         _ = load(PretrainConfig).data.images
 
 
-def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path):
-    phases = {"optim.warmup_epochs", "optim.freeze_last_layer_epochs"}
-    settings = {key: value for key, value in TINY.items() if key not in phases}
-    settings |= {"budget.steps": "null", "budget.epochs": 5, "data.source": "synthetic:80:32"}
-    run = opened(tmp_path / "run", settings, {})
-    optim = run.config.optim
-    assert (optim.warmup_epochs, optim.freeze_last_layer_epochs) == (0.5, 0.25)
-    said = "\n".join(describe_start(run, start_record(run)))
-    phases = "optim.warmup_epochs=0.5, optim.freeze_last_layer_epochs=0.25"
-    assert f"  {phases}: in proportion to a run of 5 epochs" in said
-    with pytest.raises(ValueError, match=r"optim.warmup_epochs=7 is not shorter than the run \(5 epochs\)"):
-        configured(tmp_path / "run", {**settings, "optim.warmup_epochs": 7}, {})
-
-    trained(tmp_path / "run", settings, {})
-    (tmp_path / "run" / "checkpoints" / "step-00000050.safetensors").unlink()
-    resumed = opened(tmp_path / "run", settings, {})
-    assert resumed.config.optim == optim
-    lines = list(describe_start(resumed, start_record(resumed)))
-    assert len(lines) == 3
-    assert lines[-1].startswith("resuming after step 45 from ")
-
-
 AUTO = {"recipe": "auto", "data.source": "synthetic:64:96", "data.batch_size": 8, "data.workers": 0}
 AUTO |= {"compute.trackers": "[]", "compute.precision": "no", "budget.steps": 6}
 SHORT = {**AUTO, "views.global_size": 32, "views.local_size": 16, "model.patch_size": 8}
 SHORT |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
-
-
-def test_auto_shows_trained_weights_the_views_that_they_know(tmp_path, weights):
-    run = opened(tmp_path / "run", {**AUTO, "init.weights": weights}, {})
-    views, model = run.config.views, run.config.model
-    assert (views.global_size, views.local_size, model.patch_size) == (32, 16, 8)
-    assert not moved(tensors_of(run.student.backbone), tensors_of(load_backbone(weights)))
-    given = {**AUTO, "init.weights": weights, "views.global_size": 64}
-    assert opened(tmp_path / "given", given, {}).student.backbone.image_size == (64, 64)
 
 
 def test_views_are_of_the_images_that_the_weights_saw_and_not_of_all_their_positions(tmp_path):
@@ -280,42 +214,3 @@ def test_features_are_read_from_larger_images_than_views(tmp_path):
         assert (again.config.views.global_size, again.student.backbone.image_size) == (32, (64, 64))
     as_published = opened(tmp_path / "plain", {**SHORT, "recipe": "dino"}, {})
     assert as_published.evaluations.online.transform.size == (32, 32)
-
-
-def test_published_weights_see_views_of_224_pixels_at_most(tmp_path):
-    """DINOv2's positions are for images of 518."""
-    for patch, side, views in ((14, 518, 224), (16, 384, 224), (16, 96, 96)):
-        path = tmp_path / f"{side}.pth"
-        published = VisionTransformer(image_size=side, patch_size=patch, width=32, depth=1, heads=2)
-        export_backbone(published, path, "reference")
-        settings = {"init.weights": path, "recipe": "auto", "budget.steps": 4, "init.head_epochs": 0}
-        settings |= {"data.source": "synthetic:16:32", "data.batch_size": 8, "compute.eval_every": "null"}
-        config = opened(tmp_path / f"run{side}", settings, {}).config
-        assert (config.views.global_size, config.model.image_size) == (views, views)
-
-
-def test_a_run_resumes_with_the_images_that_it_started_with(tmp_path):
-    """Those of a run that started before `auto` chose their size are as large as its views."""
-    trained(tmp_path, {**SHORT, "model.image_size": "null"}, {})
-    state = opened(tmp_path, SHORT, {})
-    assert (state.step, state.config.image_shape, state.config.model.image_size) == (6, (32, 32), None)
-
-
-def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights):
-    model = {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
-    state = opened(tmp_path / "run", {**AUTO, **model, "teacher.weights": weights}, {})
-    assert (state.config.views.global_size, state.config.model.patch_size) == (32, 8)
-
-
-@pytest.mark.parametrize(("alike", "stem"), [(True, "conv"), (False, "patch")])
-def test_recipe_auto_looks_at_how_alike_images_are_laid_out(tmp_path, alike, stem):
-    random = np.random.default_rng(0)
-    for number in range(16):
-        pixels = random.integers(0, 40, (64, 64, 3), np.uint8)
-        top, left = (20, 22) if alike else random.integers(0, 40, 2)
-        pixels[top : top + 24, left : left + 20] += 200  # one thing, in the middle or anywhere
-        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    settings = {"recipe": "auto", "data.source": tmp_path, "data.batch_size": 4, "data.workers": 0}
-    settings |= {"budget.steps": 20, "compute.precision": "no", "compute.eval_every": "null"}
-    config = opened(tmp_path / "run", settings, {}).config
-    assert config.model.stem == stem

@@ -68,10 +68,3 @@ def test_dinov2s_settings_without_masks(tmp_path):
     settings = {"method": "dinov2", "loss.patch_weight": 0, "loss.warmup_teacher_temp_epochs": 0}
     config = opened(tmp_path, {**CONVNEXT, **settings, "loss.teacher_temp": 0.04}).config
     assert (config.model.layer_scale, config.model.drop_path, config.loss.koleo_weight) == (None, 0.3, 0.1)
-
-
-def test_auto_chooses_for_a_model_of_timm(tmp_path):
-    settings = {"recipe": "auto", "model.arch": "timm:test_convnext", "data.source": "synthetic:256:48"}
-    settings |= {"data.batch_size": 8, "budget.steps": 10, "data.workers": 0}
-    config = opened(tmp_path / "run", settings, {}).config
-    assert (config.views.global_shape, config.views.local_shape) == ((64, 64), (32, 32))

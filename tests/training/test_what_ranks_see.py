@@ -69,8 +69,8 @@ def test_ranks_that_would_use_images_in_different_orders_do_not_begin(tmp_path):
             assert "data.order is null on rank 0 and window on rank 1" in said
 
 
-def test_ranks_that_would_compute_different_things_name_them(tmp_path):
-    """A precision, a package and the bytes of an image, whatever their settings are."""
+def test_ranks_that_would_compute_in_different_precisions_name_them(tmp_path):
+    """Whatever their settings are."""
     arguments = torchrun_environs(), tmp_path
     mp.start_processes(check_ranks, arguments, nprocs=2, start_method=server.get_start_method())
     assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
@@ -79,25 +79,10 @@ def test_ranks_that_would_compute_different_things_name_them(tmp_path):
 def check_ranks(rank, environs, folder):
     os.environ.update(environs[rank])
     accelerator, config = start_processes(), configured(folder / "run", {"compute.precision": "auto"})
-    read = inputs.read_item
-    changes = [
-        (
-            "choose_precision",
-            lambda *_: ("no", "bf16")[rank],
-            "compute.precision is no on rank 0 and bf16 on",
-        ),
-        ("__version__", f"0.5.{rank}", "the version of dino-vit is 0.5.0 on rank 0 and 0.5.1 on rank 1"),
-        (
-            "read_item",
-            lambda source, index: read(source, index) + rank * (index == 0),
-            "the image .*00000000 is [0-9a-f]{16} on rank 0 and [0-9a-f]{16} on rank 1. Give",
-        ),
-    ]
-    for name, value, message in changes:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(inputs, name, value)
-            with pytest.raises(ValueError, match=message):
-                set_up(config, accelerator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "choose_precision", lambda *_: ("no", "bf16")[rank])
+        with pytest.raises(ValueError, match=r"compute\.precision is no on rank 0 and bf16 on"):
+            set_up(config, accelerator)
     set_up(config, accelerator)
     (folder / f"done{rank}").touch()
     end_processes()

@@ -14,7 +14,7 @@ import torch
 
 from dino_vit.core.process import keep_freed_memory
 from dino_vit.data.synthetic import make_textures
-from dino_vit.views import workers
+from dino_vit.views import loader
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
 from tests.support.image_sets import with_read
@@ -96,7 +96,7 @@ def resident():
 def free_as_worker(sizes):
     keep_freed_memory()
     if sizes.get():
-        workers.release_freed_memory()
+        loader.release_freed_memory()
     before = resident()
     blocks = [torch.ones(10_000_000) for _ in range(4)]  # 40 MB each
     held = resident() - before

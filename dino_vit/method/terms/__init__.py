@@ -4,7 +4,7 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dino_vit.method.term import Term
+from dino_vit.method.objective import Term
 
 
 @cache

@@ -16,8 +16,8 @@ from dino_vit.method.cross_entropy import (
     log_softmax,
     loss_and_gradient,
 )
+from dino_vit.method.objective import Seen
 from dino_vit.method.targets import CrossEntropyTerm, Targets
-from dino_vit.method.term import Seen
 from dino_vit.models.student_teacher import Need, Outputs
 
 FEATURES, PROTOTYPES = Need("cls", "head"), Need("prototypes", "head")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.method.term import Seen, Sizes, Term
+from dino_vit.method.objective import Seen, Sizes, Term
 from dino_vit.method.terms.imitation import resize_patches
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Need, Outputs

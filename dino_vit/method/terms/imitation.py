@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.core import Size
-from dino_vit.method.term import Seen, Sizes, Term
+from dino_vit.method.objective import Seen, Sizes, Term
 from dino_vit.models.student_teacher import Need, Outputs
 
 CLS, PATCHES = Need("cls"), Need("patches")  # of the frozen backbone

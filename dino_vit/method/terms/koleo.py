@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_vit.core.distributed import all_gather_equal, rank, world_size
-from dino_vit.method.term import Seen, Term
+from dino_vit.method.objective import Seen, Term
 from dino_vit.models.student_teacher import Need, Outputs
 
 EPSILON = 1e-8  # as in DINOv2

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dino_vit.core.distributed import all_reduce_mean
-from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.cross_entropy import (
     Index,
     LazyLogits,
@@ -18,8 +17,8 @@ from dino_vit.method.cross_entropy import (
     log_softmax,
     loss_and_gradient,
 )
-from dino_vit.method.targets import CrossEntropyTerm, Targets
-from dino_vit.method.term import Seen, Sizes
+from dino_vit.method.objective import Seen, Sizes
+from dino_vit.method.targets import Center, CrossEntropyTerm, SinkhornCenter, Targets
 from dino_vit.models.student_teacher import Need, Outputs
 
 FIGURES = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"

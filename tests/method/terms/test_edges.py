@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from dino_vit.data.images.edges import orientation_histograms
-from dino_vit.method.term import Seen, Sizes
+from dino_vit.method.objective import Seen, Sizes
 from dino_vit.method.terms.edges import KEPT, PREDICTED, Edges, edges_around
 
 

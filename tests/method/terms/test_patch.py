@@ -4,10 +4,9 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from dino_vit.method import cross_entropy
-from dino_vit.method.centering import Center
 from dino_vit.method.cross_entropy import LazyLogits, compile_kernel
-from dino_vit.method.targets import Targets
-from dino_vit.method.term import Seen
+from dino_vit.method.objective import Seen
+from dino_vit.method.targets import Center, Targets
 from dino_vit.method.terms.patch import Patch
 from tests.support.terms import sizes_of
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.method.centering import Center, SinkhornCenter, sinkhorn_center
 from dino_vit.method.cross_entropy import teacher_targets
+from dino_vit.method.targets import Center, SinkhornCenter, sinkhorn_center
 from tests.support.naive import as_logits
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dino_vit.config.cost import BETWEEN, evaluation_seconds, forward_flops, step_seconds
-from dino_vit.config.facts import BlockTimes, Facts, Speed
+from dino_vit.config.facts import BlockTimes, RunFacts, Speed
+from dino_vit.config.length import BETWEEN, evaluation_seconds, forward_flops, step_seconds
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from tests.support.facts import facts_of
@@ -20,9 +20,9 @@ def config_of(*given: str) -> PretrainConfig:
     return load(PretrainConfig, None, ["data.source=photos", *SETTINGS, *given])
 
 
-def facts(speed: Speed, seconds: float = 0.0) -> Facts:
+def facts(speed: Speed, seconds: float = 0.0) -> RunFacts:
     known = facts_of(images=1000, speed=speed)
-    return Facts(images=type(known.images)(**{**vars(known.images), "seconds": seconds}), speed=speed)
+    return RunFacts(images=type(known.images)(**{**vars(known.images), "seconds": seconds}), speed=speed)
 
 
 def seconds(speed: Speed, *given: str, decoding: float = 0.0, are_decoded: bool = True) -> float:
