@@ -37,7 +37,7 @@ from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of,
 from dino_vit.weights import load_backbone
 
 CUT_SIDE = 32  # patches along a side of what is cut into object and background, at most
-CUT_WIDTH = 1 / 7  # of the standard deviation of all similarities: what counts as alike
+CUT_SHARE = 1 / 7  # of the standard deviation of all similarities: what counts as alike
 UNLIKE = 1e-5  # how near patches are that are not alike, so that all hang together
 PATCHES = 24  # along the shorter side of an image: fewer show little
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
@@ -156,7 +156,8 @@ def draw_sheet(
     rows, maps = [], Maps()
     colours = pictures.principal_colours([image.tokens for image in images.values()])
     for (index, image), colour in zip(images.items(), colours, strict=True):
-        mask = pictures.enlarge(object_mask(image.tokens), image.picture.shape[-2:], model.patch_size) > 0
+        size = height_width(image.picture.shape[-2:])
+        mask = pictures.enlarge(object_mask(image.tokens), size, model.patch_size) > 0
         rows.append(draw_maps(image, colour, mask, model.patch_size))
         maps[image.name] = image.heads.numpy()
         if path:
@@ -206,20 +207,20 @@ def object_mask(tokens: Tensor) -> Tensor:
     The normalised cut of Shi and Malik (2000) divides the patches into two parts so that few of those that
     are alike are separated, as in TokenCut (Wang et al., 2022). The object is the part with less border.
     """
-    grid = [*tokens.shape[:2]]
+    height, width = tokens.shape[:2]
     channels = rearrange(tokens.double(), "y x d -> 1 d y x")
-    small = F.adaptive_avg_pool2d(channels, [min(side, CUT_SIDE) for side in grid])[0]
+    small = F.adaptive_avg_pool2d(channels, (min(height, CUT_SIDE), min(width, CUT_SIDE)))[0]
     units = F.normalize(small.flatten(1), dim=0)
     cosines = units.T @ units
-    width = CUT_WIDTH * cosines.std(correction=0).clamp(min=1e-6)
-    alike = ((cosines - 1) / width).exp() + UNLIKE
+    far = CUT_SHARE * cosines.std(correction=0).clamp(min=1e-6)
+    alike = ((cosines - 1) / far).exp() + UNLIKE
     roots = alike.sum(dim=1).sqrt()
     _, vectors = torch.linalg.eigh(-alike / (roots[:, None] * roots))
     sides = (vectors[:, min(1, len(roots) - 1)] / roots).view(small.shape[1:])
     mask, border = sides > sides.mean(), torch.ones_like(sides, dtype=torch.bool)
     border[1:-1, 1:-1] = False
     mask = ~mask if mask[border].double().mean() > 0.5 else mask
-    return F.interpolate(mask.double()[None, None], grid)[0, 0] > 0.5
+    return F.interpolate(mask.double()[None, None], (height, width))[0, 0] > 0.5
 
 
 def attention_of(frozen: FrozenBackbone, image: Tensor) -> tuple[Tensor, Tensor]:
