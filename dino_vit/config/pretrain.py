@@ -115,9 +115,8 @@ class PretrainConfig(Settings):
         _ = self.data.images  # raises where there are none
 
     def contradictions(self) -> Iterator[str]:
-        """Yield every refused combination; with recipe=auto `complete` does, once all settings are chosen."""
-        if self.recipe != "auto":
-            yield from refused(self)
+        """Yield refused combinations; with recipe=auto `complete` does most, once all settings are chosen."""
+        yield from _check_groups(self) if self.recipe == "auto" else refused(self)
 
 
 def refused(config: PretrainConfig) -> Iterator[str]:

@@ -78,6 +78,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
             "budget.epochs=3 and budget.steps=3 exclude each other; give one of them",
         ),
         (["budget.epochs=null"], "the run has no length"),
+        (["budget.epochs=null", "recipe=auto"], "the run has no length"),
         (["model.arch=vit_smal"], "model.arch = vit_smal: did you mean vit_small?"),
         (["model.arch=resnet50"], "must be one of vit_tiny, vit_small, vit_base, vit_large, vit_huge, timm:"),
         (["model.arch=vit_tiny", "model.width=64"], "model.arch=vit_tiny and model.width=64 exclude"),
