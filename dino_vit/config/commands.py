@@ -133,7 +133,9 @@ class PredictConfig(CachedConfig):
     )
     writes: ClassVar = "predictions.csv"
     source: str = Field(description="images to label: those without a label, or all if train is given")
-    weights: str = Field(description="run folder, weights file, edges, or a file that classifier= wrote")
+    weights: str = Field(
+        description="run folder, weights file, edges, runs/a+edges, or what classifier= wrote"
+    )
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV, JSON or Parquet with the labels, or none; null: the images' own")
     several: bool = SEVERAL
@@ -143,14 +145,17 @@ class PredictConfig(CachedConfig):
     confident: PositiveShare | None = setting(
         None, "also write the labels with at least this confidence, beside the table; null: no"
     )
-    tokens: Pooled | None = setting(None, "tokens as of knn; null: cls+mean, or cls without patches")
+    tokens: Pooled | None = setting(None, "tokens as of knn; null: what cross-validation takes")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
+    whiten: Whiten = WHITEN
     classifier: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
         if self.classifier == self.weights:
             yield "classifier would overwrite weights; give another name"
+        if self.classifier and len(side_by_side(self.weights)) > 1:
+            yield "classifier keeps one backbone in a file; give weights without others beside them"
 
 
 class LabelConfig(CachedConfig):

@@ -14,12 +14,13 @@ pytestmark = pytest.mark.usefixtures("few_penalties")
 
 def test_tokens_and_blocks_are_those_of_knn(photos, weights):
     given = {"labels": photos / "labels.csv", **SETTINGS}
-    widths = {(None, 1): 64, ("cls", 1): 32, ("mean", 2): 64, ("cls+mean", 2): 96}
+    widths = {(None, 2): 96, ("cls", 1): 32, ("mean", 2): 64, ("cls+mean", 2): 96}
     for (tokens, blocks), width in widths.items():
         found = dino_vit.predict(photos / "photos", weights, tokens=tokens, blocks=blocks, **given)
         assert found.features.shape[1] == width
         spec = found.classifier.spec
         assert (spec.tokens, spec.blocks) == (tokens or "cls+mean", blocks)
+        assert not found.classifier.facts.levelled
     pixels = dino_vit.predict(photos / "photos", "pixels", **given)
     assert pixels.classifier.spec.tokens == "cls"
     head = photos / "head.safetensors"
@@ -103,7 +104,8 @@ def test_too_few_labels_have_no_confidence(photos, weights):
             .endswith(" is empty: the labels are too few to tell how sure they are")
         )
         assert {*found.columns} == {"name", "label", "second", "nearest", "similarity"}
-    assert (found.details["classifier"], found.details["temperature"]) == ("k-NN (k = 1)", None)
+    assert found.details["classifier"].startswith("k-NN (k = 1) of ")
+    assert found.details["temperature"] is None
     again = dino_vit.predict(photos / "photos", kept, verbose=False)
     assert again.confidence is None
     assert "confidence" not in again.columns
