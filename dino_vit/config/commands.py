@@ -26,9 +26,6 @@ Network = Literal["teacher", "student"]
 Whiten = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Pooled = Literal["cls", "mean", "cells", "cls+mean", "cls+cells"]
-# Inverse penalties of logistic regressions on standardised features.
-STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))
-LOGISTIC_IMAGES = 100_000  # of more, `predict` learns from k-NN alone
 Block = Annotated[int, Field(ge=-1000, le=1000)]
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
 MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]

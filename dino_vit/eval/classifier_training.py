@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from dino_vit.eval.spreading import Spreading
 from dino_vit.eval.statistics import Figure, trivial_baselines
 from dino_vit.eval.wrong_labels import Doubts, find_wrong_labels
 from dino_vit.features.readings import Reading
+from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.classifier import ClassifierFacts, ImageClassifier, activate, confidences_of
 
 BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
@@ -217,7 +218,7 @@ def _fit(pool: PooledFeatures, choice: Choice) -> tuple[ImageClassifier, Labelle
     """Train the chosen classifier on all labelled images; return it with these, as they are read."""
     candidate, reading = choice.candidate, choice.candidate.reading
     assert reading is not None
-    learned, model = pool.read(reading), pool.frozen.model
+    learned, model = pool.read(reading), cast("LoadedBackbone", pool.frozen.model)
     facts: dict[str, Any] = {"kind": "linear", "task": learned.task, "classes": learned.classes}
     facts |= {"tokens": reading.tokens, "blocks": pool.spec.blocks, "levelled": bool(reading.whiten)}
     facts |= {"temperature": choice.temperature, "tested": tuple(choice.lines)}

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.config.commands import LOGISTIC_IMAGES
 from dino_vit.config.settings import Task
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import evenly_spaced
@@ -35,6 +34,7 @@ from dino_vit.weights.classifier import activate
 FOLDS = 10
 CS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # what is larger is slow, and no better with few labels
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
+LOGISTIC_IMAGES = 100_000  # of more, regressions would take longer than all else
 JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
 CALIBRATED = 1000  # images for the one temperature of a candidate
 _ABSENT = -1e4  # score of a class that no image learned from has, at any temperature
@@ -174,7 +174,7 @@ def candidates(
     """Return what is tried of a reading, the simplest of each kind first."""
     least = len(folds) - int(torch.bincount(folds).max())  # that are learned from
     found = [Candidate(VOTE, k, reading) for k in sorted(NEIGHBOURS, reverse=True) if k <= max(1, least)]
-    if neighbours_only or len(folds) > LOGISTIC_IMAGES:  # regressions would take longer than all else
+    if neighbours_only or len(folds) > LOGISTIC_IMAGES:
         return found
     return [Candidate(REGRESSION, c, reading) for c in CS] + found
 

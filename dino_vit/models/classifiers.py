@@ -105,7 +105,9 @@ def vote(cosines: Tensor, targets: Tensor, classes: int) -> Tensor:
 Scores = LinearScores | NeighbourScores
 
 
-def score_in_blocks(scores: Scores, features: Tensor, reading: nn.Module | None = None) -> Tensor:
+def score_in_blocks(
+    scores: Scores, features: Tensor, reading: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Return the scores of the features of many images, which are read first, some at a time."""
     bank = len(scores.bank) if isinstance(scores, NeighbourScores) else 1
     size = max(1, min(BLOCK, _PRODUCTS // bank))

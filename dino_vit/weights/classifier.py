@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,7 +53,7 @@ class ImageClassifier(nn.Module):
         backbone: LoadedBackbone,
         scores: Scores,
         facts: ClassifierFacts,
-        reading: Levelling | None = None,
+        reading: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.backbone, self.scores, self.facts = backbone, scores, facts
@@ -118,8 +118,9 @@ def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTran
     prepared["config"] = {}  # that of a run has local paths, which exports leave out too
     metadata = about_backbone(classifier.backbone, prepared)
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
-    parts = {"backbone.": classifier.backbone, f"{CLASSIFIER}.": classifier.scores}
-    parts[f"{CLASSIFIER}.{_READING}"] = classifier.reading
+    parts: dict[str, nn.Module] = {"backbone.": classifier.backbone, f"{CLASSIFIER}.": classifier.scores}
+    if isinstance(classifier.reading, Levelling):
+        parts[f"{CLASSIFIER}.{_READING}"] = classifier.reading
     tensors = {
         f"{prefix}{name}": tensor
         for prefix, module in parts.items()
