@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dino_vit.config.commands import PredictConfig
 from dino_vit.config.sections import BASELINES
@@ -60,10 +60,11 @@ class PooledFeatures:
 
     def reader(self, reading: Reading) -> Callable[[Tensor], Tensor]:
         """Return what reads the parts of a reading."""
-        if reading.whiten and not self.frozen.beside:
-            return self.levelling.of_parts([*map(self.spec.parts.index, reading.tokens.split("+"))])
-        spec = FeatureSpec(tokens=reading.tokens, blocks=self.spec.blocks)
-        return fit_reading(self.frozen, self.select(reading.tokens), spec, reading.whiten)
+        if self.frozen.beside:
+            return fit_reading(self.frozen, self.features, self.spec, reading.whiten)
+        if not reading.whiten:
+            return nn.Identity()
+        return self.levelling.of_parts([*map(self.spec.parts.index, reading.tokens.split("+"))])
 
     def read(self, reading: Reading) -> LabelledFeatures:
         """Return what is read of the labelled images."""
