@@ -32,17 +32,17 @@ from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import SURE, TrainedClassifier, train_classifier
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.origins import read_origins
+from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
     LabelledSubset,
     count_shared,
     images_to_label,
-    labelled_features,
     open_subset,
 )
 from dino_vit.eval.wrong_labels import Doubts
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
-from dino_vit.models.backbone import FeatureSpec
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.features.readings import joined_features
 from dino_vit.weights.classifier import (
     ImageClassifier,
     confidences_of,
@@ -66,6 +66,7 @@ class LabelPredictions(Result):
     confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
     classifier: ImageClassifier
     features: Tensor  # (images, d)
+    spread: Tensor | None  # the probabilities, where labels spread
     columns: Columns  # of the table, for pandas.DataFrame
     details: dict[str, Any]  # what the JSON file holds
     path: Path | None
@@ -78,7 +79,8 @@ class LabelPredictions(Result):
     @cached_property
     def outputs(self) -> NDArray[np.float32]:
         """The probabilities (images, classes), computed when asked for: of many images they are large."""
-        outputs: NDArray[np.float32] = self.classifier.of_features(self.features).cpu().numpy()
+        found = self.classifier.of_features(self.features) if self.spread is None else self.spread
+        outputs: NDArray[np.float32] = found.cpu().numpy()
         return outputs
 
 
@@ -93,16 +95,17 @@ def run(config: PredictConfig) -> LabelPredictions:
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
-    frozen = frozen_backbone(config)  # after what is cheaper to find fault with
+    frozen = frozen_backbones(config)  # after what is cheaper to find fault with
     if learned is None:
         fitted = _read(config, frozen)
+        spec, title = fitted.classifier.spec, f"features of {images.name}"
+        values, indices = joined_features(frozen, images.source, spec=spec, title=title)
+        queries = torch.from_numpy(values).to(frozen.device)
     else:
-        tokens = config.tokens or ("cls+mean" if frozen.model.has_patches else "cls")
-        origins = read_origins(config.labels, learned)
-        fitted = train_classifier(frozen, learned, FeatureSpec(tokens=tokens, blocks=config.blocks), origins)
-    features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
-    queries, facts = features.features.to(frozen.device), fitted.classifier.facts
-    names = [names[row] for row in np.searchsorted(images.indices, features.indices).tolist()]
+        pool = pool_features(config, frozen, learned, images)
+        fitted = train_classifier(pool, read_origins(config.labels, pool.learned))
+        queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
+    facts, names = fitted.classifier.facts, [names[row] for row in np.searchsorted(images.indices, indices)]
     columns = {"name": names, **tabulate(queries, fitted)}
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
@@ -115,13 +118,14 @@ def run(config: PredictConfig) -> LabelPredictions:
         with after_figures():
             save_classifier(fitted.classifier, files["classifier"], frozen.transform)
             what = "the classifier with its backbone, as weights of predict and of export"
-            lines.append(f"{config.classifier}: {what}")
+            lines.append(f"{config.classifier}: {what}{fitted.kept}")
     return LabelPredictions(
         names=names,
         labels=columns["label"],
         confidence=columns.get("confidence"),
         classifier=fitted.classifier,
         features=queries,
+        spread=fitted.spread,
         columns=columns,
         details=details,
         path=output,
@@ -185,7 +189,7 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
     name = public(config.source)
     is_labelled = config.train is not None or config.labels not in (None, NO_LABELS)
     if not is_labelled and (facts := read_classifier_facts(config.weights)):
-        if given := sorted({"several", "tokens", "blocks"} & config.given):
+        if given := sorted({"several", "tokens", "blocks", "whiten"} & config.given):
             text = f"{' and '.join(given)} are of labels to learn from"
             raise ValueError(f"{text}; the classifier in weights has its own: leave them out")
         source = open_source(config.source, NO_LABELS)
@@ -233,7 +237,8 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
 
 def tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
     """Return the columns of the table for the features of many images, some at a time."""
-    blocks = [_tabulate(block, fitted) for block in torch.split(queries, _ROWS)]
+    spread = [None] * len(queries) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
+    blocks = [_tabulate(*block, fitted) for block in zip(torch.split(queries, _ROWS), spread, strict=False)]
     return {
         title: np.concatenate([block[title] for block in blocks])
         if isinstance(first, np.ndarray)
@@ -242,8 +247,9 @@ def tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
     }
 
 
-def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
-    facts, outputs = fitted.classifier.facts, fitted.classifier.of_features(queries)
+def _tabulate(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) -> Columns:
+    classifier, facts = fitted.classifier, fitted.classifier.facts
+    outputs = classifier.of_features(queries) if spread is None else spread
 
     def rounded(values: Tensor) -> NDArray[np.float64]:
         return np.array([round(value, 4) for value in values.tolist()])
@@ -261,7 +267,7 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
     if facts.temperature is None:  # too few labels to say how sure they are
         del columns["confidence"], columns["second_confidence"]
     if fitted.learned is not None:
-        cosines, rows = nearest(fitted.learned.features, queries, k=1)
+        cosines, rows = nearest(fitted.learned.features, classifier.reading(queries), k=1)
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
         columns["similarity"] = rounded(cosines[:, 0])
     return columns
