@@ -186,7 +186,7 @@ def image_of(photos):
 
 def test_files_are_returned_by_their_paths(run, photos, tmp_path):
     maps = dino_vit.attention(photos, weights=run.folder, output=tmp_path / "maps", count=3, verbose=False)
-    assert [np.load(path).shape for path in maps.maps.values()] == [(2, 4, 4)] * 3
+    assert [np.load(path).shape for path in maps.maps.values()] == [(2, 8, 8)] * 3
     assert all(path.exists() for path in maps.sheets)
     same = dino_vit.attention(photos, run.folder, count=3, verbose=False)
     for name, values in same.maps.items():

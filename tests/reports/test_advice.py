@@ -19,7 +19,8 @@ def test_collapses_and_steps_that_are_not_finite_get_a_setting_to_change():
     assert flat.advice == "In a new run, try optim.lr=0.00025."  # recipe=auto is in force
     history, config, baseline = recorded("flowers-hot")
     assert judge_run(history, config, baseline).advice == "In a new run, try recipe=auto."
-    last = replace(HEALTHY, step=40, total_steps=40, epoch=0.5, loss=math.nan)  # a short run hears it too
+    last = replace(HEALTHY, step=40, total_steps=40, epoch=0.5)  # a short run hears it too
+    last = replace(last, loss=math.nan, nonfinite_steps=3)
     said = judge_run([last], load(PretrainConfig, None, ["compute.precision=fp16"]), None)
     assert (said.diagnosis, said.advice) == ("diverged", "In a new run, try compute.precision=bf16.")
 

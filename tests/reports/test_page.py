@@ -195,7 +195,7 @@ def test_the_charts_that_matter_come_first_and_the_others_are_behind_a_line(tmp_
 
 
 def test_a_loss_that_is_not_finite_is_named_and_left_out(tmp_path):
-    flat = replace(HEALTHY, loss=math.nan, embedding_std=math.nan)
+    flat = replace(HEALTHY, loss=math.nan, embedding_std=math.nan, nonfinite_steps=1)
     record = record_of(tmp_path, [(flat, "diverged")], {})
     assert '<span class="pill bad">diverged</span>' in render(record, Pictures())
     assert "Teacher entropies" in by_title(record)

@@ -99,7 +99,7 @@ def test_a_run_deletes_no_features_of_other_commands(tmp_path, monkeypatch):
     features = tmp_path / "cache" / "features" / f"{0:015x}.safetensors"
     features.parent.mkdir(parents=True)
     features.write_bytes(b"0" * 100)
-    left = tmp_path / "copies" / f"1-{0:024x}.partial"  # of a copy that was not finished
+    left = tmp_path / "copies" / f"1-{0:024x}.0123abcd.partial"  # of a copy that was not finished
     left.parent.mkdir()
     left.touch()
     os.utime(left, (0, 0))
