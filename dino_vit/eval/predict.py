@@ -1,36 +1,36 @@
 """Label images by a few that have labels: a table with confidences."""
 
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import torch
 from numpy.typing import NDArray
-from pyarrow import parquet
-from pyarrow.csv import write_csv
 from torch import Tensor
 
 from dino_vit.config.commands import PredictConfig
 from dino_vit.config.outputs import check_outputs
-from dino_vit.config.settings import Task
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
 from dino_vit.core.invocation import after_figures
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import replacing
 from dino_vit.core.text import Result, brief, plural, public
 from dino_vit.data.label_files import SEPARATOR
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
-from dino_vit.eval.classifier_training import SURE, TrainedClassifier, train_classifier
-from dino_vit.eval.neighbours import nearest
+from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
+from dino_vit.eval.label_table import (
+    Columns,
+    given_rows,
+    join_rows,
+    summarise,
+    sure_rows,
+    tabulate,
+    write_table,
+)
 from dino_vit.eval.origins import read_origins
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
@@ -45,28 +45,23 @@ from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.classifier import (
     ImageClassifier,
-    confidences_of,
-    labels_of,
     read_classifier,
     read_classifier_facts,
     save_classifier,
 )
 from dino_vit.weights.read_file import check_weights
 
-Columns = dict[str, Any]  # lists of texts, arrays of numbers
-_ROWS = 2**13  # of the table that are computed at a time
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LabelPredictions(Result):
-    """Labels for images, with how sure they are."""
+    """Labels for the images that had none, with how sure they are, and a table of all images."""
 
     names: list[str]
     labels: list[str] | list[list[str]]  # of each image its class, or several
     confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
     classifier: ImageClassifier
     features: Tensor  # (images, d)
-    columns: Columns  # of the table, for pandas.DataFrame
+    columns: Columns  # of the table of all images, for pandas.DataFrame
     details: dict[str, Any]  # what the JSON file holds
     path: Path | None
 
@@ -89,37 +84,40 @@ def run(config: PredictConfig) -> LabelPredictions:
     check_outputs(config, *files.values())
     check_weights(config.weights)
     learned, images = agree("images", lambda: open_images(config), _describe_images)
-    names = images.source.distinct_names(images.indices.tolist())
+    names = images.source.distinct_names(range(len(images.source)))
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
+    given = Columns()
     if learned is None:
         fitted = _read(config, frozen)
     else:
         tokens = config.tokens or ("cls+mean" if frozen.model.has_patches else "cls")
         origins = read_origins(config.labels, learned)
         fitted = train_classifier(frozen, learned, FeatureSpec(tokens=tokens, blocks=config.blocks), origins)
+        given = given_rows(learned, origins, names) if learned.source is images.source else given
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
-    names = [names[row] for row in np.searchsorted(images.indices, features.indices).tolist()]
-    columns = {"name": names, **tabulate(queries, fitted)}
+    guessed = {"name": [names[index] for index in features.indices], **tabulate(queries, fitted)}
+    columns = join_rows(guessed, features.indices, given)
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
-    details = to_jsonable({**origin, **fitted.details, "images": len(names)})
+    counts = {"images": len(columns["name"]), "guessed": len(queries)}
+    details = to_jsonable({**origin, **fitted.details, **counts})
     if output and is_main_process():
         with after_figures():
             _write(files, columns, details, fitted)
-    lines += _summary(columns, facts.task, files, config.confident)
+    lines += summarise(columns, guessed, facts.task, files, config.confident)
     if config.classifier and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, files["classifier"], frozen.transform)
             what = "the classifier with its backbone, as weights of predict and of export"
             lines.append(f"{config.classifier}: {what}")
     return LabelPredictions(
-        names=names,
-        labels=columns["label"],
-        confidence=columns.get("confidence"),
+        names=guessed["name"],
+        labels=guessed["label"],
+        confidence=guessed.get("confidence"),
         classifier=fitted.classifier,
         features=queries,
         columns=columns,
@@ -154,23 +152,13 @@ def _write(
     files: Mapping[str, Path], columns: Columns, details: Mapping[str, Any], fitted: TrainedClassifier
 ) -> None:
     """Write the table, its sure rows, its JSON and the labels that look wrong."""
-    _write_table(files["table"], columns)
+    write_table(files["table"], columns)
     if "sure" in files:
-        _write_table(files["sure"], _sure_rows(columns, details["settings"]["confident"]))
+        write_table(files["sure"], sure_rows(columns, details["settings"]["confident"]))
     write_results(files["about"], details)
     files["doubtful"].unlink(missing_ok=True)  # of an earlier call
     if fitted.doubts.columns:
-        _write_table(files["doubtful"], fitted.doubts.columns)
-
-
-def _sure_rows(columns: Columns, least: float) -> Columns:
-    """Return the rows of a table with a confidence of at least so much."""
-    unsure = np.zeros(len(columns["name"]))  # where the labels are too few to tell
-    rows = np.flatnonzero(columns.get("confidence", unsure) >= least)
-    return {
-        title: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
-        for title, values in columns.items()
-    }
+        write_table(files["doubtful"], fitted.doubts.columns)
 
 
 def _doubts(fitted: TrainedClassifier, files: Mapping[str, Path]) -> Iterator[str]:
@@ -231,42 +219,6 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
     return TrainedClassifier(classifier, None, [], details, lines, Doubts())
 
 
-def tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
-    """Return the columns of the table for the features of many images, some at a time."""
-    blocks = [_tabulate(block, fitted) for block in torch.split(queries, _ROWS)]
-    return {
-        title: np.concatenate([block[title] for block in blocks])
-        if isinstance(first, np.ndarray)
-        else [*chain.from_iterable(block[title] for block in blocks)]
-        for title, first in blocks[0].items()
-    }
-
-
-def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
-    facts, outputs = fitted.classifier.facts, fitted.classifier.of_features(queries)
-
-    def rounded(values: Tensor) -> NDArray[np.float64]:
-        return np.array([round(value, 4) for value in values.tolist()])
-
-    columns: Columns = {"label": [*labels_of(outputs, facts.classes, facts.task)]}
-    columns["confidence"] = rounded(confidences_of(outputs, facts.task))
-    if facts.task == "multiclass":
-        top = outputs.topk(min(2, len(facts.classes)), dim=1)
-        columns["second"] = [facts.classes[number] for number in top.indices[:, -1].tolist()]
-        columns["second_confidence"] = rounded(top.values[:, -1])
-    else:
-        apart = (outputs - 0.5).abs()
-        columns["second"] = [facts.classes[number] for number in apart.argmin(dim=1).tolist()]
-        columns["second_confidence"] = rounded(outputs.gather(1, apart.argmin(dim=1, keepdim=True))[:, 0])
-    if facts.temperature is None:  # too few labels to say how sure they are
-        del columns["confidence"], columns["second_confidence"]
-    if fitted.learned is not None:
-        cosines, rows = nearest(fitted.learned.features, queries, k=1)
-        columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
-        columns["similarity"] = rounded(cosines[:, 0])
-    return columns
-
-
 def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Iterator[str]:
     """Yield the command to label by a baseline that is as good as the features."""
     name = details.get("better_baseline")
@@ -280,35 +232,3 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
         f"{name}, which nothing has learned, are as good or better: {command}. For better features train "
         "longer, or use published weights, such as hf:facebook/dinov2-small"
     )
-
-
-def _summary(columns: Columns, task: Task, files: Mapping[str, Path], least: float | None) -> Iterator[str]:
-    """Say how many images have which label, how sure that is, and where."""
-    text = f"{plural(len(columns['name']), 'image')} labelled"
-    if (sure := columns.get("confidence")) is not None:
-        text += f": mean confidence {100 * sure.mean():.0f} %"
-        if task == "multiclass":
-            text += f", {int((sure >= SURE).sum()):,} with {100 * SURE:.0f} % or more"
-    counts = [f"{name}: {number:,}" for name, number in Counter(_cells(columns["label"])).most_common()]
-    where = f"{files['table']}: " if "table" in files else ""
-    yield f"{where}{text}; {brief(', '.join(counts), 200)}"
-    if least is not None:
-        if "confidence" not in columns:
-            yield f"{files['sure']} is empty: the labels are too few to tell how sure they are"
-            return
-        count = plural(len(_sure_rows(columns, least)["name"]), "image")
-        yield f"{files['sure']}: the {count} with a confidence of {100 * least:.0f} % or more"
-
-
-def _write_table(path: Path, columns: Columns) -> None:
-    """Write a table as CSV, or as Parquet, in which several labels are a list."""
-    with replacing(path) as partial:
-        if path.suffix == ".csv":
-            write_csv(pa.table({**columns, "label": _cells(columns["label"])}), partial)
-        else:
-            parquet.write_table(pa.table(columns), partial)
-
-
-def _cells(labels: Sequence[str] | Sequence[list[str]]) -> list[str]:
-    """Return labels as `several=true` reads them from a cell of text."""
-    return [each if isinstance(each, str) else SEPARATOR.join(each) or SEPARATOR for each in labels]
