@@ -47,8 +47,7 @@ def run(config: LabelConfig) -> Written:
     """Write the page and return its file; rank 0 writes it."""
     output = Path(config.output)
     check_outputs(config, output)
-    source = open_source(config.source, NO_LABELS)
-    source.distinct_names(range(len(source)))  # so that each row of the table is of one image
+    source = open_once(config.source)
     given, guesses = read_tables(config, source)
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
     labelled = [index for index in range(len(source)) if find(given, source, index)]
@@ -71,6 +70,13 @@ def run(config: LabelConfig) -> Written:
     write_bytes(output, html)
     count = f"{len(shown):,} of {plural(len(source), 'image')}"
     return Written(path=output, text=f"{output}: {count}, {len(html) / 1e6:.1f} MB; open it in any browser")
+
+
+def open_once(path: str) -> ImageSet:
+    """Return the images of a source, each once, so that each row of the table is of one image."""
+    source = open_source(path, NO_LABELS)
+    once = {name: index for index, name in enumerate(source.distinct_names(range(len(source))))}
+    return source if len(once) == len(source) else source.subset(sorted(once.values()))
 
 
 def title_of(source: str) -> str:

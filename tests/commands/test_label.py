@@ -128,6 +128,15 @@ def test_a_table_with_given_and_guessed_labels_is_both(label, tmp_path, name):
     assert by_name["IMG_0001.png"] == (None, ["blue", 0.7])
 
 
+def test_an_image_that_a_list_names_twice_is_shown_once(label, colours, tmp_path):
+    names = [name for name in colours[1] if name.startswith("IMG")]
+    (tmp_path / "list.txt").write_text("".join(f"photos/{name}\n" for name in [*names, *names[:3]]))
+    page = dino_vit.label("list.txt", "pixels", verbose=False)
+    data = ParsedPage(page.path.read_text()).data
+    assert sorted(data["names"]) == sorted(f"photos/{name}" for name in names)
+    assert data["total"] == len(names)
+
+
 def test_mistakes_are_explained_before_the_work(label, tmp_path, capsys):
     write_rows(tmp_path / "none.csv", [("name", "label"), ("other.png", "red")])
     (tmp_path / "several.json").write_text(json.dumps({"plain.png": ["red", "blue"]}))
