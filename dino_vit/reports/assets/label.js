@@ -274,10 +274,10 @@ class Page {
   }
 
   draw() {
-    const parent = document.getElementById("view"), labelled = this.answers.answers.filter((answer) => answer?.label).length;
+    const parent = document.getElementById("view");
     document.activeElement?.blur();
     parent.replaceChildren();
-    document.querySelector(".count").textContent = `${labelled.toLocaleString("en")} labelled`;
+    document.querySelector(".count").textContent = `${this.answers.rows.length.toLocaleString("en")} labelled`;
     for (const tab of document.querySelector("nav").children) tab.setAttribute("aria-pressed", tab.textContent === this.name);
     this.saver.textContent = `Save ${this.file(this.answers.saves)}`;
     this.saver.classList.toggle("changed", this.answers.changed);
@@ -324,7 +324,7 @@ class Page {
       note.append("Move it to where you work, then: ");
       element(note, "code", {}, `${data.command} labels=${name} output=rest.csv overwrite=true`);
     }
-    if (this.answers.randomCount < JUDGES) note.append(` To know how good the labels will be, first label ${JUDGES} or more images in Check by chance.`);
+    if (this.answers.rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know how good the labels will be, first label ${JUDGES} or more images in Check by chance.`);
     this.draw();
   }
 }
