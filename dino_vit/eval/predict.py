@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.commands import PredictConfig
+from dino_vit.config.objects import is_object
 from dino_vit.config.outputs import check_outputs
 from dino_vit.core import log
 from dino_vit.core.distributed import agree, is_main_process
@@ -44,6 +45,7 @@ from dino_vit.eval.wrong_labels import Doubts
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.weights.classifier import (
+    ClassifierFacts,
     ImageClassifier,
     read_classifier,
     read_classifier_facts,
@@ -109,6 +111,7 @@ def run(config: PredictConfig) -> LabelPredictions:
         with after_figures():
             _write(files, columns, details, fitted)
     lines += summarise(columns, guessed, facts.task, files, config.confident)
+    lines += _next_command(config, facts)
     if config.classifier and is_main_process():
         with after_figures():
             save_classifier(fitted.classifier, files["classifier"], frozen.transform)
@@ -225,10 +228,21 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
     if name is None:
         return
     options = {"train": config.train, "labels": config.labels, "output": f"{name}.csv"}
-    given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
-    given += ["several=true"] * config.several
-    command = shlex.join(["dino-vit", "predict", public(config.source), name, *given])
+    command = _command("predict", config, name, **options, several="true" * config.several)
     yield (
         f"{name}, which nothing has learned, are as good or better: {command}. For better features train "
         "longer, or use published weights, such as hf:facebook/dinov2-small"
     )
+
+
+def _next_command(config: PredictConfig, facts: ClassifierFacts) -> Iterator[str]:
+    """Yield the command to look through the guesses, where a page can."""
+    if config.output and facts.task == "multiclass" and not is_object(config.source):
+        labels = None if config.train else config.labels
+        options = {"labels": labels, "guesses": config.output, "output": "check.html", "overwrite": "true"}
+        yield f"{_command('label', config, config.weights, **options)}: a page to check the guesses"
+
+
+def _command(name: str, config: PredictConfig, weights: str, **options: object) -> str:
+    given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
+    return shlex.join(["dino-vit", name, public(config.source), weights, *given])

@@ -97,11 +97,7 @@ def test_too_few_labels_have_no_confidence(photos, weights):
         assert (photos / "rest-sure.csv").read_text().count("\n") == 1 + found.details["labelled"]
         assert words in str(found)
         assert "mean confidence" not in str(found)
-        assert (
-            str(found)
-            .splitlines()[-2]
-            .endswith("with a given label, as the labels are too few to tell how sure the others are")
-        )
+        assert "with a given label, as the labels are too few to tell how sure the others are" in str(found)
         assert {*found.columns} == {"name", "label", "origin", "second", "nearest", "similarity"}
     assert (found.details["classifier"], found.details["temperature"]) == ("k-NN (k = 1)", None)
     again = dino_vit.predict(photos / "photos", kept, verbose=False)

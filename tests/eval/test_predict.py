@@ -81,6 +81,8 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     sure = sum(float(row["confidence"]) >= 0.8 for row in rows)
     assert f"{output}: {len(rows)} of {IMAGES} labels guessed: mean confidence " in said
     assert f" %, {sure} with 80 % or more; " in said
+    page = f"labels={photos / 'labels.csv'} guesses={output} output=check.html overwrite=true: a page"
+    assert f"\ndino-vit label {photos / 'photos'} {weights} {page} to check the guesses\n" in said
     assert "\nMistakes in the given labels cannot be found: " in said, "48 labels are too few"
     assert not output.with_name("rest-sure.csv").exists()
     before = output.read_bytes()
@@ -174,7 +176,7 @@ def test_the_sure_labels_are_a_table_of_their_own(photos, weights, suffix):
     assert sure == [row for row in rows if row["origin"] == "given" or row["confidence"] >= least]
     assert 10 < len(sure) - IMAGES // 2 < 20, len(rows)
     count = f"{len(sure)} images with a given label, or a confidence of {100 * least:.0f} % or more"
-    assert str(found).endswith(f"rest-sure.{suffix}: {count}")
+    assert f"rest-sure.{suffix}: {count}\n" in str(found)
     with pytest.raises(ValueError, match=r"rest\..* already exists, with 2 other files"):
         dino_vit.predict(photos / "photos", weights, output=output, **again)
     with pytest.raises(ValueError, match="confident writes a table beside output, which is not given"):

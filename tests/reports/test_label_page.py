@@ -70,6 +70,16 @@ def test_labels_alike_are_one_and_undoing_goes_back(page):
     assert page.ask("page.answers.answers.filter(Boolean)") == []
 
 
+def test_a_key_that_is_held_down_labels_one_image(page):
+    page.open()
+    page.show("Label")
+    page.press(*"red", Keys.ENTER)
+    for repeat in (False, True, True):
+        event = f"new KeyboardEvent('keydown', {{ key: '1', repeat: {str(repeat).lower()}, bubbles: true }})"
+        page.browser.execute_script(f"document.body.dispatchEvent({event})")
+    assert page.ask("page.answers.actions.length") == 2
+
+
 def test_ticked_neighbours_get_the_same_label_and_are_a_group(page):
     page.open()
     page.show("Label")

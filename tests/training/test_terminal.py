@@ -231,6 +231,7 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
 @pytest.mark.parametrize(
     ("labelled", "far", "network", "advised"),
     [
+        (0, 200, "run", "label {}` writes a page to label a few by"),
         (20, 200, "run", "knn {}` classifies"),
         (16, 200, "run", "predict {} output=rest.csv` labels the other"),
         (16, -200, "(pixels|edges)", "predict {} output=rest.csv` labels the other"),
@@ -246,10 +247,11 @@ def test_the_next_command_has_the_labels_of_the_run(
         write_synthetic(tmp_path / f"photos/{number}.png", number)
     rows = (f"{number}.png,{number % 2}" for number in range(labelled))
     (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
-    given = {"data.source": tmp_path / "photos", "data.labels": tmp_path / "few.csv"}
+    given = {"data.source": tmp_path / "photos"}
+    given |= {"data.labels": tmp_path / "few.csv"} if labelled else {}
     trained(tmp_path / "run", {**given, "budget.steps": 4, "compute.eval_every": 1})
     network = str(tmp_path / "run") if network == "run" else network
-    arguments = f"{tmp_path / 'photos'} {network} labels={tmp_path / 'few.csv'}"
+    arguments = f"{tmp_path / 'photos'} {network}" + f" labels={tmp_path / 'few.csv'}" * bool(labelled)
     assert re.search(f"`dino-vit {advised.format(arguments)}", capsys.readouterr().err)
 
 

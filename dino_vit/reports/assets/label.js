@@ -5,8 +5,8 @@ const JUDGES = 50; // random images that predict needs to say how good its label
 
 // One image at a time, of a queue. A blind one shows nothing that would suggest a label.
 class One {
-  constructor(page, queue, { blind = false, title } = {}) {
-    Object.assign(this, { page, queue, blind, title, answers: page.answers, place: 0 });
+  constructor(page, queue, { blind = false, endless = false, title } = {}) {
+    Object.assign(this, { page, queue, blind, endless, title, answers: page.answers, place: 0 });
     this.next(0);
   }
 
@@ -39,7 +39,8 @@ class One {
     if (!this.queue.length) return element(parent, "p", { class: "lead" }, "There is nothing left here.");
     const n = this.image, answer = this.answers.answers[n], guess = this.blind ? null : this.answers.guess(n);
     const left = this.queue.filter((each) => !this.answers.answers[each]).length;
-    element(parent, "p", { class: "lead" }, `${this.title} ${left ? `${left.toLocaleString("en")} to go.` : "All are done."}`);
+    const rest = left ? `${left.toLocaleString("en")} to go.` : "All are done.";
+    element(parent, "p", { class: "lead" }, left && this.endless ? this.title : `${this.title} ${rest}`);
     if (this.blind) this.drawCheck(parent, left);
     const columns = element(parent, "div", { class: "one" }), subject = element(columns, "figure", { class: "subject" });
     photo(subject, n);
@@ -132,12 +133,13 @@ class Grid {
     if (shown.length) button(heading, "One at a time", () => this.page.open(new One(this.page, [...this.images], { title: this.title })));
     const rest = left > shown.length ? `The first ${shown.length} of ${left.toLocaleString("en")}. ` : "";
     element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong; with keys: arrows and the space bar.` : "All of these are done.");
-    this.grid = element(parent, "div", { class: "grid" });
+    const columns = element(parent, "div", { class: "check" });
+    this.grid = element(columns, "div", { class: "grid" });
     for (const n of shown) {
       const tile = button(this.grid, "", () => this.mark(n, tile), { class: "tile", "aria-pressed": this.marked.has(n), value: n });
       photo(tile, n);
     }
-    this.bar = element(parent, "div", { class: "bottom" });
+    this.bar = element(columns, "div", { class: "side" });
     this.drawBar();
   }
 
@@ -226,7 +228,7 @@ class Guesses {
 
   draw(parent) {
     const left = this.page.answers.toCheck();
-    element(parent, "p", { class: "lead" }, left.length ? "Choose a label to look through the images that are guessed to have it, the least sure first." : "There are no guesses to check. They come from predict, or from naming a row of the overview.");
+    element(parent, "p", { class: "lead" }, left.length ? "Choose a label, and look through what is guessed to have it, the least sure first. After some 50 corrections, save and predict again." : "There are no guesses to check. They come from predict, or from naming a row of the overview.");
     const labels = element(parent, "div", { class: "labels" });
     for (const [label, images] of left) {
       const choice = button(labels, "", () => this.page.check(label), { class: "class" });
@@ -242,7 +244,7 @@ class Page {
     this.answers = new Answers();
     this.views = {
       Overview: () => new Overview(this),
-      Label: () => new One(this, data.queue, { title: "Label some 50 to 200 and save; typical images come first." }),
+      Label: () => new One(this, data.queue, { endless: true, title: "Label some 50 to 200, then save. Typical images come first." }),
       "Check guesses": () => new Guesses(this),
       "Check by chance": () => new One(this, data.sample, { blind: true, title: "Random images, to know how good the table is. Label each without help." }),
     };
@@ -293,6 +295,7 @@ class Page {
   }
 
   key(event) {
+    if (event.repeat && !event.key.startsWith("Arrow") && !event.target.matches("input[type=text]")) return event.preventDefault(); // a key that is held
     const writes = event.target.matches("input[type=text]") && event.target.value;
     if ((event.ctrlKey || event.metaKey) && event.key === "s") this.save();
     else if ((event.ctrlKey || event.metaKey) && event.key === "z" && !writes) this.undo();
@@ -324,7 +327,7 @@ class Page {
       note.append("Move it to where you work, then: ");
       element(note, "code", {}, `${data.command} labels=${name} output=rest.csv overwrite=true`);
     }
-    if (this.answers.rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know how good the labels will be, first label ${JUDGES} or more images in Check by chance.`);
+    if (this.answers.rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know better how good its labels are, label ${JUDGES} or more images in Check by chance, now or later.`);
     this.draw();
   }
 }
