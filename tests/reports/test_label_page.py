@@ -127,6 +127,22 @@ def test_a_row_that_is_named_is_looked_through(page):
     assert table == dict.fromkeys(shown[1:], ("red", "group:1"))
 
 
+def test_a_grid_is_done_before_others_come_and_what_is_undone_comes_back(page):
+    page.open()
+    grid = "page.open(new Grid(page, [...data.names.keys()], { title: 'all', back: () => {} }))"
+    page.browser.execute_script(grid)
+    shown = page.ask("page.view.shown")
+    assert len(shown) == 48
+    page.press(Keys.ARROW_RIGHT, Keys.SPACE, *"red", Keys.ENTER)
+    assert page.ask("page.view.shown") == shown[1:]
+    page.browser.execute_script("page.view.shown.slice(1).forEach((n) => page.view.marked.add(n))")
+    page.press(Keys.ARROW_RIGHT, Keys.SPACE, "1")
+    others = page.ask("page.view.shown")
+    assert len(others) == len(NAMES) - page.ask("data.sample.length") - 48
+    page.press(Keys.BACKSPACE)
+    assert page.ask("page.view.shown")[:47] == shown[1:]
+
+
 def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     colours = list(page.truth.items())
     wrong = {name for name, _ in colours[30:38]}

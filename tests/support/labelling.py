@@ -38,7 +38,7 @@ AWKWARD = [
     "emoji 🍏.png",
     "#hash?.png",
 ]  # fmt: skip
-NAMES = [*AWKWARD, *(f"IMG_{number:04}.png" for number in range(40))]
+NAMES = [*AWKWARD, *(f"IMG_{number:04}.png" for number in range(60))]
 
 
 def write_images(folder: Path) -> dict[str, str]:

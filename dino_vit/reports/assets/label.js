@@ -120,8 +120,10 @@ class Grid {
     return this.images.filter((n) => this.answers.isOpen(n));
   }
 
+  // So many at a time: others come when these are done.
   get shown() {
-    return this.left.slice(0, GRID);
+    if (!this.batch?.some((n) => this.answers.isOpen(n))) this.batch = this.left.slice(0, GRID);
+    return this.batch.filter((n) => this.answers.isOpen(n));
   }
 
   draw(parent) {
@@ -131,7 +133,7 @@ class Grid {
     button(heading, "← All", this.back);
     element(heading, "h2", {}, this.title);
     if (shown.length) button(heading, "One at a time", () => this.page.open(new One(this.page, [...this.images], { title: this.title })));
-    const rest = left > shown.length ? `The first ${shown.length} of ${left.toLocaleString("en")}. ` : "";
+    const rest = left > shown.length ? `${left.toLocaleString("en")} to look through, ${shown.length} of them here. ` : "";
     element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong; with keys: arrows and the space bar.` : "All of these are done.");
     const columns = element(parent, "div", { class: "check" });
     this.grid = element(columns, "div", { class: "grid" });
@@ -242,11 +244,12 @@ class Guesses {
 class Page {
   constructor() {
     this.answers = new Answers();
+    const hasGuesses = data.guesses.some(Boolean);
     this.views = {
       Overview: () => new Overview(this),
-      Label: () => new One(this, data.queue, { endless: true, title: "Label some 50 to 200, then save. Typical images come first." }),
+      Label: () => new One(this, data.queue, { endless: true, title: "Typical images come first. After 50 to 200 labels, save." }),
       "Check guesses": () => new Guesses(this),
-      "Check by chance": () => new One(this, data.sample, { blind: true, title: "Random images, to know how good the table is. Label each without help." }),
+      "Check by chance": () => new One(this, data.sample, { blind: true, title: `Random images: label them without help. After ${JUDGES}, ${hasGuesses ? "the page says how many guesses are right" : "predict knows how good its labels are"}.` }),
     };
     const nav = document.querySelector("nav");
     for (const name of Object.keys(this.views)) button(nav, name, () => this.show(name));
@@ -254,7 +257,7 @@ class Page {
     this.saver.addEventListener("click", () => this.save());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("beforeunload", (event) => this.answers.changed && event.preventDefault());
-    this.show(data.guesses.some(Boolean) ? "Check guesses" : "Overview");
+    this.show(hasGuesses ? "Check guesses" : "Overview");
   }
 
   show(name) {
@@ -291,6 +294,7 @@ class Page {
     const action = this.answers.undo();
     const place = this.view.queue?.indexOf(action?.images[0]) ?? -1;
     if (place >= 0) this.view.place = place;
+    this.view.batch = null; // what comes back comes first
     this.draw();
   }
 
