@@ -90,11 +90,8 @@ class ImageSet:
                 pair = first.setdefault(name, index), index
                 if len({*self.store.origins(self.rows_of(pair).tolist())}) > 1:
                     text = f"images {pair[0]} and {index} (counted from 0) are both named {brief(name, 200)}"
-                    advice = "; rename one of them"
-                    if self.full_name(pair[0]) != self.full_name(index):
-                        advice = ", as names leave out the queries of addresses; let them differ before the "
-                        advice += "question mark, or download them"
-                    raise ValueError(text + advice)
+                    advice = "rename one of them; addresses must differ before the question mark"
+                    raise ValueError(f"{text}: {advice}")
         return names
 
     def full_name(self, index: int) -> str:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pyarrow import parquet
+from pyarrow import compute, parquet
 from pyarrow.csv import write_csv
 from torch import Tensor
 
@@ -24,28 +23,22 @@ from dino_vit.eval.origins import Origins
 from dino_vit.eval.sets import LabelledSubset
 from dino_vit.weights.classifier import confidences_of, labels_of
 
-Columns = dict[str, Any]  # lists of texts, arrays of numbers
 _ROWS = 2**13  # of the table that are computed at a time
 
 
-def tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
-    """Return the columns of the table for the features of many images, some at a time."""
-    blocks = [_tabulate(block, fitted) for block in torch.split(queries, _ROWS)]
-    return {
-        title: np.concatenate([block[title] for block in blocks])
-        if isinstance(first, np.ndarray)
-        else [*chain.from_iterable(block[title] for block in blocks)]
-        for title, first in blocks[0].items()
-    }
+def tabulate(queries: Tensor, names: Sequence[str], fitted: TrainedClassifier) -> pa.Table:
+    """Return the table of guesses by the features of many images, some at a time."""
+    blocks = [pa.table(_columns(block, fitted)) for block in torch.split(queries, _ROWS)]
+    return pa.concat_tables(blocks).add_column(0, "name", [names])
 
 
-def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
+def _columns(queries: Tensor, fitted: TrainedClassifier) -> dict[str, Any]:
     facts, outputs = fitted.classifier.facts, fitted.classifier.of_features(queries)
 
     def rounded(values: Tensor) -> NDArray[np.float64]:
         return np.array([round(value, 4) for value in values.tolist()])
 
-    columns: Columns = {"label": [*labels_of(outputs, facts.classes, facts.task)]}
+    columns: dict[str, Any] = {"label": _label_column(labels_of(outputs, facts.classes, facts.task))}
     columns["origin"] = [GUESSED] * len(outputs)
     columns["confidence"] = rounded(confidences_of(outputs, facts.task))
     if facts.task == "multiclass":
@@ -65,48 +58,40 @@ def _tabulate(queries: Tensor, fitted: TrainedClassifier) -> Columns:
     return columns
 
 
-def given_rows(learned: LabelledSubset, origins: Origins, names: Sequence[str]) -> Columns:
-    """Return the labels that were given, with the names and indices of their images."""
-    labels = map(learned.source.labels.names_of, learned.source.codes(learned.indices).tolist())
-    return {
-        "name": [names[index] for index in learned.indices],
-        "label": [each if learned.task == "multilabel" else each[0] for each in labels],
+def _label_column(labels: Sequence[str] | Sequence[list[str]]) -> pa.Array:
+    is_text = isinstance(labels[0], str)
+    return pa.array(labels, pa.string() if is_text else pa.list_(pa.string()))
+
+
+def with_given(
+    guessed: pa.Table, indices: NDArray[np.int64], learned: LabelledSubset, origins: Origins
+) -> pa.Table:
+    """Return the rows of guesses and those of the labels that were given, in the order of the images."""
+    labels = [*map(learned.source.labels.names_of, learned.source.codes(learned.indices).tolist())]
+    columns = {
+        "name": [*map(learned.source.name, learned.indices.tolist())],
+        "label": _label_column(labels if learned.task == "multilabel" else [label for (label,) in labels]),
         "origin": origins.tolist(),
-        "index": learned.indices,
     }
+    table = pa.concat_tables([guessed, pa.table(columns)], promote_options="default")
+    return table.take(np.argsort(np.concatenate([indices, learned.indices])))
 
 
-def join_rows(guessed: Columns, indices: NDArray[np.int64], given: Columns) -> Columns:
-    """Return the rows of guessed labels, and those of the given ones, in the order of the images."""
-    others = given.get("index", np.empty(0, np.int64))
-    order, nothing = np.argsort(np.concatenate([indices, others])), [None] * len(others)
-    columns = Columns()
-    for title, values in guessed.items():
-        if isinstance(values, np.ndarray):
-            columns[title] = np.concatenate([values, np.full(len(others), np.nan)])[order]
-        else:
-            joined = [*values, *given.get(title, nothing)]
-            columns[title] = [joined[row] for row in order.tolist()]
-    return columns
-
-
-def sure_rows(columns: Columns, least: float) -> Columns:
+def sure_rows(table: pa.Table, least: float) -> pa.Table:
     """Return the rows of given labels, and of those with a confidence of at least so much."""
-    unsure = np.zeros(len(columns["name"]))  # where the labels are too few to tell
-    is_given = np.array([origin != GUESSED for origin in columns["origin"]])
-    rows = np.flatnonzero(is_given | (columns.get("confidence", unsure) >= least))
-    return {
-        title: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
-        for title, values in columns.items()
-    }
+    rows = compute.not_equal(table["origin"], GUESSED)
+    if "confidence" in table.column_names:
+        rows = compute.or_kleene(rows, compute.greater_equal(table["confidence"], least))
+    return table.filter(rows)
 
 
 def summarise(
-    columns: Columns, guessed: Columns, task: Task, files: Mapping[str, Path], least: float | None
+    table: pa.Table, guessed: pa.Table, task: Task, files: Mapping[str, Path], least: float | None
 ) -> Iterator[str]:
     """Say how many images are guessed to have which label, how sure that is, and where."""
-    text = f"{len(guessed['name']):,} of {plural(len(columns['name']), 'label')} guessed"
-    if (sure := guessed.get("confidence")) is not None:
+    text = f"{len(guessed):,} of {plural(len(table), 'label')} guessed"
+    if has_confidence := "confidence" in guessed.column_names:
+        sure = guessed["confidence"].to_numpy()
         text += f": mean confidence {100 * sure.mean():.0f} %"
         if task == "multiclass":
             text += f", {int((sure >= SURE).sum()):,} with {100 * SURE:.0f} % or more"
@@ -114,23 +99,24 @@ def summarise(
     where = f"{files['table']}: " if "table" in files else ""
     yield f"{where}{text}; {brief(', '.join(counts), 200)}"
     if least is not None:
-        count = plural(len(sure_rows(columns, least)["name"]), "image")
+        count = plural(len(sure_rows(table, least)), "image")
         text = f"or a confidence of {100 * least:.0f} % or more"
-        if sure is None:
+        if not has_confidence:
             text = "as the labels are too few to tell how sure the others are"
         yield f"{files['sure']}: {count} with a given label, {text}"
 
 
-def write_table(path: Path, columns: Columns) -> None:
+def write_table(path: Path, table: pa.Table) -> None:
     """Write a table as CSV, or as Parquet, in which several labels are a list."""
     with replacing(path) as partial:
         if path.suffix == ".csv":
-            columns = {**columns, "label": _cells(columns["label"])}
-        table = pa.table({title: pa.array(each, from_pandas=True) for title, each in columns.items()})
-        write = write_csv if path.suffix == ".csv" else parquet.write_table
-        write(table, partial)
+            at = table.column_names.index("label")
+            write_csv(table.set_column(at, "label", [_cells(table["label"])]), partial)
+        else:
+            parquet.write_table(table, partial)
 
 
-def _cells(labels: Sequence[str] | Sequence[list[str]]) -> list[str]:
+def _cells(labels: pa.ChunkedArray) -> list[str]:
     """Return labels as `several=true` reads them from a cell of text."""
-    return [each if isinstance(each, str) else SEPARATOR.join(each) or SEPARATOR for each in labels]
+    texts = labels.to_pylist()
+    return [each if isinstance(each, str) else SEPARATOR.join(each) or SEPARATOR for each in texts]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,15 +24,7 @@ from dino_vit.data.label_files import SEPARATOR
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
-from dino_vit.eval.label_table import (
-    Columns,
-    given_rows,
-    join_rows,
-    summarise,
-    sure_rows,
-    tabulate,
-    write_table,
-)
+from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given, write_table
 from dino_vit.eval.origins import read_origins
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
@@ -63,9 +56,15 @@ class LabelPredictions(Result):
     confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
     classifier: ImageClassifier
     features: Tensor  # (images, d)
-    columns: Columns  # of the table of all images, for pandas.DataFrame
+    table: pa.Table  # of all images
     details: dict[str, Any]  # what the JSON file holds
     path: Path | None
+
+    @cached_property
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of the table of all images, for pandas.DataFrame."""
+        columns: dict[str, list[Any]] = self.table.to_pydict()
+        return columns
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -91,26 +90,26 @@ def run(config: PredictConfig) -> LabelPredictions:
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
-    given = Columns()
     if learned is None:
         fitted = _read(config, frozen)
     else:
         tokens = config.tokens or ("cls+mean" if frozen.model.has_patches else "cls")
         origins = read_origins(config.labels, learned)
         fitted = train_classifier(frozen, learned, FeatureSpec(tokens=tokens, blocks=config.blocks), origins)
-        given = given_rows(learned, origins, names) if learned.source is images.source else given
     features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
     queries, facts = features.features.to(frozen.device), fitted.classifier.facts
-    guessed = {"name": [names[index] for index in features.indices], **tabulate(queries, fitted)}
-    columns = join_rows(guessed, features.indices, given)
+    guessed = tabulate(queries, [names[index] for index in features.indices], fitted)
+    table = guessed
+    if learned is not None and learned.source is images.source:
+        table = with_given(guessed, features.indices, learned, origins)
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
-    counts = {"images": len(columns["name"]), "guessed": len(queries)}
+    counts = {"images": len(table), "guessed": len(guessed)}
     details = to_jsonable({**origin, **fitted.details, **counts})
     if output and is_main_process():
         with after_figures():
-            _write(files, columns, details, fitted)
-    lines += summarise(columns, guessed, facts.task, files, config.confident)
+            _write(files, table, details, fitted)
+    lines += summarise(table, guessed, facts.task, files, config.confident)
     lines += _next_command(config, facts)
     if config.classifier and is_main_process():
         with after_figures():
@@ -118,12 +117,12 @@ def run(config: PredictConfig) -> LabelPredictions:
             what = "the classifier with its backbone, as weights of predict and of export"
             lines.append(f"{config.classifier}: {what}")
     return LabelPredictions(
-        names=guessed["name"],
-        labels=guessed["label"],
-        confidence=guessed.get("confidence"),
+        names=guessed["name"].to_pylist(),
+        labels=guessed["label"].to_pylist(),
+        confidence=guessed["confidence"].to_numpy() if "confidence" in guessed.column_names else None,
         classifier=fitted.classifier,
         features=queries,
-        columns=columns,
+        table=table,
         details=details,
         path=output,
         text="\n".join(lines),
@@ -152,16 +151,16 @@ def _files(config: PredictConfig) -> dict[str, Path]:
 
 
 def _write(
-    files: Mapping[str, Path], columns: Columns, details: Mapping[str, Any], fitted: TrainedClassifier
+    files: Mapping[str, Path], table: pa.Table, details: Mapping[str, Any], fitted: TrainedClassifier
 ) -> None:
     """Write the table, its sure rows, its JSON and the labels that look wrong."""
-    write_table(files["table"], columns)
+    write_table(files["table"], table)
     if "sure" in files:
-        write_table(files["sure"], sure_rows(columns, details["settings"]["confident"]))
+        write_table(files["sure"], sure_rows(table, details["settings"]["confident"]))
     write_results(files["about"], details)
     files["doubtful"].unlink(missing_ok=True)  # of an earlier call
     if fitted.doubts.columns:
-        write_table(files["doubtful"], fitted.doubts.columns)
+        write_table(files["doubtful"], pa.table(fitted.doubts.columns))
 
 
 def _doubts(fitted: TrainedClassifier, files: Mapping[str, Path]) -> Iterator[str]:

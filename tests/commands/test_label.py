@@ -126,6 +126,9 @@ def test_a_table_with_given_and_guessed_labels_is_both(label, tmp_path, name):
     by_name = dict(zip(data["names"], zip(data["given"], data["guesses"], strict=True), strict=True))
     assert by_name["plain.png"] == (["red", "chosen"], None)
     assert by_name["IMG_0001.png"] == (None, ["blue", 0.7])
+    alone = label(labels=name)
+    assert alone["guesses"] == [None] * len(alone["names"]), "as labels= the guesses are none"
+    assert [row for row in alone["given"] if row] == [["red", "chosen"]]
 
 
 def test_an_image_that_a_list_names_twice_is_shown_once(label, colours, tmp_path):

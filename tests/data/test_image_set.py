@@ -127,7 +127,7 @@ def test_two_addresses_of_one_name_are_refused_where_names_go_into_a_table(tmp_p
     """A query may be a secret, so names are without it."""
     path, labels = tmp_path / "list.txt", tmp_path / "labels.csv"
     path.write_text("".join(f"https://h.invalid/img?id={number}\n" for number in (1, 2)))
-    refused = r"images 0 and 1 \(counted from 0\) are both named https://h\.invalid/img, as names leave out"
+    refused = r"images 0 and 1 \(counted from 0\) are both named https://h\.invalid/img: .* before the"
     with pytest.raises(ValueError, match=refused):
         dino_vit.embed(path, weights)
     labels.write_text("name,label\nhttps://h.invalid/img,cat\n")
@@ -147,6 +147,6 @@ def test_two_images_of_one_name_in_an_archive_are_refused_where_names_go_into_a_
         for number in range(2):
             write_synthetic(tmp_path / f"{number}.png", number)
             archive.add(tmp_path / f"{number}.png", "a.png")
-    refused = r"images 0 and 1 \(counted from 0\) are both named a\.png; rename one of them"
+    refused = r"images 0 and 1 \(counted from 0\) are both named a\.png: rename one of them"
     with pytest.raises(ValueError, match=refused):
         dino_vit.embed(tmp_path / "a.tar", weights)
