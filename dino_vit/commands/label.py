@@ -99,8 +99,8 @@ def read_rows(path: str, source: ImageSet) -> Rows:
     match_names(source, table, public(path))  # raises or warns where names are not those of the images
     if any(isinstance(row.label, list) for row in table.values()):
         raise ValueError(f"{public(path)} has several labels of an image; label is for one of each")
-    texts = ((name, row._replace(label=str(row.label or ""))) for name, row in table.items())
-    return {name: row for name, row in texts if row.label.lower() not in ("", *NO_LABEL)}
+    rows = {name: row._replace(label=str(row.label)) for name, row in table.items() if row.label is not None}
+    return {name: row for name, row in rows.items() if row.label.lower() not in ("", *NO_LABEL)}
 
 
 def as_number(text: str) -> float:
