@@ -299,11 +299,10 @@ class Page {
   }
 
   key(event) {
-    if (event.repeat && !event.key.startsWith("Arrow") && !event.target.matches("input[type=text]")) return event.preventDefault(); // a key that is held
-    const writes = event.target.matches("input[type=text]") && event.target.value;
-    if ((event.ctrlKey || event.metaKey) && event.key === "s") this.save();
+    const held = event.repeat && !event.key.startsWith("Arrow"), writes = event.target.matches("input[type=text]") && event.target.value;
+    if ((event.ctrlKey || event.metaKey) && event.key === "s") held || this.save();
     else if ((event.ctrlKey || event.metaKey) && event.key === "z" && !writes) this.undo();
-    else if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input[type=text]")) return;
+    else if (held || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input[type=text]")) return;
     else if (event.key === "Backspace") this.undo();
     else if (event.key === "Enter" && event.target.matches("button:not(.grid .tile)")) return; // it is a click
     else if (!this.view.key?.(event)) return;
