@@ -595,6 +595,7 @@ def predict(
     confident: float | None = None,
     tokens: Literal["cls", "mean", "cells", "cls+mean", "cls+cells"] | None = None,
     blocks: int = 1,
+    whiten: float = 0.0,
     classifier: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | PredictConfig | None = None,
     verbose: bool = True,
@@ -608,7 +609,7 @@ def predict(
     The settings and their defaults:
 
       source=...                          images to label: those without a label, or all if train is given
-      weights=...                         run folder, weights file, edges, or a file that classifier= wrote
+      weights=...                         run folder, weights file, edges, runs/a+edges, or what classifier= wrote
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
       resize_mode=null                    crop: resize, then centre-crop; whole: resize; null: by the weights [crop|whole]
@@ -623,8 +624,9 @@ def predict(
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
       confident=null                      also write the table without guesses below this confidence, beside it; null: no
-      tokens=null                         tokens as of knn; null: cls+mean, or cls without patches [cls|mean|cells|cls+mean|cls+cells]
+      tokens=null                         tokens as of knn; null: what cross-validation takes [cls|mean|cells|cls+mean|cls+cells]
       blocks=1                            last blocks whose tokens are joined
+      whiten=0                            0: features as they are; 0.5: levelled by their covariance; 1: whitened
       classifier=null                     file to keep the classifier and its backbone in [FILE.safetensors]
     """
 

@@ -26,10 +26,11 @@ from dino_vit.data.label_files import GUESSED, Entry, match_names, read_table
 from dino_vit.data.labels import NO_LABEL, NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.neighbours import nearest, unit
+from dino_vit.eval.pooled import spec_to_choose_from
 from dino_vit.eval.typical import densities, k_means, order_to_label, spread_rows
 from dino_vit.features.cache import cached_features
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
-from dino_vit.models.backbone import FeatureSpec
+from dino_vit.features.readings import select_parts
 from dino_vit.reports.page import fill_in
 from dino_vit.views.pictures import as_picture, data_uri, resize_sides
 
@@ -52,7 +53,7 @@ def run(config: LabelConfig) -> Written:
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
     labelled = [index for index in range(len(source)) if find(given, source, index)]
     drawn = random_indices(source, config.seed)
-    spec = FeatureSpec(tokens="cls+mean" if frozen.model.has_patches else "cls")  # those of predict
+    spec = spec_to_choose_from(frozen.model)  # one forward pass is for both commands
     some = list(dict.fromkeys([*labelled[: MOST // 2], *drawn]))[:MOST] if len(source) > MOST else None
     title = f"features of {public(config.source)}"
     values, indices = cached_features(frozen, source, spec=spec, indices=some, title=title)
@@ -61,7 +62,9 @@ def run(config: LabelConfig) -> Written:
     places = {index: place for place, index in enumerate(indices.tolist())}
     rows = [(find(given, source, index), find(guesses, source, index)) for index in places]
     shuffled = [places[index] for index in drawn if index in places]
-    data = choose(unit(torch.from_numpy(values)), rows, shuffled, config)
+    usual = "cls+mean" if frozen.model.has_patches else "cls"
+    features = unit(select_parts(torch.from_numpy(values), spec, frozen.model, usual))
+    data = choose(features, rows, shuffled, config)
     shown = indices[data.pop("rows")].tolist()
     data |= describe_page(source, shown, given, config)
     data["digest"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]

@@ -26,9 +26,6 @@ Network = Literal["teacher", "student"]
 Whiten = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Pooled = Literal["cls", "mean", "cells", "cls+mean", "cls+cells"]
-# Inverse penalties of logistic regressions on standardised features.
-STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))
-LOGISTIC_IMAGES = 100_000  # of more, `predict` learns from k-NN alone
 Block = Annotated[int, Field(ge=-1000, le=1000)]
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
 MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
@@ -133,7 +130,9 @@ class PredictConfig(CachedConfig):
     )
     writes: ClassVar = "predictions.csv"
     source: str = Field(description="images to label: those without a label, or all if train is given")
-    weights: str = Field(description="run folder, weights file, edges, or a file that classifier= wrote")
+    weights: str = Field(
+        description="run folder, weights file, edges, runs/a+edges, or what classifier= wrote"
+    )
     train: str | None = setting(None, "images that have labels; null: those of source")
     labels: str | None = setting(None, "CSV, JSON or Parquet with the labels, or none; null: the images' own")
     several: bool = SEVERAL
@@ -143,14 +142,17 @@ class PredictConfig(CachedConfig):
     confident: PositiveShare | None = setting(
         None, "also write the table without guesses below this confidence, beside it; null: no"
     )
-    tokens: Pooled | None = setting(None, "tokens as of knn; null: cls+mean, or cls without patches")
+    tokens: Pooled | None = setting(None, "tokens as of knn; null: what cross-validation takes")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
+    whiten: Whiten = WHITEN
     classifier: SafetensorsFile | None = setting(None, "file to keep the classifier and its backbone in")
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
         if self.classifier == self.weights:
             yield "classifier would overwrite weights; give another name"
+        if self.classifier and len(side_by_side(self.weights)) > 1:
+            yield "classifier keeps one backbone in a file; give weights without others beside them"
 
 
 class LabelConfig(CachedConfig):

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,19 +12,25 @@ from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import brief, plural
 from dino_vit.eval.cross_validation import (
     FOLDS,
+    SPREADING,
+    VOTE,
+    Candidate,
     Trials,
     calibrate,
     candidates,
     cross_validate,
-    of_kind,
+    join_trials,
+    of_kinds,
     train_candidate,
 )
 from dino_vit.eval.origins import Origins, describe_judges, join_groups, may_judge
-from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, labelled_features
+from dino_vit.eval.pooled import PooledFeatures
+from dino_vit.eval.sets import LabelledFeatures
+from dino_vit.eval.spreading import Spreading
 from dino_vit.eval.statistics import Figure, trivial_baselines
 from dino_vit.eval.wrong_labels import Doubts, find_wrong_labels
-from dino_vit.features.frozen import FrozenBackbone, baseline_like
-from dino_vit.models.backbone import CLS, FeatureSpec
+from dino_vit.features.readings import Reading
+from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.classifier import ClassifierFacts, ImageClassifier, activate, confidences_of
 
 BASELINE_IMAGES = 10_000  # with more, neighbours by pixels take longer than all else
@@ -50,7 +55,7 @@ def describe_training(
             return [f"{text} images that were not picked by their guesses, as the random ones of `label`"]
         return [f"{text} two or more images of a class, not taken one after the other"]
     tested = trials.targets[trials.judged]
-    by_neighbours = {"k-NN": of_kind(trials, neighbours=True).figure}
+    by_neighbours = {"k-NN": of_kinds(trials, VOTE).figure}
     by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
     others = [f"{name} {each.value:.1f} %" for name, each in by_neighbours.items() if each]
     if learned.task == "multiclass":
@@ -138,96 +143,124 @@ class TrainedClassifier:
     """A classifier, what it learned from, and what is said of it."""
 
     classifier: ImageClassifier
-    learned: LabelledFeatures | None  # None: it was read from a file
+    learned: LabelledFeatures | None  # as they are read; None: it was read from a file
     names: list[str]  # of the images that it learned from
     details: dict[str, Any]
     lines: list[str]
     doubts: Doubts
+    spread: Tensor | None = None  # probabilities (n, c) of the images to label, if labels spread to them
+    kept: str = ""  # what is said of a file with the classifier, which does without
 
 
-def train_classifier(
-    frozen: FrozenBackbone, labelled: LabelledSubset, spec: FeatureSpec, origins: Origins
-) -> TrainedClassifier:
-    """Choose and fit a classifier; `origins` are those of the labels."""
-    learned = labelled_features(frozen, labelled, spec, "features of the labelled images")
-    task = learned.task
-    if len(learned) < 2:
+class Choice(NamedTuple):
+    """The best of some candidates, and what is said of it."""
+
+    candidate: Candidate
+    temperature: float | None
+    lines: list[str]
+
+
+def choose(
+    learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], origins: Origins
+) -> Choice:
+    """Return the best candidate, with how good its labels will be, and what it is."""
+    best = trials.best(trials.tested)
+    scores, targets = trials.scores[best][trials.judged], trials.targets[trials.judged]
+    temperature = float(calibrate(scores, targets, trials.task)) if len(targets) >= FEW else None
+    untested, judges = untested_classes(learned, trials), describe_judges(origins)
+    lines = describe_training(learned, trials, baselines, temperature, untested, judges)
+    candidate = trials.tried[best]
+    return Choice(
+        candidate, temperature, [*lines, f"Read by {candidate.reading}; labelled by {candidate.how}"]
+    )
+
+
+def train_classifier(pool: PooledFeatures, origins: Origins) -> TrainedClassifier:
+    """Choose what is read of images and a classifier, and fit it; `origins` are those of the labels."""
+    if len(pool.learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
-    trials = _try(labelled, learned, origins, "Cross-validation, folds")
-    untested = untested_classes(learned, trials)
+    learned, trying = pool.read(pool.readings[0]), _Trying(pool, origins)
+    lasting = join_trials([trying.of(reading, "Cross-validation, folds") for reading in pool.readings])
+    spreading = Spreading.among(pool)
+    trials = join_trials([lasting, *([spreading.cross_validate(trying.folds, lasting)] if spreading else [])])
     baselines, better = dict[str, Figure](), None
     if len(learned) <= BASELINE_IMAGES:
-        baselines, better = _try_baselines(frozen, labelled, origins, trials)
-    best = trials.best(trials.tested)
-    candidate = trials.tried[best]
-    scores, targets = trials.scores[best][trials.judged], trials.targets[trials.judged]
-    temperature = float(calibrate(scores, targets, task)) if len(targets) >= FEW else None
-    lines = describe_training(learned, trials, baselines, temperature, untested, describe_judges(origins))
+        baselines, better = _try_baselines(trying, trials)
+    choice = choose(learned, trials, baselines, origins)
+    lines = choice.lines
     percents = [round(100 * share, 4) for share in trials.figures(trials.judged)] if trials.figure else []
     details = {
         "labelled": len(learned),
         "classes": len(learned.classes),
-        "classifier": str(candidate),
+        "classifier": str(choice.candidate),
         "cross_validated": trials.figure,
         "baselines": baselines,
         "better_baseline": better,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
-        "temperature": None if temperature is None else float(f"{temperature:.4g}"),
-        "untested": untested,
+        "temperature": None if choice.temperature is None else float(f"{choice.temperature:.4g}"),
+        "untested": untested_classes(learned, trials),
     }
-    names = labelled.source.distinct_names(learned.indices.tolist())
-    facts: dict[str, Any] = {"kind": "linear", "task": task, "classes": learned.classes}
-    facts |= {"tokens": spec.tokens, "blocks": spec.blocks}
-    facts |= {"temperature": temperature, "tested": tuple(lines)}
-    if candidate.kind == "k-NN":
+    spread, kept = None, ""
+    if spreading and choice.candidate.kind == SPREADING:
+        scores = spreading.label()[pool.others]
+        spread = activate(scores, learned.task, choice.temperature)
+        choice = choose(learned, lasting, baselines, origins)
+        kept = f"; it labels by {choice.candidate}, as labels spread among these images only"
+        if trials.figure and lasting.figure:
+            kept += f": {lasting.figure.value:.1f} % in place of {trials.figure.value:.1f} %"
+    classifier, learned = _fit(pool, choice)
+    names = pool.learned.source.distinct_names(learned.indices.tolist())
+    doubts = find_wrong_labels(lasting, learned.classes, names)
+    return TrainedClassifier(classifier, learned, names, details, lines, doubts, spread, kept)
+
+
+def _fit(pool: PooledFeatures, choice: Choice) -> tuple[ImageClassifier, LabelledFeatures]:
+    """Train the chosen classifier on all labelled images; return it with these, as they are read."""
+    candidate, reading = choice.candidate, choice.candidate.reading
+    assert reading is not None
+    learned, model = pool.read(reading), cast("LoadedBackbone", pool.frozen.model)
+    facts: dict[str, Any] = {"kind": "linear", "task": learned.task, "classes": learned.classes}
+    facts |= {"tokens": reading.tokens, "blocks": pool.spec.blocks, "levelled": bool(reading.whiten)}
+    facts |= {"temperature": choice.temperature, "tested": tuple(choice.lines)}
+    if candidate.kind == VOTE:
         facts |= {"kind": "neighbours", "k": min(int(candidate.value), len(learned))}
-    model: Any = frozen.model
-    classifier = ImageClassifier(model, train_candidate(candidate, learned), ClassifierFacts(**facts))
-    classifier = classifier.to(frozen.device).eval()
-    doubts = find_wrong_labels(trials, learned.classes, names)
-    return TrainedClassifier(classifier, learned, names, details, lines, doubts)
+    scores, reader = train_candidate(candidate, learned), pool.reader(reading)
+    classifier = ImageClassifier(model, scores, ClassifierFacts(**facts), reader)
+    return classifier.to(pool.frozen.device).eval(), learned
 
 
-def _try_baselines(
-    frozen: FrozenBackbone, labelled: LabelledSubset, origins: Origins, trials: Trials
-) -> tuple[dict[str, Figure], str | None]:
+class _Trying:
+    """Cross-validation of what is read of labelled images, by the same folds and judges."""
+
+    def __init__(self, pool: PooledFeatures, origins: Origins) -> None:
+        device = pool.features.device
+        folds = pool.learned.folds(FOLDS, seed=0, join=partial(join_groups, origins=origins))
+        self.pool, self.folds = pool, torch.from_numpy(folds).to(device)
+        self.judges = torch.from_numpy(may_judge(origins)).to(device)
+
+    def of(self, reading: Reading, title: str, *, neighbours_only: bool = False) -> Trials:
+        """Cross-validate the classifiers of a reading."""
+        tried = candidates(self.folds, reading, neighbours_only=neighbours_only)
+        found = cross_validate(self.pool.read(reading), self.folds, tried, title)
+        return replace(found, judges=self.judges[found.rows])
+
+
+def _try_baselines(trying: _Trying, trials: Trials) -> tuple[dict[str, Figure], str | None]:
     """Cross-validate k-NN on the baselines that are not the backbone itself, and name one that does better.
 
     All classifiers take long on them, so they are tried on one whose k-NN is as good as that of the backbone.
     """
-    figures, sets = dict[str, Figure](), dict[str, LabelledFeatures]()
-
-    def figure_of(name: str, *, neighbours_only: bool) -> Figure | None:
-        title = f"{name.capitalize()}, folds"
-        return _try(labelled, sets[name], origins, title, neighbours_only=neighbours_only).figure
-
+    figures, own = dict[str, Figure](), trying.pool.frozen.model.architecture.get("name")
     for name in BASELINES:
-        if name != frozen.model.architecture.get("name"):
-            sets[name] = labelled_features(baseline_like(frozen, name, labelled.images), labelled, CLS, name)
-            if figure := figure_of(name, neighbours_only=True):
-                figures[name] = figure
-    alone = of_kind(trials, neighbours=True).figure
+        if name != own and name in trying.pool.spec.parts:
+            found = trying.of(Reading(name), f"{name.capitalize()}, folds", neighbours_only=True)
+            if found.figure:
+                figures[name] = found.figure
+    alone = of_kinds(trials, VOTE).figure
     if not figures or trials.figure is None or alone is None:
         return figures, None
     better = max(figures, key=lambda each: figures[each].value)
     if figures[better].value < alone.value:
         return figures, None
-    rival = figure_of(better, neighbours_only=False)
+    rival = trying.of(Reading(better), f"{better.capitalize()}, folds").figure
     return figures, better if rival and rival.value >= trials.figure.value else None
-
-
-def _try(
-    labelled: LabelledSubset,
-    features: LabelledFeatures,
-    origins: Origins,
-    title: str,
-    *,
-    neighbours_only: bool = False,
-) -> Trials:
-    """Cross-validate on the images that could be read; those that were labelled at once stay in one fold."""
-    readable = np.isin(labelled.indices, features.indices)
-    given, device = origins[readable], features.features.device
-    part = labelled.part(readable, labelled.name)
-    folds = torch.from_numpy(part.folds(FOLDS, seed=0, join=partial(join_groups, origins=given))).to(device)
-    trials = cross_validate(features, folds, candidates(folds, neighbours_only=neighbours_only), title)
-    return replace(trials, judges=torch.from_numpy(may_judge(given)[trials.rows]).to(device))

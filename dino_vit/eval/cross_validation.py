@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.config.commands import LOGISTIC_IMAGES, STANDARD_CS
 from dino_vit.config.settings import Task
 from dino_vit.core.text import progress
 from dino_vit.data.image_set import evenly_spaced
@@ -19,6 +18,7 @@ from dino_vit.eval.logistic import train_logistic
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.statistics import Figure, accuracy, average_precision, measure
+from dino_vit.features.readings import Reading
 from dino_vit.models.classifiers import (
     BLOCK,
     LinearHeads,
@@ -32,22 +32,32 @@ from dino_vit.models.classifiers import (
 from dino_vit.weights.classifier import activate
 
 FOLDS = 10
-LARGEST_C = 0.2  # what is larger is slow, and no better with few labels
+CS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # what is larger is slow, and no better with few labels
 NEIGHBOURS = (1, 3, 5, 10, 20, 50)
+LOGISTIC_IMAGES = 100_000  # of more, regressions would take longer than all else
 JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
 CALIBRATED = 1000  # images for the one temperature of a candidate
 _ABSENT = -1e4  # score of a class that no image learned from has, at any temperature
 _LARGEST = 16.0  # logarithm of a temperature
 
 
+REGRESSION, VOTE, SPREADING = "logistic regression", "k-NN", "label spreading"  # kinds of candidates
+
+
 class Candidate(NamedTuple):
-    """A classifier to try: its kind, and its C or number of neighbours."""
+    """A classifier to try: its kind, its C or number of neighbours, and what is read of images."""
 
     kind: str
     value: float
+    reading: Reading | None = None
+
+    @property
+    def how(self) -> str:
+        """The classifier alone."""
+        return f"{self.kind} ({'C' if self.kind == REGRESSION else 'k'} = {self.value:.3g})"
 
     def __str__(self) -> str:
-        return f"{self.kind} ({'k' if self.kind == 'k-NN' else 'C'} = {self.value:.3g})"
+        return f"{self.how} of {self.reading}" if self.reading else self.how
 
 
 @dataclass(frozen=True)
@@ -76,23 +86,19 @@ class Trials:
         return torch.stack([((scores > 0) == (self.targets > 0.5)).all(dim=1) for scores in self.scores])
 
     def best(self, rows: Tensor) -> int:
-        """Return the simplest candidate that some images do not show to be worse than the best.
+        """Return the candidate whose calibrated probabilities have the lowest loss on some images.
 
-        What tells is the loss of calibrated probabilities, as many candidates are right as often. Within one
-        standard error of the lowest they count as equal: else the luckiest would be chosen. Of no images
-        nothing can be told, and the nearest one decides.
+        Many candidates are right as often. Of no images nothing can be told, and the nearest one decides.
         """
         if not rows.any():
-            return self.tried.index(Candidate("k-NN", 1))
+            return next(n for n, (kind, value, _) in enumerate(self.tried) if (kind, value) == (VOTE, 1))
         rows = rows.nonzero()[:, 0]
         some = rows[evenly_spaced(len(rows), CALIBRATED)]
         scores = torch.stack([each[some] for each in self.scores])
         temperatures = calibrate(scores, self.targets[some], self.task)
         calibrated = (each[rows].double() / t for each, t in zip(self.scores, temperatures, strict=True))
-        losses = torch.stack([losses_of(each, self.targets[rows], self.task) for each in calibrated])
-        excess = losses - losses[losses.mean(dim=1).argmin()]
-        errors = excess.std(dim=1, correction=0) / math.sqrt(len(rows))
-        return int((excess.mean(dim=1) <= errors).nonzero()[0])
+        losses = [losses_of(each, self.targets[rows], self.task).mean() for each in calibrated]
+        return int(torch.stack(losses).argmin())
 
     def figures(self, rows: Tensor) -> list[float]:
         """Return the accuracy, or mAP, of each candidate, from 0 to 1."""
@@ -143,11 +149,17 @@ def _widened(figure: Figure) -> Figure:
     return replace(figure, low=max(low, 0.0), high=min(high, 100.0))
 
 
-def of_kind(trials: Trials, *, neighbours: bool) -> Trials:
-    """Return the trials of k-NN alone, or those of the regressions."""
-    chosen = [number for number, each in enumerate(trials.tried) if (each.kind == "k-NN") == neighbours]
+def of_kinds(trials: Trials, *kinds: str) -> Trials:
+    """Return the trials of some kinds of candidates."""
+    chosen = [number for number, each in enumerate(trials.tried) if each.kind in kinds]
     tried, scores = [trials.tried[number] for number in chosen], [trials.scores[number] for number in chosen]
     return replace(trials, tried=tried, scores=scores)
+
+
+def join_trials(trials: Sequence[Trials]) -> Trials:
+    """Return the trials of different candidates on the same images as one."""
+    tried = [candidate for each in trials for candidate in each.tried]
+    return replace(trials[0], tried=tried, scores=[scores for each in trials for scores in each.scores])
 
 
 def _ranks(scores: Tensor) -> Tensor:
@@ -156,18 +168,20 @@ def _ranks(scores: Tensor) -> Tensor:
     return torch.searchsorted(columns.sort(dim=1).values, columns).T.to(scores.dtype)
 
 
-def candidates(folds: Tensor, *, neighbours_only: bool = False) -> list[Candidate]:
-    """Return what is tried, the simplest of each kind first."""
+def candidates(
+    folds: Tensor, reading: Reading | None = None, *, neighbours_only: bool = False
+) -> list[Candidate]:
+    """Return what is tried of a reading, the simplest of each kind first."""
     least = len(folds) - int(torch.bincount(folds).max())  # that are learned from
-    found = [Candidate("k-NN", k) for k in sorted(NEIGHBOURS, reverse=True) if k <= max(1, least)]
-    if neighbours_only or len(folds) > LOGISTIC_IMAGES:  # regressions would take longer than all else
+    found = [Candidate(VOTE, k, reading) for k in sorted(NEIGHBOURS, reverse=True) if k <= max(1, least)]
+    if neighbours_only or len(folds) > LOGISTIC_IMAGES:
         return found
-    return [Candidate("logistic regression", c) for c in STANDARD_CS if c < LARGEST_C] + found
+    return [Candidate(REGRESSION, c, reading) for c in CS] + found
 
 
 def train_candidate(candidate: Candidate, learned: LabelledFeatures) -> Scores:
     """Return the scores of a candidate, learned from some images; k-NN makes unit vectors of theirs."""
-    if candidate.kind == "k-NN":
+    if candidate.kind == VOTE:
         for block in torch.split(learned.features, BLOCK):  # in place: they may be most of the memory
             block.copy_(F.normalize(block))
         k, classes = int(candidate.value), len(learned.classes)
@@ -180,21 +194,23 @@ def score_all(
 ) -> dict[Candidate, Tensor]:
     """Return what each candidate says of features, learned from some rows; one search is for all k."""
     scores, classes = dict[Candidate, Tensor](), len(images.classes)
-    if cs := sorted(each.value for each in tried if each.kind != "k-NN"):
-        regressions = train_regressions(cs, images[learned.cpu().numpy()])
-        for c, regression in zip(cs, regressions, strict=True):
-            scores[Candidate("logistic regression", c)] = score_in_blocks(regression, queries)
-    if ks := [int(each.value) for each in tried if each.kind == "k-NN"]:
-        cosines, rows = nearest(images.features, queries, k=max(ks), among=learned)
+    if regressions := [each for each in tried if each.kind == REGRESSION]:
+        found = train_regressions([each.value for each in regressions], images[learned.cpu().numpy()])
+        for candidate, regression in zip(regressions, found, strict=True):
+            scores[candidate] = score_in_blocks(regression, queries)
+    if votes := [each for each in tried if each.kind == VOTE]:
+        most = int(max(each.value for each in votes))
+        cosines, rows = nearest(images.features, queries, k=most, among=learned)
         blocks = [*zip(torch.split(cosines, BLOCK), torch.split(rows, BLOCK), strict=True)]
-        for k in ks:
-            votes = [vote(near[:, :k], images.targets[row[:, :k]], classes) for near, row in blocks]
-            scores[Candidate("k-NN", k)] = torch.cat(votes)
+        for candidate in votes:
+            k = int(candidate.value)
+            parts = [vote(near[:, :k], images.targets[row[:, :k]], classes) for near, row in blocks]
+            scores[candidate] = torch.cat(parts)
     return scores
 
 
 def train_regressions(cs: Sequence[float], learned: LabelledFeatures) -> list[LinearScores]:
-    """Return a logistic regression for each C, the smallest first, on standardised features."""
+    """Return a logistic regression for each C, the smallest first, on features of mean variance 1."""
     classes, targets = len(learned.classes), learned.targets
     present = torch.unique(targets) if learned.task == "multiclass" else torch.arange(classes)
     if learned.task == "multiclass":
@@ -208,7 +224,7 @@ def train_regressions(cs: Sequence[float], learned: LabelledFeatures) -> list[Li
         bias[present] = 0
         return [LinearScores(bias.new_zeros(classes, learned.features.shape[1]), bias)] * len(cs)
     exact = torch.float64 if learned.features.device.type == "cpu" else torch.float32
-    (heads,) = on_standardised(regressions, learned.features.to(exact))
+    (heads,) = on_standardised(regressions, learned.features.to(exact), by_column=False)
     found = []
     for weight, bias in zip(heads.weight, heads.bias, strict=True):
         whole = weight.new_zeros(classes, weight.shape[1]), bias.new_full((classes,), _ABSENT)
@@ -225,18 +241,19 @@ def cross_validate(
     chosen = evenly_spaced(len(learned), max(1000, JUDGED_SCORES // classes))
     judged = torch.tensor(chosen, device=folds.device)
     scores = {each: learned.features.new_zeros(len(judged), classes) for each in tried}
+    tested, targets = tested_images(learned, folds)[judged], learned.targets[judged]
+    trials = Trials(tried, [*scores.values()], targets, learned.task, folds[judged], tested, chosen)
+    if not tested.any():
+        return trials
     with progress(title, FOLDS) as advance:
         for fold in torch.unique(folds):
             held = (folds[judged] == fold).nonzero()[:, 0]
             others = (folds != fold).nonzero()[:, 0]
-            if not len(others):  # one run is all there is
-                continue
             found = score_all(tried, learned, others, learned.features[judged[held]])
             for each, by_candidate in found.items():
                 scores[each][held] = by_candidate
             advance(1)
-    tested, targets = tested_images(learned, folds)[judged], learned.targets[judged]
-    return Trials(tried, [*scores.values()], targets, learned.task, folds[judged], tested, chosen)
+    return trials
 
 
 def tested_images(learned: LabelledFeatures, folds: Tensor) -> Tensor:

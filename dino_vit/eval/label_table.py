@@ -28,12 +28,15 @@ _ROWS = 2**13  # of the table that are computed at a time
 
 def tabulate(queries: Tensor, names: Sequence[str], fitted: TrainedClassifier) -> pa.Table:
     """Return the table of guesses by the features of many images, some at a time."""
-    blocks = [pa.table(_columns(block, fitted)) for block in torch.split(queries, _ROWS)]
+    spread = [None] * len(queries) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
+    pairs = zip(torch.split(queries, _ROWS), spread, strict=False)
+    blocks = [pa.table(_columns(block, outputs, fitted)) for block, outputs in pairs]
     return pa.concat_tables(blocks).add_column(0, "name", [names])
 
 
-def _columns(queries: Tensor, fitted: TrainedClassifier) -> dict[str, Any]:
-    facts, outputs = fitted.classifier.facts, fitted.classifier.of_features(queries)
+def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) -> dict[str, Any]:
+    classifier, facts = fitted.classifier, fitted.classifier.facts
+    outputs = classifier.of_features(queries) if spread is None else spread
 
     def rounded(values: Tensor) -> NDArray[np.float64]:
         return np.array([round(value, 4) for value in values.tolist()])
@@ -52,7 +55,7 @@ def _columns(queries: Tensor, fitted: TrainedClassifier) -> dict[str, Any]:
     if facts.temperature is None:  # too few labels to say how sure they are
         del columns["confidence"], columns["second_confidence"]
     if fitted.learned is not None:
-        cosines, rows = nearest(fitted.learned.features, queries, k=1)
+        cosines, rows = nearest(fitted.learned.features, classifier.reading(queries), k=1)
         columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
         columns["similarity"] = rounded(cosines[:, 0])
     return columns

@@ -19,12 +19,12 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.commands import STANDARD_CS, LinearConfig
+from dino_vit.config.commands import LinearConfig
 from dino_vit.config.settings import Task
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import format_table, plural
 from dino_vit.eval.holdout import choose_folds
-from dino_vit.eval.logistic import train_logistic
+from dino_vit.eval.logistic import STANDARD_CS, train_logistic
 from dino_vit.eval.results import (
     METRIC,
     EvaluationResult,

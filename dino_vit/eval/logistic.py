@@ -14,6 +14,7 @@ from dino_vit.core import log
 from dino_vit.core.text import progress
 from dino_vit.models.classifiers import LinearHeads
 
+STANDARD_CS = tuple(10 ** (-5 + step / 2) for step in range(13))  # for standardised features
 _CONVERGED = 1e-4  # the largest gradient of the objective, divided by n·C, that counts as the optimum
 _MAX_SCORES = 1 << 22  # in memory at a time; autograd holds them about three times
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,17 +27,17 @@ from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given, write_table
 from dino_vit.eval.origins import read_origins
+from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
     LabelledSubset,
     count_shared,
     images_to_label,
-    labelled_features,
     open_subset,
 )
 from dino_vit.eval.wrong_labels import Doubts
-from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
-from dino_vit.models.backbone import FeatureSpec
+from dino_vit.features.frozen import FrozenBackbone, frozen_backbones
+from dino_vit.features.readings import joined_features
 from dino_vit.weights.classifier import (
     ClassifierFacts,
     ImageClassifier,
@@ -56,6 +57,7 @@ class LabelPredictions(Result):
     confidence: NDArray[np.float64] | None  # probability that a label is right; None: too few labels to say
     classifier: ImageClassifier
     features: Tensor  # (images, d)
+    spread: Tensor | None  # the probabilities, where labels spread
     table: pa.Table  # of all images
     details: dict[str, Any]  # what the JSON file holds
     path: Path | None
@@ -74,7 +76,8 @@ class LabelPredictions(Result):
     @cached_property
     def outputs(self) -> NDArray[np.float32]:
         """The probabilities (images, classes), computed when asked for: of many images they are large."""
-        outputs: NDArray[np.float32] = self.classifier.of_features(self.features).cpu().numpy()
+        found = self.classifier.of_features(self.features) if self.spread is None else self.spread
+        outputs: NDArray[np.float32] = found.cpu().numpy()
         return outputs
 
 
@@ -89,19 +92,20 @@ def run(config: PredictConfig) -> LabelPredictions:
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
-    frozen = frozen_backbone(config)  # after what is cheaper to find fault with
+    frozen = frozen_backbones(config)  # after what is cheaper to find fault with
     if learned is None:
         fitted = _read(config, frozen)
+        spec, title = fitted.classifier.spec, f"features of {images.name}"
+        values, indices = joined_features(frozen, images.source, spec=spec, title=title)
+        queries = torch.from_numpy(values).to(frozen.device)
     else:
-        tokens = config.tokens or ("cls+mean" if frozen.model.has_patches else "cls")
-        origins = read_origins(config.labels, learned)
-        fitted = train_classifier(frozen, learned, FeatureSpec(tokens=tokens, blocks=config.blocks), origins)
-    features = labelled_features(frozen, images, fitted.classifier.spec, f"features of {images.name}")
-    queries, facts = features.features.to(frozen.device), fitted.classifier.facts
-    guessed = tabulate(queries, [names[index] for index in features.indices], fitted)
-    table = guessed
+        pool = pool_features(config, frozen, learned, images)
+        fitted = train_classifier(pool, read_origins(config.labels, pool.learned))
+        queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
+    facts = fitted.classifier.facts
+    guessed = table = tabulate(queries, [names[index] for index in indices], fitted)
     if learned is not None and learned.source is images.source:
-        table = with_given(guessed, features.indices, learned, origins)
+        table = with_given(guessed, indices, learned, read_origins(config.labels, learned))
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     counts = {"images": len(table), "guessed": len(guessed)}
@@ -115,13 +119,14 @@ def run(config: PredictConfig) -> LabelPredictions:
         with after_figures():
             save_classifier(fitted.classifier, files["classifier"], frozen.transform)
             what = "the classifier with its backbone, as weights of predict and of export"
-            lines.append(f"{config.classifier}: {what}")
+            lines.append(f"{config.classifier}: {what}{fitted.kept}")
     return LabelPredictions(
         names=guessed["name"].to_pylist(),
         labels=guessed["label"].to_pylist(),
         confidence=guessed["confidence"].to_numpy() if "confidence" in guessed.column_names else None,
         classifier=fitted.classifier,
         features=queries,
+        spread=fitted.spread,
         table=table,
         details=details,
         path=output,
@@ -175,7 +180,7 @@ def open_images(config: PredictConfig) -> tuple[LabelledSubset | None, LabelledS
     name = public(config.source)
     is_labelled = config.train is not None or config.labels not in (None, NO_LABELS)
     if not is_labelled and (facts := read_classifier_facts(config.weights)):
-        if given := sorted({"several", "tokens", "blocks"} & config.given):
+        if given := sorted({"several", "tokens", "blocks", "whiten"} & config.given):
             text = f"{' and '.join(given)} are of labels to learn from"
             raise ValueError(f"{text}; the classifier in weights has its own: leave them out")
         source = open_source(config.source, NO_LABELS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core.text import plural
-from dino_vit.eval.cross_validation import Trials, of_kind
+from dino_vit.eval.cross_validation import REGRESSION, Trials, of_kinds
 
 SWAPPED = 0.05  # e
 EVIDENCE = 5.0  # the least difference of the logarithms of the likelihoods
@@ -34,7 +34,7 @@ class Doubts:
 def find_wrong_labels(trials: Trials, classes: Sequence[str], names: Sequence[str]) -> Doubts:
     """Return the labels that look wrong, the least probable first, and a line about all of them."""
     # Votes of a few neighbours are no probabilities: most classes have none.
-    regressions, rows = of_kind(trials, neighbours=False), trials.tested.nonzero()[:, 0]
+    regressions, rows = of_kinds(trials, REGRESSION), trials.tested.nonzero()[:, 0]
     given = trials.targets[rows]
     if trials.task != "multiclass" or not regressions.tried or len(torch.unique(given)) < 2:
         return Doubts()

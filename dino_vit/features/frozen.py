@@ -191,9 +191,3 @@ def build_baseline(
         model.provenance, mean=measured.mean, std=std, bits=pixels.bits, range=pixels.range
     )
     return model
-
-
-def baseline_like(frozen: FrozenBackbone, name: str, source: ImageSet) -> FrozenBackbone:
-    """Return a baseline for the same images, in the place of a backbone."""
-    model = build_baseline(name, source, pixels=frozen.transform.pixels).to(frozen.device)
-    return replace(frozen, model=model, transform=eval_transform_of(model), autocast=None)

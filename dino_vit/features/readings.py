@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,23 @@ RIDGE = 0.01  # of the mean variance, so that directions without any are not blo
 def levelled_spec(model: Backbone) -> FeatureSpec:
     """Return the tokens of the reading that runs are judged by: CLS and, with patches, 3 × 3 cells."""
     return FeatureSpec(tokens="cls+cells" if model.has_patches else "cls")
+
+
+class Reading(NamedTuple):
+    """Parts of an image's features that are read: as they are (`whiten` 0), levelled (0.5) or white (1)."""
+
+    tokens: str
+    whiten: float = 0.0
+
+    def __str__(self) -> str:
+        parts = self.tokens.replace("cls", "CLS").replace("mean", "mean patch").replace("+", " + ")
+        return parts + (", levelled" if self.whiten else "")
+
+
+def select_parts(features: Tensor, spec: FeatureSpec, model: Backbone, tokens: str) -> Tensor:
+    """Return some parts (n, d) of features of a spec that has more."""
+    found = dict(zip(spec.parts, torch.split(features, spec.widths(model), dim=1), strict=True))
+    return torch.cat([found[part] for part in tokens.split("+")], dim=1)
 
 
 def joined_features(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dino_vit.config.sections import Tokens
 from dino_vit.core import Size
+from dino_vit.models.edges import edge_histograms, edges_width
 from dino_vit.models.layers import init_linear
 
 if TYPE_CHECKING:
@@ -101,20 +102,26 @@ class Backbone(nn.Module):
 
 
 CELLS = 3  # rows and columns of cells
+EDGES_SIDE, PIXELS_SIDE = 48, 12  # of an image that is shrunk to look at its edges or pixels
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """The tokens of the last `blocks` blocks, joined along the channels, the last block's at the end.
+    """Parts that are joined, as in `cls+cells`: of the first those of the last `blocks` blocks.
 
-    `cls`: the CLS tokens; `mean`: the means of the patches; `cells`: the means of the patches of 3 × 3 cells;
-    `cls+mean`, `cls+cells`: the CLS tokens, then the mean or the cells of the last block alone, as DINOv2's
-    probes read the mean; `patches`: the patches (N, D); `all`: the CLS token, the registers and the patches
-    (1 + R + N, D).
+    `cls`: the CLS token; `mean`: the mean of the patches; `cells`: that of each of 3 × 3 cells; `patches`:
+    the patches (N, D); `all`: the CLS token, the registers and the patches (1 + R + N, D). All but the first
+    part are of the last block alone, as DINOv2's probes read the mean. Of the image itself: `edges`, their
+    histograms, and `pixels`, those of a tiny copy.
     """
 
-    tokens: Tokens = "cls"
+    tokens: str = "cls"
     blocks: int = 1
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the parts."""
+        return self.tokens.split("+")
 
     def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
         """Return the shape of one image's features."""
@@ -125,10 +132,11 @@ class FeatureSpec:
         return rows * columns + first, self.blocks * model.width
 
     def widths(self, model: Backbone) -> list[int]:
-        """Return the numbers of features of the CLS tokens, and of the patches of an image."""
-        kind, _, added = self.tokens.partition("+")
-        places = {"cls": 1, "mean": 1, "cells": CELLS**2}
-        return [self.blocks * places[kind] * model.width, *([places[added] * model.width] if added else [])]
+        """Return the number of features of each part."""
+        widths = {"cls": model.width, "mean": model.width, "cells": CELLS**2 * model.width}
+        widths |= {"edges": edges_width(EDGES_SIDE), "pixels": PIXELS_SIDE**2 * model.channels}
+        first, *others = (widths[part] for part in self.parts)
+        return [self.blocks * first, *others]
 
     @property
     def with_mean(self) -> bool:
@@ -150,21 +158,26 @@ class FeatureSpec:
         """Return the features of normalised images (B, C, H, W)."""
         if self.tokens == "cls" and self.blocks == 1:
             return model.forward_cls(images)  # the last block computes no other token
-        if self.tokens != "cls" and not model.has_patches:
+        if not model.has_patches and {"mean", "cells", "patches", "all"} & {*self.parts}:
             raise ValueError(f"tokens={self.tokens} needs patches, which this backbone lacks; use tokens=cls")
-        layers = model.get_intermediate_layers(images, self.blocks)
-        kind, _, added = self.tokens.partition("+")
-        of_kind: dict[str, Callable[[Tensor], Tensor]] = {
+        layers, start = model.get_intermediate_layers(images, self.blocks), model.first_patch
+        of_part: dict[str, Callable[[Tensor], Tensor]] = {
             "cls": lambda layer: layer[:, 0],
-            "mean": lambda layer: layer[:, model.first_patch :].mean(dim=1),
-            "cells": lambda layer: mean_by_cell(
-                layer[:, model.first_patch :], model.grid_of(*images.shape[-2:])
-            ),
-            "patches": lambda layer: layer[:, model.first_patch :],
+            "mean": lambda layer: layer[:, start:].mean(dim=1),
+            "cells": lambda layer: mean_by_cell(layer[:, start:], model.grid_of(*images.shape[-2:])),
+            "patches": lambda layer: layer[:, start:],
             "all": lambda layer: layer,
+            "edges": lambda _: edge_histograms(shrink(images, EDGES_SIDE)),
+            "pixels": lambda _: shrink(images, PIXELS_SIDE).flatten(1),
         }
-        parts = [*map(of_kind[kind], layers), *([of_kind[added](layers[-1])] if added else [])]
+        first, *others = self.parts
+        parts = [*map(of_part[first], layers), *(of_part[part](layers[-1]) for part in others)]
         return torch.cat(parts, dim=-1)
+
+
+def shrink(images: Tensor, side: int) -> Tensor:
+    """Return images (B, C, H, W) at (B, C, side, side)."""
+    return F.interpolate(images, (side, side), mode="bilinear", antialias=True)
 
 
 def mean_by_cell(patches: Tensor, grid: Size) -> Tensor:

@@ -51,12 +51,17 @@ class LinearHeads(NamedTuple):
         return rearrange(joined, "n (r c) -> n r c", r=len(self.bias))
 
 
-def on_standardised(train: Callable[[Tensor], list[LinearHeads]], features: Tensor) -> list[LinearHeads]:
+def on_standardised(
+    train: Callable[[Tensor], list[LinearHeads]], features: Tensor, *, by_column: bool = True
+) -> list[LinearHeads]:
     """Return the heads that `train` returns for features of mean 0 and variance 1, to read them as they are.
 
     So each column has the same say, as those of untrained networks, above all, are of very different sizes.
+    Otherwise 1 is the mean of their variances: parts of unit length keep the same say, of any width.
     """
     std, mean = torch.std_mean(features.double(), dim=0, correction=0)
+    if not by_column:
+        std = std.square().mean().sqrt().expand_as(std)
     scale = std.clamp(min=1e-6 * float(std.max()) + 1e-12).reciprocal().to(features.dtype)
     mean = mean.to(features.dtype)
     heads = []
@@ -100,8 +105,11 @@ def vote(cosines: Tensor, targets: Tensor, classes: int) -> Tensor:
 Scores = LinearScores | NeighbourScores
 
 
-def score_in_blocks(scores: Scores, features: Tensor) -> Tensor:
-    """Return the scores of many images, some at a time."""
+def score_in_blocks(
+    scores: Scores, features: Tensor, reading: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return the scores of the features of many images, which are read first, some at a time."""
     bank = len(scores.bank) if isinstance(scores, NeighbourScores) else 1
     size = max(1, min(BLOCK, _PRODUCTS // bank))
-    return torch.cat([scores(block) for block in torch.split(features, size)])
+    blocks = torch.split(features, size)
+    return torch.cat([scores(reading(block) if reading else block) for block in blocks])

@@ -26,8 +26,17 @@ class Levelling(nn.Module):
         """The matrix of each part, in their order."""
         return [tensor for name, tensor in self.named_buffers() if name != "mean"]
 
+    @property
+    def widths(self) -> list[int]:
+        """The number of features of each part."""
+        return [len(matrix) for matrix in self.matrices]
+
+    def of_parts(self, numbers: Sequence[int]) -> "Levelling":
+        """Return what levels some of the parts, as if there were no others."""
+        means, matrices = torch.split(self.mean, self.widths), self.matrices
+        return Levelling(torch.cat([means[n] for n in numbers]), [matrices[n] for n in numbers])
+
     def forward(self, features: Tensor) -> Tensor:
-        widths = [len(matrix) for matrix in self.matrices]
-        parts = torch.split(features - self.mean, widths, dim=1)
+        parts = torch.split(features - self.mean, self.widths, dim=1)
         levelled = [part @ matrix for part, matrix in zip(parts, self.matrices, strict=True)]
         return torch.cat([F.normalize(part) for part in levelled], dim=1)

@@ -55,18 +55,23 @@ class LoadedBackbone(Backbone):
             raise ValueError(f"tokens={tokens!r} must be one of {', '.join(get_args(Tokens))}")
         if reshape and tokens != "patches":
             raise ValueError(f"reshape=True makes a map: it needs tokens='patches', not {tokens!r}")
+        features = self.read(images, FeatureSpec(tokens=tokens, blocks=blocks), batch_size)
+        rows, _ = self.grid_of(*self.transform.size)
+        return rearrange(features, "... (y x) d -> ... d y x", y=rows) if reshape else features
+
+    def read(self, images: object, spec: FeatureSpec, batch_size: int = 64) -> Tensor:
+        """Return the same of any parts."""
         single = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
         if single or not isinstance(images, Iterable):
-            return self.embed([images], tokens=tokens, blocks=blocks, reshape=reshape)[0]
-        remaining, spec = iter(images), FeatureSpec(tokens=tokens, blocks=blocks)
+            return self.read([images], spec)[0]
+        remaining = iter(images)
         weight = next(chain(self.parameters(), self.buffers()))  # a baseline has no parameters
         parts = [torch.empty(0, *spec.shape(self, self.transform.size))]
         with eval_mode(self):
             while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
                 inputs = torch.stack(batch).to(weight.device, weight.dtype)
                 parts.append(spec.extract(self, inputs).float().cpu())
-        features, (rows, _) = torch.cat(parts), self.grid_of(*self.transform.size)
-        return rearrange(features, "n (y x) d -> n d y x", y=rows) if reshape else features
+        return torch.cat(parts)
 
 
 class LoadedTransformer(LoadedBackbone, VisionTransformer):

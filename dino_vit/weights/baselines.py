@@ -1,6 +1,6 @@
 """Baselines in the place of a network: features of an image that nothing has learned.
 
-`pixels` are the normalised pixels of a small image, `edges` the histograms of `data/images/edges.py`.
+`pixels` are the normalised pixels of a small image, `edges` the histograms of `models/edges.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from dino_vit.config.constructors import build
 from dino_vit.config.sections import BaselineName
 from dino_vit.config.settings import STRICT, Dimension, Side
 from dino_vit.core import Size, height_width
-from dino_vit.data.images.edges import CELL, edge_histograms
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.edges import CELL, edge_histograms
 
 FEATURES: dict[BaselineName, Callable[[Tensor], Tensor]] = {
     "pixels": lambda images: images.flatten(1),

@@ -4,24 +4,27 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from dino_vit.config.sections import Tokens
 from dino_vit.config.settings import Count, Few, Positive, Task
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, read_texts, write_tensors
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.classifiers import LinearScores, NeighbourScores, Scores, score_in_blocks
+from dino_vit.models.readings import Levelling
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import Stated, WeightsError, check, parse
 from dino_vit.weights.read_file import CLASSIFIER, about_backbone, check_finite
+
+_PART = "(cls|mean|cells|edges|pixels)"
+_READING = "reading."  # prefix of tensors
 
 
 class ClassifierFacts(Stated):
@@ -30,8 +33,9 @@ class ClassifierFacts(Stated):
     kind: Literal["linear", "neighbours"]
     task: Task
     classes: tuple[str, ...] = Field(min_length=1)  # or the names of labels
-    tokens: Tokens
+    tokens: Annotated[str, Field(pattern=rf"^{_PART}(\+{_PART})*$")]  # the parts of a `FeatureSpec`
     blocks: Few
+    levelled: bool = False  # whether they are centred and levelled before they are classified
     temperature: Positive | None = None  # None: too few labels were there to say how sure it is
     k: Count | None = None
     tested: tuple[str, ...] = ()  # how well it did in cross-validation, in sentences
@@ -44,9 +48,16 @@ class ImageClassifier(nn.Module):
     prepares images, and `predict` does all of it.
     """
 
-    def __init__(self, backbone: LoadedBackbone, scores: Scores, facts: ClassifierFacts) -> None:
+    def __init__(
+        self,
+        backbone: LoadedBackbone,
+        scores: Scores,
+        facts: ClassifierFacts,
+        reading: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.backbone, self.scores, self.facts = backbone, scores, facts
+        self.reading = nn.Identity() if reading is None else reading
         self.spec = FeatureSpec(tokens=facts.tokens, blocks=facts.blocks)
         self.classes: tuple[str, ...] = facts.classes
 
@@ -56,12 +67,13 @@ class ImageClassifier(nn.Module):
         return self.backbone.transform
 
     def forward(self, images: Tensor) -> Tensor:
-        scores = self.scores(self.spec.extract(self.backbone, images).float())
+        scores = self.scores(self.reading(self.spec.extract(self.backbone, images).float()))
         return activate(scores, self.facts.task, self.facts.temperature)
 
     def of_features(self, features: Tensor) -> Tensor:
         """Return the same from features, of any number of images."""
-        return activate(score_in_blocks(self.scores, features), self.facts.task, self.facts.temperature)
+        scores = score_in_blocks(self.scores, features, self.reading)
+        return activate(scores, self.facts.task, self.facts.temperature)
 
     @torch.no_grad()
     def predict(self, images: object, *, batch_size: int = 64) -> tuple[list[str] | list[list[str]], Tensor]:
@@ -69,8 +81,7 @@ class ImageClassifier(nn.Module):
 
         Images are what `load_backbone(...).embed` takes: files, PIL images, arrays, one or several.
         """
-        options: dict[str, Any] = {"tokens": self.spec.tokens, "blocks": self.spec.blocks}
-        features = self.backbone.embed(images, batch_size=batch_size, **options)
+        features = self.backbone.read(images, self.spec, batch_size)
         outputs = self.of_features(features.view(-1, features.shape[-1]).to(self.backbone.device)).cpu()
         return labels_of(outputs, self.classes, self.facts.task), outputs
 
@@ -107,10 +118,12 @@ def save_classifier(classifier: ImageClassifier, path: Path, transform: EvalTran
     prepared["config"] = {}  # that of a run has local paths, which exports leave out too
     metadata = about_backbone(classifier.backbone, prepared)
     metadata |= {"kind": CLASSIFIER, CLASSIFIER: classifier.facts.model_dump(mode="json")}
-    parts = {"backbone": classifier.backbone, CLASSIFIER: classifier.scores}
+    parts: dict[str, nn.Module] = {"backbone.": classifier.backbone, f"{CLASSIFIER}.": classifier.scores}
+    if isinstance(classifier.reading, Levelling):
+        parts[f"{CLASSIFIER}.{_READING}"] = classifier.reading
     tensors = {
-        f"{part}.{name}": tensor
-        for part, module in parts.items()
+        f"{prefix}{name}": tensor
+        for prefix, module in parts.items()
         for name, tensor in module.state_dict().items()
     }
     write_tensors(path, tensors, json.dumps(metadata))
@@ -133,13 +146,16 @@ def read_classifier(path: str | Path, backbone: LoadedBackbone) -> ImageClassifi
         if name.startswith(f"{CLASSIFIER}.")
     }
     check_finite(tensors, str(path))
-    spec = FeatureSpec(tokens=facts.tokens, blocks=facts.blocks)
-    width, outputs = spec.shape(backbone, backbone.image_size)[-1], len(facts.classes)
+    widths = FeatureSpec(tokens=facts.tokens, blocks=facts.blocks).widths(backbone)
+    width, outputs = sum(widths), len(facts.classes)
     images, by_neighbours = len(tensors.get("bank", ())), facts.kind == "neighbours"
-    shapes = {"weight": (outputs, width), "bias": (outputs,)}
+    shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, width), "bias": (outputs,)}
     if by_neighbours:
-        each = (images,) if facts.task == "multiclass" else (images, outputs)
-        shapes = {"bank": (images, width), "targets": each}
+        of_targets = (images,) if facts.task == "multiclass" else (images, outputs)
+        shapes = {"bank": (images, width), "targets": of_targets}
+    if facts.levelled:
+        shapes |= {f"{_READING}matrix{number}": (each, each) for number, each in enumerate(widths)}
+        shapes[f"{_READING}mean"] = (width,)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != shapes or by_neighbours != bool(facts.k) or (by_neighbours and not images):
         raise WeightsError(f"{path} is damaged: its classifier does not fit its backbone and classes")
@@ -147,7 +163,11 @@ def read_classifier(path: str | Path, backbone: LoadedBackbone) -> ImageClassifi
         scores: Scores = NeighbourScores(tensors["bank"], tensors["targets"], k=facts.k, classes=outputs)
     else:
         scores = LinearScores(tensors["weight"], tensors["bias"])
-    return ImageClassifier(backbone, scores, facts).eval()
+    reading = None
+    if facts.levelled:
+        matrices = [tensors[f"{_READING}matrix{number}"] for number in range(len(widths))]
+        reading = Levelling(tensors[f"{_READING}mean"], matrices)
+    return ImageClassifier(backbone, scores, facts, reading).eval()
 
 
 def read_classifier_facts(path: str | Path) -> ClassifierFacts | None:

@@ -1,10 +1,20 @@
 """What the classifier of `predict` learns from, and what is said of it."""
 
+import numpy as np
 import pytest
 import torch
 
 import dino_vit
-from dino_vit import save_backbone
+from dino_vit import VisionTransformer, save_backbone
+from dino_vit.data.synthetic import make_textures
+from dino_vit.eval.classifier_training import train_classifier
+from dino_vit.eval.origins import GIVEN
+from dino_vit.eval.pooled import PooledFeatures
+from dino_vit.eval.sets import LabelledSubset
+from dino_vit.features.frozen import FrozenBackbone
+from dino_vit.features.readings import Reading
+from dino_vit.models.backbone import FeatureSpec
+from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.weights import load_backbone
 from tests.support.coloured_photos import IMAGES, shuffled
 
@@ -14,12 +24,13 @@ pytestmark = pytest.mark.usefixtures("few_penalties")
 
 def test_tokens_and_blocks_are_those_of_knn(photos, weights):
     given = {"labels": photos / "labels.csv", **SETTINGS}
-    widths = {(None, 1): 64, ("cls", 1): 32, ("mean", 2): 64, ("cls+mean", 2): 96}
+    widths = {(None, 2): 96, ("cls", 1): 32, ("mean", 2): 64, ("cls+mean", 2): 96}
     for (tokens, blocks), width in widths.items():
         found = dino_vit.predict(photos / "photos", weights, tokens=tokens, blocks=blocks, **given)
         assert found.features.shape[1] == width
         spec = found.classifier.spec
         assert (spec.tokens, spec.blocks) == (tokens or "cls+mean", blocks)
+        assert not found.classifier.facts.levelled
     pixels = dino_vit.predict(photos / "photos", "pixels", **given)
     assert pixels.classifier.spec.tokens == "cls"
     head = photos / "head.safetensors"
@@ -99,7 +110,8 @@ def test_too_few_labels_have_no_confidence(photos, weights):
         assert "mean confidence" not in str(found)
         assert "with a given label, as the labels are too few to tell how sure the others are" in str(found)
         assert {*found.columns} == {"name", "label", "origin", "second", "nearest", "similarity"}
-    assert (found.details["classifier"], found.details["temperature"]) == ("k-NN (k = 1)", None)
+    assert found.details["classifier"].startswith("k-NN (k = 1) of ")
+    assert found.details["temperature"] is None
     again = dino_vit.predict(photos / "photos", kept, verbose=False)
     assert again.confidence is None
     assert "confidence" not in again.columns
@@ -117,3 +129,29 @@ def test_a_class_of_one_burst_is_named(photos, weights):
         found
     )
     assert found.details["untested"] == ["burst"]
+
+
+def pool_of_noise(seed, images=60, classes=3):
+    """Features that say nothing of labels at random, as of images half of which are labelled."""
+    random, source = np.random.default_rng(seed), make_textures(length=2 * images)
+    model = VisionTransformer(image_size=16, patch_size=4, width=8, depth=1, heads=2)
+    spec = FeatureSpec(tokens="cls+mean+cells")
+    targets = random.integers(classes, size=images)
+    rows, names = np.arange(2 * images), tuple("abc"[:classes])
+    return PooledFeatures(
+        frozen=FrozenBackbone(model=model, transform=EvalTransform(size=(16, 16), mean=(0.5,), std=(0.5,))),
+        spec=spec,
+        readings=[Reading("cls+mean", 0.5), Reading("cls+cells", 0.5)],
+        features=torch.from_numpy(random.normal(size=(2 * images, sum(spec.widths(model))))).float(),
+        learned=LabelledSubset("noise", source, rows[:images], targets, names),
+        rows=torch.from_numpy(rows[:images]),
+        others=torch.from_numpy(rows[images:]),
+        indices=rows[images:],
+    )
+
+
+def test_noise_is_seldom_said_to_be_better_than_guessing_whatever_is_chosen():
+    pools = map(pool_of_noise, range(12))
+    said = [train_classifier(pool, np.full(60, GIVEN)).lines[0] for pool in pools]
+    claims = [line for line in said if line.startswith("About ")]
+    assert len(claims) <= 1

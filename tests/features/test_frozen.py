@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms.functional import resize as peer_resize
 
 from dino_vit.config.commands import KnnConfig
 from dino_vit.data.open import open_source
@@ -12,6 +13,7 @@ from dino_vit.data.stores.files import open_folder
 from dino_vit.data.synthetic import make_textures
 from dino_vit.features.frozen import FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import FeatureSpec, eval_mode, mean_by_cell
+from dino_vit.models.edges import edge_histograms
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone, extracted
@@ -52,6 +54,7 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
     cls = [tokens[:, 0] for tokens in blocks]
     patch_tokens = [tokens[:, 1 + registers :] for tokens in blocks]
     patches, cells = patch_tokens[-1], partial(mean_by_cell, grid=(4, 4))
+    edges, tiny = edge_histograms(peer_resize(images, [48, 48])), peer_resize(images, [12, 12]).flatten(1)
     for spec, expected in (
         (FeatureSpec(), cls[2]),
         (FeatureSpec(blocks=3), torch.cat(cls, 1)),
@@ -63,6 +66,10 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
             torch.cat([mean_by_cell(part, (4, 4)) for part in patch_tokens[1:]], 1),
         ),
         (FeatureSpec(tokens="cls+cells", blocks=2), torch.cat([*cls[1:], cells(patches)], 1)),
+        (
+            FeatureSpec(tokens="cls+mean+edges+pixels"),
+            torch.cat([cls[2], sum(patches.unbind(1)) / 16, edges, tiny], 1),
+        ),
         (FeatureSpec(tokens="patches"), patches),
         (FeatureSpec(tokens="patches", blocks=3), torch.cat(patch_tokens, 2)),
         (FeatureSpec(tokens="all"), blocks[-1]),

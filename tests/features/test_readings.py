@@ -9,7 +9,7 @@ from dino_vit.data.image_set import evenly_spaced
 from dino_vit.data.synthetic import make_textures
 from dino_vit.features import readings
 from dino_vit.features.cache import cached_features
-from dino_vit.features.frozen import FrozenBackbone, baseline_like
+from dino_vit.features.frozen import FrozenBackbone, build_baseline
 from dino_vit.features.readings import fit_levelling, fit_reading, joined_features, levelled_spec, part_widths
 from dino_vit.models.backbone import CLS, FeatureSpec, mean_by_cell
 from dino_vit.views.eval_transform import EvalTransform
@@ -85,14 +85,17 @@ def backbone(seed=0, width=32):
 
 def test_backbones_side_by_side_each_read_images_their_own_way(tmp_path):
     source = make_textures(length=20)
-    first = FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path)
+    first, pixels = (
+        FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path),
+        build_baseline("pixels", source),
+    )
     others = (
         FrozenBackbone(
             model=backbone(1, 16),
             transform=EvalTransform(size=(16, 16), mean=(0.1,) * 3, std=(0.3,) * 3),
             cache=tmp_path,
         ),
-        baseline_like(first, "pixels", source),
+        FrozenBackbone(model=pixels, transform=pixels.transform, cache=tmp_path),
     )
     joined = FrozenBackbone(model=first.model, transform=TRANSFORM, cache=tmp_path, beside=others)
     spec = FeatureSpec(tokens="cls+cells")

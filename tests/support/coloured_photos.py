@@ -25,6 +25,10 @@ def write_photos(folder):
         (folder / f"{name}.csv").write_text("\n".join(lines))
 
 
+def colour_of(name):
+    return [*COLOURS][int(name[:3]) // 2 % len(COLOURS)]
+
+
 def shuffled(photos):
     """Write labels that no image says anything about, so that confidences are low and differ."""
     rows = (photos / "labels.csv").read_text().splitlines()[1:]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dino_vit.data.images.edges import edge_histograms
 from dino_vit.models.backbone import CLS, FeatureSpec
+from dino_vit.models.edges import edge_histograms
 from dino_vit.weights.baselines import Baseline
 
 

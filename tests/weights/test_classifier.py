@@ -1,14 +1,18 @@
 """A file with a backbone and a classifier is read strictly, and what it states is checked."""
 
 import json
+from dataclasses import replace
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
+from dino_vit.models.backbone import FeatureSpec
 from dino_vit.models.classifiers import LinearScores, NeighbourScores
+from dino_vit.models.readings import Levelling
 from dino_vit.weights import WeightsError, load_backbone, save_backbone
 from dino_vit.weights.classifier import (
     ClassifierFacts,
@@ -16,6 +20,7 @@ from dino_vit.weights.classifier import (
     load_classifier,
     save_classifier,
 )
+from dino_vit.weights.export import export_backbone
 
 FACTS = {"task": "multiclass", "classes": ("a", "b", "c"), "tokens": "cls", "blocks": 1}
 
@@ -71,6 +76,46 @@ def test_votes_are_those_of_the_neighbours():
         near = cosines.argsort(descending=True)[:4]
         votes = (cosines[near] / 0.07).softmax(0) @ values[near].float()
         torch.testing.assert_close(row, (votes + 1 / 12).log())
+
+
+@pytest.fixture
+def reading(weights):
+    """A classifier that reads CLS, cells and edges, levelled by random matrices."""
+    backbone, spec = load_backbone(weights, verbose=False), FeatureSpec(tokens="cls+cells+edges")
+    widths = spec.widths(backbone)
+    level = Levelling(torch.randn(sum(widths)), [torch.randn(width, width) for width in widths])
+    facts = ClassifierFacts(kind="linear", levelled=True, **FACTS | {"tokens": spec.tokens})
+    return ImageClassifier(backbone, LinearScores(torch.randn(3, sum(widths)), torch.randn(3)), facts, level)
+
+
+def test_what_is_read_is_kept_and_exported(reading, tmp_path):
+    path, graph = tmp_path / "c.safetensors", tmp_path / "c.onnx"
+    save_classifier(reading, path, reading.transform)
+    loaded, images = load_classifier(path, verbose=False), torch.randn(5, 3, 16, 16)
+    assert torch.equal(loaded(images), reading.eval()(images))
+    parts = torch.split(reading.spec.extract(reading.backbone, images), [32, 9 * 32, 900], dim=1)
+    means = torch.split(reading.reading.mean, [32, 9 * 32, 900])
+    level = [(x - m) @ a for x, m, a in zip(parts, means, reading.reading.matrices, strict=True)]
+    joined = torch.cat([F.normalize(part) for part in level], 1)
+    torch.testing.assert_close(loaded(images), reading.scores(joined).softmax(1))
+    changed(path, tensors={"classifier.reading.matrix2": torch.randn(900, 899)})
+    with pytest.raises(WeightsError, match="does not fit its backbone and classes"):
+        load_classifier(path)
+    export_backbone(reading, graph, "onnx")
+    found = onnxruntime.InferenceSession(graph).run(None, {"images": images.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), loaded(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_classifier_of_edges_alone_is_exported(tmp_path):
+    """For any number of images."""
+    backbone = load_backbone("edges", verbose=False)
+    backbone.provenance = replace(backbone.provenance, mean=(0.5,) * 3, std=(0.5,) * 3)
+    scores = LinearScores(torch.randn(3, 900), torch.randn(3))
+    classifier = ImageClassifier(backbone, scores, ClassifierFacts(kind="linear", **FACTS))
+    export_backbone(classifier, tmp_path / "c.onnx", "onnx")
+    images = torch.randn(5, 3, 48, 48)
+    found = onnxruntime.InferenceSession(tmp_path / "c.onnx").run(None, {"images": images.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), classifier.eval()(images), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
-from dino_vit.data.images.edges import ORIENTATIONS, normalise_block, orientation_histograms
 from dino_vit.method.cross_entropy import compile_kernel
 from dino_vit.method.term import Seen, Term
+from dino_vit.models.edges import ORIENTATIONS, normalise_block, orientation_histograms
 from dino_vit.models.student_teacher import Need, Outputs
 
 # Numbers that a patch predicts: the histograms of itself and of its eight neighbours.

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from dino_vit.data.images.edges import orientation_histograms
 from dino_vit.method.term import Seen, Sizes
 from dino_vit.method.terms.edges import KEPT, PREDICTED, Edges, edges_around
+from dino_vit.models.edges import orientation_histograms
 
 
 @pytest.mark.parametrize("kept", [None, [[0, 5], [3, 1]]])

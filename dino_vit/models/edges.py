@@ -32,7 +32,7 @@ def orientation_histograms(images: Tensor, cell: Size) -> Tensor:
     # An angle between the centres of two orientations counts for both; opposite directions are one.
     position = angle * (ORIENTATIONS / math.pi) - 0.5  # in orientations
     lower, above = position.floor().long() % ORIENTATIONS, position - position.floor()
-    votes = length.new_zeros(len(images), ORIENTATIONS, *images.shape[-2:])
+    votes = length.new_zeros(images.shape[0], ORIENTATIONS, *images.shape[-2:])
     votes.scatter_(1, lower, length * (1 - above))
     votes.scatter_(1, (lower + 1) % ORIENTATIONS, length * above)
     return F.avg_pool2d(votes, cell)
@@ -43,6 +43,11 @@ def edge_histograms(images: Tensor) -> Tensor:
     cells = orientation_histograms(images, (CELL, CELL))
     blocks = rearrange(cells.unfold(2, 2, 1).unfold(3, 2, 1), "b n y x v u -> b (v u n) y x")
     return normalise_block(blocks, 1, CLIP).flatten(1)
+
+
+def edges_width(side: int) -> int:
+    """Return how many numbers the histograms of a square image have."""
+    return ORIENTATIONS * 4 * (side // CELL - 1) ** 2
 
 
 def normalise_block(histograms: Tensor, dim: int, clip: float) -> Tensor:
