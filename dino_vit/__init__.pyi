@@ -607,7 +607,7 @@ def predict(
       labels=null                         CSV, JSON or Parquet with the labels, or none; null: the images' own
       several=false                       a cell of the file of labels has several labels of an image, as in sea;sky
       output=null                         CSV or Parquet, with JSON beside it; null: predictions.csv, in Python none [FILE.csv]
-      confident=null                      also write the labels with at least this confidence, beside the table; null: no
+      confident=null                      also write the table without guesses below this confidence, beside it; null: no
       tokens=null                         tokens as of knn; null: what cross-validation takes [cls|mean|cells|cls+mean|cls+cells]
       blocks=1                            last blocks whose tokens are joined
       whiten=0                            0: features as they are; 0.5: levelled by their covariance; 1: whitened

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, progress, public
 from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.data.images.decode import decode_item, read_item
-from dino_vit.data.label_files import join_labels, read_column, read_table
+from dino_vit.data.label_files import GUESSED, Entry, match_names, read_table
 from dino_vit.data.labels import NO_LABEL, NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.neighbours import nearest, unit
-from dino_vit.eval.origins import GUESSED
 from dino_vit.eval.pooled import spec_to_choose_from
 from dino_vit.eval.typical import densities, k_means, order_to_label, spread_rows
 from dino_vit.features.cache import cached_features
@@ -42,21 +41,14 @@ CLUSTERS, NEIGHBOURS = 40, 40  # rows of the overview, at most, and images that 
 PHOTO_SIDE, PHOTO_PIXELS = 400, 2000 * 18_000
 
 
-class Row(NamedTuple):
-    """A label in a table: given by somebody, or guessed with some confidence."""
-
-    name: str
-    label: str
-    origin: str
-    confidence: float
+Rows = dict[str, Entry]  # of a table, by name
 
 
 def run(config: LabelConfig) -> Written:
     """Write the page and return its file; rank 0 writes it."""
     output = Path(config.output)
     check_outputs(config, output)
-    source = open_source(config.source, NO_LABELS)
-    source.distinct_names(range(len(source)))  # so that each row of the table is of one image
+    source = open_once(config.source)
     given, guesses = read_tables(config, source)
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
     labelled = [index for index in range(len(source)) if find(given, source, index)]
@@ -83,31 +75,35 @@ def run(config: LabelConfig) -> Written:
     return Written(path=output, text=f"{output}: {count}, {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
+def open_once(path: str) -> ImageSet:
+    """Return the images of a source, each once, so that each row of the table is of one image."""
+    source = open_source(path, NO_LABELS)
+    once = {name: index for index, name in enumerate(source.distinct_names(range(len(source))))}
+    return source if len(once) == len(source) else source.subset(sorted(once.values()))
+
+
 def title_of(source: str) -> str:
     return public(source).rstrip("/").rpartition("/")[2]
 
 
-def read_tables(config: LabelConfig, source: ImageSet) -> tuple[dict[str, Row], dict[str, Row]]:
-    """Return what has been given and what has been guessed, by name; a table of predict may hold both."""
+def read_tables(config: LabelConfig, source: ImageSet) -> tuple[Rows, Rows]:
+    """Return what has been given and what has been guessed; a table of predict holds both."""
     given = read_rows(config.labels, source) if config.labels not in (None, NO_LABELS) else {}
+    given = {name: row for name, row in given.items() if row.origin != GUESSED}
     table = read_rows(config.guesses, source) if config.guesses else {}
     guesses = {name: row for name, row in table.items() if row.origin in ("", GUESSED)}
     others = {name: row for name, row in table.items() if name not in guesses}
     return others | given, guesses
 
 
-def read_rows(path: str, source: ImageSet) -> dict[str, Row]:
-    """Return the rows of a table that have a label, by name."""
-    join_labels(source, path)  # raises or warns where names are not those of the images
-    table = {name: label for name, label in read_table(path, False).items() if label not in (None, "")}
-    if any(isinstance(label, list) for label in table.values()):
+def read_rows(path: str, source: ImageSet) -> Rows:
+    """Return the rows of a table that have a label."""
+    table = read_table(path, False)
+    match_names(source, table, public(path))  # raises or warns where names are not those of the images
+    if any(isinstance(row.label, list) for row in table.values()):
         raise ValueError(f"{public(path)} has several labels of an image; label is for one of each")
-    origins, sure = read_column(path, "origin"), read_column(path, "confidence")
-    return {
-        name: Row(public(name), str(label), origins.get(name, ""), as_number(sure.get(name, "")))
-        for name, label in table.items()
-        if str(label).lower() not in NO_LABEL
-    }
+    rows = {name: row._replace(label=str(row.label)) for name, row in table.items() if row.label is not None}
+    return {name: row for name, row in rows.items() if row.label.lower() not in ("", *NO_LABEL)}
 
 
 def as_number(text: str) -> float:
@@ -119,7 +115,7 @@ def as_number(text: str) -> float:
     return number if math.isfinite(number) else 0.0
 
 
-def find(rows: dict[str, Row], source: ImageSet, index: int) -> Row | None:
+def find(rows: Rows, source: ImageSet, index: int) -> Entry | None:
     """Return the row of an image, by its whole name or as it is shown."""
     if not rows:
         return None
@@ -128,7 +124,7 @@ def find(rows: dict[str, Row], source: ImageSet, index: int) -> Row | None:
 
 def choose(
     features: Tensor,
-    rows: Sequence[tuple[Row | None, Row | None]],
+    rows: Sequence[tuple[Entry | None, Entry | None]],
     shuffled: Sequence[int],
     config: LabelConfig,
 ) -> dict[str, Any]:
@@ -142,8 +138,8 @@ def choose(
     typical = order_to_label(features, density, labelled, config.seed)
     unlabelled = [row for row in shuffled if not labelled[row]]
     sample = unlabelled[: min(SAMPLE, len(unlabelled) // 5, config.images // 5)]
-    guessed = [(guess.confidence, row) for row, (given, guess) in enumerate(rows) if guess and not given]
-    unsure = [row for _, row in sorted(guessed)]
+    guesses = [_guess(*each) for each in rows]
+    unsure = [row for _, row in sorted((guess[1], row) for row, guess in enumerate(guesses) if guess)]
     quarter = config.images // 4
     some = [*sample, *labelled.nonzero()[:quarter, 0].tolist(), *unsure[:quarter], *typical, *shuffled]
     shown = list(dict.fromkeys(some))[: config.images]
@@ -151,8 +147,8 @@ def choose(
     near = nearest(features[shown], features[shown], k=min(NEIGHBOURS, len(shown) - 1), self_offset=0)[1]
     return {
         "rows": shown,
-        "given": [_cells(rows[row][0], "origin") for row in shown],
-        "guesses": [_cells(None if rows[row][0] else rows[row][1], "confidence") for row in shown],
+        "given": [row and (row.label, row.origin) for row in (rows[number][0] for number in shown)],
+        "guesses": [guesses[row] for row in shown],
         "queue": _numbered([*typical, *unsure, *shown], numbers),
         "sample": _numbered(sample, numbers),
         "clusters": _clusters(features, density, numbers, config.seed),
@@ -161,8 +157,8 @@ def choose(
     }
 
 
-def _cells(row: Row | None, second: str) -> tuple[str, object] | None:
-    return row and (row.label, getattr(row, second))
+def _guess(given: Entry | None, guess: Entry | None) -> tuple[str, float] | None:
+    return None if given or not guess else (guess.label, as_number(guess.confidence))
 
 
 def _numbered(rows: Iterable[int], numbers: dict[int, int]) -> list[int]:
@@ -185,13 +181,11 @@ def _clusters(features: Tensor, density: Tensor, numbers: dict[int, int], seed: 
     ]
 
 
-def describe_page(
-    source: ImageSet, shown: Sequence[int], given: dict[str, Row], config: LabelConfig
-) -> dict[str, Any]:
+def describe_page(source: ImageSet, shown: Sequence[int], given: Rows, config: LabelConfig) -> dict[str, Any]:
     """Return the names of the images, the rows of others, and what is to be done with the table."""
     names = [source.name(index) for index in shown]
     on_page = set(names) | {printable(source.full_name(index)) for index in shown}
-    others = [(row.name, row.label, row.origin) for name, row in given.items() if name not in on_page]
+    others = [(public(row.name), row.label, row.origin) for name, row in given.items() if name not in on_page]
     stem = Path(config.labels).stem if config.labels else ""
     inputs = [config.source, config.weights]
     command = shlex.join(["dino-vit", "predict", *map(public, inputs)])

@@ -140,7 +140,7 @@ class PredictConfig(CachedConfig):
         None, f"CSV or Parquet, with JSON beside it; null: predictions.csv, {IN_PYTHON}"
     )
     confident: PositiveShare | None = setting(
-        None, "also write the labels with at least this confidence, beside the table; null: no"
+        None, "also write the table without guesses below this confidence, beside it; null: no"
     )
     tokens: Pooled | None = setting(None, "tokens as of knn; null: what cross-validation takes")
     blocks: Few = setting(1, "last blocks whose tokens are joined")

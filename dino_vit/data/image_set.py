@@ -79,7 +79,7 @@ class ImageSet:
         return printable(public(self.full_name(index)))
 
     def distinct_names(self, indices: Sequence[int]) -> list[str]:
-        """Return the names of images for a table; raise an error if two addresses have the same.
+        """Return the names of images for a table; raise an error if two different images have the same.
 
         An image that a list names twice is in a table twice.
         """
@@ -87,11 +87,11 @@ class ImageSet:
         if len(set(names)) < len(names):
             first = dict[str, int]()
             for index, name in zip(indices, names, strict=True):
-                other = first.setdefault(name, index)
-                if other != index and self.full_name(other) != self.full_name(index):
-                    text = f"images {other} and {index} (counted from 0) are both named {brief(name, 200)}"
-                    advice = "let them differ before the question mark, or download them"
-                    raise ValueError(f"{text}, as names leave out the queries of addresses; {advice}")
+                pair = first.setdefault(name, index), index
+                if len({*self.store.origins(self.rows_of(pair).tolist())}) > 1:
+                    text = f"images {pair[0]} and {index} (counted from 0) are both named {brief(name, 200)}"
+                    advice = "rename one of them; addresses must differ before the question mark"
+                    raise ValueError(f"{text}: {advice}")
         return names
 
     def full_name(self, index: int) -> str:

@@ -5,10 +5,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,23 @@ _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len
 _LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SEPARATOR = ";"  # of several labels in a cell of text
+GUESSED = "guessed"  # the origin of a label that `predict` wrote: nobody gave it
 _TABBED = re.compile(r"([^\t]*)\t?(.*)", re.DOTALL)  # the same, without a suffix of an image
 
 
-Entry = tuple[str, Any]  # a path or a name, and its label, or several in a list
+class Entry(NamedTuple):
+    """A row of a list or of a table of labels."""
+
+    name: str  # or a path
+    label: Any  # a text, or several in a list; None: it has none
+    line: int  # in the file, or the row of a table that has no lines
+    origin: str = ""
+    confidence: str = ""
+
+    @property
+    def given(self) -> Any:
+        """The label, unless it was guessed."""
+        return None if self.origin == GUESSED else self.label
 
 
 def read_entries(
@@ -50,20 +63,27 @@ def read_entries(
     if suffix_of(path) in _DELIMITERS:
         entries = _table_entries(path, _rows(path, text), labels_needed)
     else:
-        lines = (line.strip("\r") for line in text.split("\n") if line.strip())
-        matches = ((_LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)) for line in lines)
-        entries = ((match[1], match[2] or None) for match in matches if match)
+        entries = _text_entries(text)
     return _split_cells(entries) if several else entries
+
+
+def _text_entries(text: str) -> Iterator[Entry]:
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.strip("\r")
+        match = _LINE.fullmatch(line.rstrip()) or _TABBED.fullmatch(line)
+        if match and line.strip():
+            yield Entry(match[1], match[2] or None, number)
 
 
 def _split_cells(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Yield the labels in a cell of text as a list; `;` has none."""
-    for name, cell in entries:
-        yield name, cell.split(SEPARATOR) if cell and isinstance(cell, str) else cell
+    for entry in entries:
+        cell = entry.label
+        yield entry._replace(label=cell.split(SEPARATOR)) if cell and isinstance(cell, str) else entry
 
 
-def _rows(path: str, text: str) -> list[list[str]]:
-    """Return the rows of a table that are not empty; a quote left open would hide all that follow.
+def _rows(path: str, text: str) -> dict[int, list[str]]:
+    """Return the rows of a table that are not empty, by line; a quote left open would hide all that follow.
 
     Where a comma is in numbers, spreadsheets separate the cells of a .csv by semicolons.
     """
@@ -72,14 +92,15 @@ def _rows(path: str, text: str) -> list[list[str]]:
         delimiter = next((other for other in ";,\t" if other in first), delimiter)
     table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        return [row for row in table if any(row)]
+        return dict((table.line_num, row) for row in table if any(row))
     except csv.Error as error:
         raise ValueError(f"{path}, line {table.line_num}: {error}") from error
 
 
-def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Iterator[Entry]:
-    if not rows:
+def _table_entries(path: str, lines: dict[int, list[str]], labels_needed: bool) -> Iterator[Entry]:
+    if not lines:
         return
+    rows = [*lines.values()]
     header = _header(rows)
     start = 1 if header else 0
     name = _find_column(header, PATH_COLUMNS)
@@ -96,14 +117,15 @@ def _table_entries(path: str, rows: list[list[str]], labels_needed: bool) -> Ite
         raise ValueError(f"{path}: {problem}")
     if problem:
         log.warning("%s: %s", path, problem)
-    width = len(rows[0])
-    for number, row in enumerate(rows[start:], start + 1):
+    width, others = len(rows[0]), [_find_column(header, [title]) for title in ("origin", "confidence")]
+    for number, row in [*lines.items()][start:]:
         if len(row) <= max(name, label or 0) or any(row[width:]):
             advice = "; write a cell with commas in quotes" if len(row) > width else ""
             shown = brief(public_values(row), 80)
-            raise ValueError(f"{path}, row {number} has {len(row)} of {width} columns: {shown}{advice}")
+            raise ValueError(f"{path}, line {number} has {len(row)} of {width} columns: {shown}{advice}")
         text = "" if label is None else row[label]
-        yield row[name], text.strip() or None
+        cells = ("" if at is None or at >= len(row) else row[at].strip() for at in others)
+        yield Entry(row[name], text.strip() or None, number, *cells)
 
 
 def _why_no_labels(rows: list[list[str]], header: list[str], name: int) -> str:
@@ -147,13 +169,14 @@ def open_list(path: str, several: bool = False) -> ImageSet:
     root, shown = folder_of(path), public(path)
     with indexing(path):
         given = read_entries(shown, read_file(path), several=several)
-        entries = sorted(given, key=lambda entry: os.fsencode(entry[0]))
+        entries = sorted(given, key=lambda entry: os.fsencode(entry.name))
     if not entries:
         raise ValueError(f"{shown} lists no images. Write one path per line.")
     if (named := len(by_name(shown, entries))) < len(entries):
         text = "%s names %s in %s; one that is named twice comes twice in an epoch"
         log.info(text, shown, plural(named, "image"), plural(len(entries), "line"))
-    paths = [join_path(root, name) for name, _ in entries]
+    warn_of_joined(shown, entries)
+    paths = [join_path(root, entry.name) for entry in entries]
     # To ask for the size of each remote file would take long.
     local = [row for row, path in enumerate(paths) if not is_url(path)]
     files = [path, *(paths[row] for row in local)]
@@ -162,8 +185,9 @@ def open_list(path: str, several: bool = False) -> ImageSet:
         sizes = np.zeros(len(paths), dtype=np.int64)
         sizes[local] = signatures[1:, 0]
         _check_missing(shown, paths, np.flatnonzero(sizes < 0))
-        names, labels = zip(*entries, strict=True)
-        return IndexContents(names=[*map(os.fsencode, names)], sizes=sizes, labels=encode_labels(labels))
+        names = [os.fsencode(entry.name) for entry in entries]
+        labels = encode_labels([entry.given for entry in entries])
+        return IndexContents(names=names, sizes=sizes, labels=labels)
 
     index = open_index("list-several" if several else "list", path, build, files)
     # Each remote image may be on another server.
@@ -184,17 +208,32 @@ def _check_missing(name: str, paths: Sequence[str], missing: NDArray[np.int64]) 
 
 
 def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> ImageSet:
-    """Label images by name from a file, and warn about names without a match.
+    """Label images by name from a file, and warn about names without a match; a guess is no label.
 
     With `several`, the labels of an image are in one cell, as in `sea;sky`.
     """
-    table, names = read_table(str(path), several), [images.name(index) for index in range(len(images))]
+    table = read_table(str(path), several)
     path = public(str(path))
+    warn_of_joined(path, table.values())
+    entries = match_names(images, table, path)
+    values, count = [entry and entry.given for entry in entries], plural(len(images), "image")
+    guessed = sum(entry is not None and entry.origin == GUESSED for entry in entries)
+    labelled = len(values) - values.count(None)
+    if not labelled:
+        advice = "they are guesses of predict" if guessed else "fill in the labels"
+        raise ValueError(f"{path} names images, but has a label for none of them: {advice}")
+    if labelled < len(values):
+        also = f"; {plural(guessed, 'guess', 'guesses')} of predict in it are no labels" if guessed else ""
+        log.info("%s: labels for %s of %s%s", path, f"{labelled:,}", count, also)
+    return images.with_labels(encode_labels(values))
+
+
+def match_names(images: ImageSet, table: Mapping[str, Entry], path: str) -> list[Entry | None]:
+    """Return the entry of each image by its name, and warn about names without a match."""
+    names = [images.name(index) for index in range(len(images))]
     full_names = [printable(images.full_name(index)) for index in range(len(images))]
     surplus = list(map(public, sorted(set(table).difference(names, full_names))))
-    values = [table.get(full, table.get(name)) for full, name in zip(full_names, names, strict=True)]
     images.distinct_names([i for i, full in enumerate(full_names) if full not in table and names[i] in table])
-    missing = [name for name, value in zip(names, values, strict=True) if value is None]
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has labels for none of the images: its names are like "
@@ -203,12 +242,7 @@ def join_labels(images: ImageSet, path: str | Path, several: bool = False) -> Im
     if surplus:
         extra = plural(len(surplus), "label")
         log.warning("%s: %s for names not in the source: %s", path, extra, _examples(surplus))
-    if len(missing) == len(names):
-        raise ValueError(f"{path} names images, but has a label for none of them: fill in the labels")
-    if missing:
-        labelled = f"{len(names) - len(missing):,}"
-        log.info("%s: labels for %s of %s", path, labelled, plural(len(names), "image"))
-    return images.with_labels(encode_labels(values))
+    return [table.get(full) or table.get(name) for full, name in zip(full_names, names, strict=True)]
 
 
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
@@ -230,73 +264,68 @@ def parse_json(text: str | bytes, name: str) -> object:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
-def read_table(path: str, several: bool) -> dict[str, object]:
+def read_table(path: str, several: bool) -> dict[str, Entry]:
     """Read a label for each name (as of `ImageSet.name`): from a JSON object, or a list as `read_entries`."""
     try:
         data, path = read_file(path), public(path)
     except FileNotFoundError:
         advice = did_you_mean(path, "; give a CSV or JSON file with a label for each image")
         raise ValueError(f"{path} does not exist{advice}") from None
-    if data.startswith(b"PAR1"):
-        rows = _parquet_entries(path, data)
-        return by_name(path, _split_cells(rows) if several else rows)
-    if suffix_of(path) != ".json":
+    if not data.startswith(b"PAR1") and suffix_of(path) != ".json":
         return by_name(path, read_entries(path, data, labels_needed=True, several=several))
-    entries = parse_json(data, path)
-    if not isinstance(entries, tuple):
-        raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-    for name, value in entries:
-        if value is not None and not is_label(value):
-            text = "is neither a text nor a number, nor a list of these"
-            raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
+    entries = _parquet_entries(path, data) if data.startswith(b"PAR1") else _json_entries(path, data)
     return by_name(path, _split_cells(entries) if several else entries)
 
 
-def read_column(path: str, title: str) -> dict[str, str]:
-    """Return another column of a table of labels, such as `origin`, by name; none if it has none."""
-    data, cells = read_file(path), list[tuple[str, str]]()
-    if data.startswith(b"PAR1"):
-        from pyarrow import BufferReader, parquet
-
-        columns = parquet.read_table(BufferReader(data)).to_pydict()
-        if title in columns:
-            texts = ("" if value is None else str(value) for value in columns[title])
-            cells = list(zip(columns["name"], texts, strict=True))
-    elif suffix_of(path) in _DELIMITERS:
-        rows = _rows(public(path), data.decode("utf-8-sig", errors="surrogateescape"))
-        column = _find_column(_header(rows), [title])
-        if column is not None:
-            name = _find_column(_header(rows), PATH_COLUMNS)
-            if name is None:  # of another title
-                name = next((at for at, cell in enumerate(rows[1]) if _is_path(cell)), 0)
-            cells = [(row[name], row[column]) for row in rows[1:] if column < len(row)]
-    return {printable(name): cell.strip() for name, cell in cells}
+def _json_entries(path: str, data: bytes) -> Iterator[Entry]:
+    pairs = parse_json(data, path)
+    if not isinstance(pairs, tuple):
+        raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
+    for number, (name, value) in enumerate(pairs, 1):
+        if value is not None and not is_label(value):
+            text = "is neither a text nor a number, nor a list of these"
+            raise ValueError(f"{path}: the label of '{brief(name, 200)}' {text}")
+        yield Entry(name, value, number)
 
 
 def _parquet_entries(path: str, data: bytes) -> Iterator[Entry]:
-    """Yield names and labels of a table in Parquet, such as one that `predict` or `embed` wrote."""
+    """Yield the rows of a table in Parquet, such as one that `predict` or `embed` wrote."""
     from pyarrow import BufferReader, parquet
 
-    header = parquet.read_schema(BufferReader(data)).names
-    if not {"name", "label"} <= {*header}:
-        raise ValueError(f"{path} needs the columns name and label, but has {brief(', '.join(header), 200)}")
-    table = parquet.read_table(BufferReader(data), columns=["name", "label"])
-    return zip(table["name"].to_pylist(), table["label"].to_pylist(), strict=True)
+    titles = parquet.read_schema(BufferReader(data)).names
+    if not {"name", "label"} <= {*titles}:
+        raise ValueError(f"{path} needs the columns name and label, but has {brief(', '.join(titles), 200)}")
+    others = [title for title in ("origin", "confidence") if title in titles]
+    table = parquet.read_table(BufferReader(data), columns=["name", "label", *others]).to_pydict()
+    for number, (name, label) in enumerate(zip(table["name"], table["label"], strict=True)):
+        cells = {title: table[title][number] for title in others}
+        texts = {title: "" if value is None else str(value) for title, value in cells.items()}
+        yield Entry(name, label, number + 1, **texts)
 
 
-def by_name(path: str, entries: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Return the label of each name; raise an error if a name has two."""
-    table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
-    for name, value in entries:
-        name, value = printable(name), printable(value) if isinstance(value, str) else value
-        if (first := table.setdefault(name, value)) is not value and first != value:  # NaN is not itself
-            contradictions[name] = first, value
+def by_name(path: str, entries: Iterable[Entry]) -> dict[str, Entry]:
+    """Return the entry of each name; raise an error if a name has two labels."""
+    table, contradictions = dict[str, Entry](), dict[str, tuple[str, Any, int, Any, int]]()
+    for entry in entries:
+        name = printable(entry.name)
+        label = printable(entry.label) if isinstance(entry.label, str) else entry.label
+        entry = entry._replace(name=name, label=label)
+        first = table.setdefault(name, entry)
+        if first.label is not label and first.label != label:  # NaN is not itself
+            contradictions[name] = (name, first.label, first.line, label, entry.line)
     if contradictions:
-        pairs = [(name, *values) for name, values in public_values([*contradictions.items()])]
-        examples = _examples(pairs, "%.200r has %.200r and %.200r")
-        text = f"{path} has two values for {plural(len(pairs), 'name')}: {examples}"
+        where = "row" if suffix_of(path) in (".json", ".parquet") else "line"
+        form = f"%.200r has %.200r in {where} %d and %.200r in {where} %d"
+        examples = _examples(public_values([*contradictions.values()]), form)
+        count = plural(len(contradictions), "name")
+        text = f"{path} has two labels for {count}: {examples}; keep one {where} of each"
         raise ValueError(f"{text}; several labels of an image are one value, as in sea;sky with several=true")
-    if joined := [value for value in table.values() if isinstance(value, str) and SEPARATOR in value]:
+    return table
+
+
+def warn_of_joined(path: str, entries: Iterable[Entry]) -> None:
+    """Warn of a class that looks like several labels."""
+    labels = (entry.label for entry in entries if isinstance(entry.label, str))
+    if joined := [label for label in labels if SEPARATOR in label]:
         text = "%s: '%s' is one class; several=true reads several labels"
         log.warning(text, path, brief(max(joined, key=len)))
-    return table

@@ -4,11 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.text import printable
-from dino_vit.data.label_files import read_column
+from dino_vit.data.label_files import read_table
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.eval.sets import LabelledSubset
 
-GIVEN, RANDOM, GUESSED = "given", "random", "guessed"
+GIVEN, RANDOM = "given", "random"
 LEARNED_ONLY = "checked", "corrected"  # whoever looked at them had picked them by their guesses
 ENOUGH = 50  # images that were drawn at random; then these alone judge
 _GROUP = "group:"  # of images that were labelled at once, as they are nearly the same
@@ -18,14 +18,12 @@ Origins = NDArray[np.str_]
 
 def read_origins(path: str | None, labelled: LabelledSubset) -> Origins:
     """Return the origin of the label of each image of a subset."""
-    column = read_column(path, "origin") if path not in (None, NO_LABELS) else {}
-    if not column:
+    table, source = read_table(path, False) if path not in (None, NO_LABELS) else {}, labelled.source
+    if not table:
         return np.full(len(labelled), GIVEN)
-    found = list[str]()
-    for index in labelled.indices.tolist():
-        full, name = printable(labelled.source.full_name(index)), labelled.source.name(index)
-        found.append(column.get(full) or column.get(name) or GIVEN)
-    return np.array(found)
+    names = [(printable(source.full_name(index)), source.name(index)) for index in labelled.indices.tolist()]
+    entries = [table.get(full) or table[name] for full, name in names]
+    return np.array([entry.origin or GIVEN for entry in entries])
 
 
 def may_judge(origins: Origins) -> NDArray[np.bool_]:

@@ -126,6 +126,26 @@ def test_a_table_with_given_and_guessed_labels_is_both(label, tmp_path, name):
     by_name = dict(zip(data["names"], zip(data["given"], data["guesses"], strict=True), strict=True))
     assert by_name["plain.png"] == (["red", "chosen"], None)
     assert by_name["IMG_0001.png"] == (None, ["blue", 0.7])
+    alone = label(labels=name)
+    assert alone["guesses"] == [None] * len(alone["names"]), "as labels= the guesses are none"
+    assert [row for row in alone["given"] if row] == [["red", "chosen"]]
+
+
+def test_numbers_are_labels_and_none_is_not(label, tmp_path):
+    labels = {"plain.png": 0, "IMG_0001.png": -1, "IMG_0002.png": None, "IMG_0003.png": 2.5}
+    (tmp_path / "few.json").write_text(json.dumps(labels))
+    data = label(labels="few.json")
+    given = {name: row[0] for name, row in zip(data["names"], data["given"], strict=True) if row}
+    assert given == {"plain.png": "0", "IMG_0003.png": "2.5"}
+
+
+def test_an_image_that_a_list_names_twice_is_shown_once(label, colours, tmp_path):
+    names = [name for name in colours[1] if name.startswith("IMG")]
+    (tmp_path / "list.txt").write_text("".join(f"photos/{name}\n" for name in [*names, *names[:3]]))
+    page = dino_vit.label("list.txt", "pixels", verbose=False)
+    data = ParsedPage(page.path.read_text()).data
+    assert sorted(data["names"]) == sorted(f"photos/{name}" for name in names)
+    assert data["total"] == len(names)
 
 
 def test_mistakes_are_explained_before_the_work(label, tmp_path, capsys):

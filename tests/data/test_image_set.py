@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import tarfile
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from dino_vit.data.joined import join_sets
 from dino_vit.data.labels import Labels
 from dino_vit.data.open import open_source
 from tests.support.image_sets import write_folder, write_tar, write_zip
+from tests.support.images import write_synthetic
 
 WORDS = ["cat", "dog", "x y", "é", "10", "9", "train", "val", "new\nline", "set.1.0"]
 
@@ -126,7 +128,7 @@ def test_two_addresses_of_one_name_are_refused_where_names_go_into_a_table(tmp_p
     """A query may be a secret, so names are without it."""
     path, labels = tmp_path / "list.txt", tmp_path / "labels.csv"
     path.write_text("".join(f"https://h.invalid/img?id={number}\n" for number in (1, 2)))
-    refused = r"images 0 and 1 \(counted from 0\) are both named https://h\.invalid/img, as names leave out"
+    refused = r"images 0 and 1 \(counted from 0\) are both named https://h\.invalid/img: .* before the"
     with pytest.raises(ValueError, match=refused):
         dino_vit.embed(path, weights)
     labels.write_text("name,label\nhttps://h.invalid/img,cat\n")
@@ -139,3 +141,13 @@ def test_two_addresses_of_one_name_are_refused_where_names_go_into_a_table(tmp_p
         dino_vit.predict(tmp_path / "list.txt", weights, train="synthetic:20")
     path.write_text("https://h.invalid/img?id=1\n" * 2)
     assert open_source(str(path)).distinct_names([0, 1]) == ["https://h.invalid/img"] * 2, "listed twice"
+
+
+def test_two_images_of_one_name_in_an_archive_are_refused_where_names_go_into_a_table(tmp_path, weights):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(2):
+            write_synthetic(tmp_path / f"{number}.png", number)
+            archive.add(tmp_path / f"{number}.png", "a.png")
+    refused = r"images 0 and 1 \(counted from 0\) are both named a\.png: rename one of them"
+    with pytest.raises(ValueError, match=refused):
+        dino_vit.embed(tmp_path / "a.tar", weights)

@@ -3,9 +3,12 @@ import logging
 import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 
-from dino_vit.data.label_files import read_column, read_entries
+from dino_vit.data.label_files import read_entries, read_table
 from dino_vit.data.labels import Folders, encode_labels, folder_columns
 from dino_vit.data.open import open_source
 from tests.support.image_sets import FILES, write_folder
@@ -50,7 +53,7 @@ def test_folders_are_labels_below_what_all_share(names, classes):
 
 
 def entries(name, text):
-    return [tuple(entry) for entry in read_entries(name, text.encode())]
+    return [(entry.name, entry.label) for entry in read_entries(name, text.encode())]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +88,9 @@ def test_lists_of_every_make(name, text, expected):
 
 
 def test_a_row_of_another_length_is_named():
-    with pytest.raises(ValueError, match=r"a\.csv, row 3 has 1 of 2 columns"):
-        entries("a.csv", "path,label\nx.jpg,1\ny.jpg\n")
-    with pytest.raises(ValueError, match=r"row 2 has 3 of 2 columns: .*; write a cell with commas in quotes"):
+    with pytest.raises(ValueError, match=r"a\.csv, line 4 has 1 of 2 columns"):
+        entries("a.csv", "path,label\nx.jpg,1\n\ny.jpg\n")
+    with pytest.raises(ValueError, match=r"line 2 has 3 of 2 columns: .*; write a cell with commas"):
         entries("a.csv", "path,label\nx.jpg,sea, sky\n")
     assert entries("a.csv", "path,label\nx.jpg,sea,\n") == [("x.jpg", "sea")]  # as spreadsheets write it
 
@@ -167,7 +170,8 @@ def test_names_without_a_match_and_two_values_for_a_name_are_said(tmp_path, capl
     assert "labels for 1 of 5 images\n" in caplog.text
     assert "5 labels for names not in the source: 'e\u0301.png', 'x.png', 'y.png', ..." in caplog.text
     path.write_text("".join(f"{name},{label}\n" for name in "abcde" for label in (1, 2)))
-    with pytest.raises(ValueError, match=r"two values for 5 names: 'a' has '1' and '2', 'b' .*, \.\.\.;"):
+    said = r"two labels for 5 names: 'a' has '1' in line 1 and '2' in line 2, 'b' .*, \.\.\.; keep one line"
+    with pytest.raises(ValueError, match=said):
         open_source(str(tmp_path / "photos"), path)
 
 
@@ -231,7 +235,7 @@ def test_labels_that_are_no_number_are_none_and_said(caplog, tmp_path):
 def test_an_object_of_json_with_two_values_for_a_name_is_refused(tmp_path):
     write_folder(tmp_path / "images")
     (tmp_path / "labels.json").write_text('{"cat/a.b.png": "cat", "cat/a.b.png": "dog"}')
-    with pytest.raises(ValueError, match=r"labels\.json has two values for 1 name: 'cat/a\.b\.png'"):
+    with pytest.raises(ValueError, match=r"labels\.json has two labels for 1 name: 'cat/a\.b\.png'"):
         open_source(str(tmp_path / "images"), tmp_path / "labels.json")
 
 
@@ -248,7 +252,7 @@ def test_a_list_with_two_labels_for_an_image_is_refused(tmp_path, caplog):
     write_folder(tmp_path)
     path = tmp_path / "list.csv"
     path.write_text("path,label\ncat/é.jpg,sea\ndog-2/x.bmp,sky\ncat/é.jpg,sky\n")
-    with pytest.raises(ValueError, match=r"list\.csv has two values for 1 name: .* as in sea;sky"):
+    with pytest.raises(ValueError, match=r"list\.csv has two labels for 1 name: .* in line 4; .* in sea;sky"):
         open_source(str(path))
     path.write_text("path,label\ncat/é.jpg,sea\ndog-2/x.bmp,sky\ncat/é.jpg,sea\n")
     caplog.set_level("INFO", "dino_vit")
@@ -266,6 +270,26 @@ def test_a_file_that_is_no_text_is_no_list(data: bytes, reason: str) -> None:
 
 
 @pytest.mark.parametrize("title", ["name", "photo"])
-def test_another_column_of_a_table_is_read_by_name_whatever_the_column_of_names_is_called(tmp_path, title):
+def test_origins_are_read_whatever_the_column_of_names_is_called(tmp_path, title):
     (tmp_path / "few.csv").write_text(f"{title},label,origin\na.jpg,cat,random\nb.jpg,dog,\n")
-    assert read_column(str(tmp_path / "few.csv"), "origin") == {"a.jpg": "random", "b.jpg": ""}
+    table = read_table(str(tmp_path / "few.csv"), False)
+    assert [(row.name, row.origin) for row in table.values()] == [("a.jpg", "random"), ("b.jpg", "")]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_guesses_are_no_labels(tmp_path, caplog, suffix):
+    write_folder(tmp_path / "images")
+    columns = {"name": ["cat/a.b.png", "cat/é.jpg"], "label": ["cat", "dog"], "origin": ["chosen", "guessed"]}
+    write = pa.csv.write_csv if suffix == "csv" else pq.write_table
+    write(pa.table(columns), path := tmp_path / f"rest.{suffix}")
+    caplog.set_level("INFO", "dino_vit")
+    images = open_source(str(tmp_path / "images"), path)
+    assert images.labels.names == ("cat",)
+    assert (images.codes() >= 0).sum() == 1
+    assert f"labels for 1 of {len(images)} images; 1 guess of predict in it are no labels" in caplog.text
+    write(pa.table(columns | {"origin": ["guessed"] * 2}), path)
+    with pytest.raises(ValueError, match="has a label for none of them: they are guesses of predict"):
+        open_source(str(tmp_path / "images"), path)
+    if suffix == "csv":  # a list of images, too
+        path.rename(tmp_path / "images" / "list.csv")
+        assert open_source(str(tmp_path / "images" / "list.csv")).labels.names == ()

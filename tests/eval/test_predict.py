@@ -38,6 +38,10 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+def guessed_in(path):
+    return [row for row in rows_of(path) if row["origin"] == "guessed"]
+
+
 def predict(photos, weights, *more, labels="labels.csv", code=0):
     given = ["predict", str(photos / "photos"), str(weights), f"labels={photos / labels}", "precision=no"]
     given += ["several=true"] * (labels == "tags.csv")
@@ -47,8 +51,11 @@ def predict(photos, weights, *more, labels="labels.csv", code=0):
 def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     output = photos / "rest.csv"
     said = predict(photos, weights, f"output={output}")
-    rows = rows_of(output)
-    assert [row["name"] for row in rows] == [f"{row:03}.png" for row in range(1, IMAGES, 2)]
+    table, rows = rows_of(output), guessed_in(output)
+    assert [row["name"] for row in table] == [f"{row:03}.png" for row in range(IMAGES)]
+    assert {(row["origin"], row["confidence"], row["nearest"]) for row in table[::2]} == {("given", "", "")}
+    assert all(row["label"] == colour_of(row["name"]) for row in table[::2])
+    assert rows == table[1::2]
     right = [row["label"] == colour_of(row["name"]) for row in rows]
     assert sum(right) >= 0.9 * len(rows)
     for row in rows:
@@ -58,7 +65,8 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
         assert int(row["nearest"][:3]) % 2 == 0
         assert -1 <= float(row["similarity"]) <= 1
     found = json.loads((photos / "rest.json").read_text())
-    assert (found["labelled"], found["images"], found["classes"]) == (IMAGES // 2, IMAGES // 2, 4)
+    counts = [found[key] for key in ("labelled", "guessed", "images", "classes")]
+    assert counts == [IMAGES // 2, IMAGES // 2, IMAGES, 4]
     percent = found["cross_validated"]["percent"]
     assert percent <= max(found["tried"].values())
     assert f"\nAbout {percent:.0f} of 100 labels will be right, if these images are like" in said
@@ -67,8 +75,10 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
         r"; k-NN [\d.]+ %, of pixels [\d.]+ %, of edges [\d.]+ %, always guessing \w+ 25.0 %\n", said
     )
     sure = sum(float(row["confidence"]) >= 0.8 for row in rows)
-    assert f"{output}: {len(rows)} images labelled: mean confidence " in said
+    assert f"{output}: {len(rows)} of {IMAGES} labels guessed: mean confidence " in said
     assert f" %, {sure} with 80 % or more; " in said
+    page = f"labels={photos / 'labels.csv'} guesses={output} output=check.html overwrite=true: a page"
+    assert f"\ndino-vit label {photos / 'photos'} {weights} {page} to check the guesses\n" in said
     assert "\nMistakes in the given labels cannot be found: " in said, "48 labels are too few"
     assert not output.with_name("rest-sure.csv").exists()
     before = output.read_bytes()
@@ -87,6 +97,7 @@ def test_labelled_images_may_be_a_set_of_their_own(photos, weights):
     assert found.path is None
     assert not list(photos.glob("*.json"))
     assert len(found.names) == len(found.labels) == len(found.outputs) == IMAGES // 2
+    assert found.columns["origin"] == ["guessed"] * len(found.names)
     assert found.labels == [found.classes[number] for number in found.outputs.argmax(1)]
     np.testing.assert_allclose(found.outputs.sum(1), 1, rtol=1e-5)
     assert found.columns["nearest"][0].endswith(".png")
@@ -97,22 +108,23 @@ def test_labelled_images_may_be_a_set_of_their_own(photos, weights):
 @pytest.mark.parametrize(
     ("labels", "suffix"), [("labels.csv", "parquet"), ("tags.csv", "csv"), ("tags.csv", "parquet")]
 )
-def test_a_table_is_a_file_of_labels(photos, weights, labels, suffix):
+def test_the_given_labels_in_a_table_are_labels_and_the_guesses_are_not(photos, weights, labels, suffix):
     table, several = photos / f"rest.{suffix}", labels == "tags.csv"
     said = predict(photos, weights, f"output={table}", labels=labels)
     assert ("Cross-validated mAP" in said) == several
-    read = open_source(str(photos / "photos"), table, several=several)
-    given = [sorted(read.labels.names_of(code)) if code >= 0 else None for code in read.codes().tolist()]
-    assert given[::2] == [None] * (IMAGES // 2)
-    if suffix == "parquet":
-        written = pq.read_table(table)["label"].to_pylist()
-    else:
-        written = [row["label"].strip(";").split(";") for row in rows_of(table)]
-    assert given[1::2] == [sorted(filter(None, each)) if several else [each] for each in written]
-    again = {"labels": table, "several": several, "verbose": False}
+    given, read = (
+        open_source(str(photos / "photos"), each, several=several) for each in (photos / labels, table)
+    )
+    assert read.labels.names == given.labels.names
+    assert read.codes().tolist() == given.codes().tolist()
+    again = {"labels": table, "several": several, "precision": "no", "verbose": False}
     found = dino_vit.predict(photos / "photos", weights, **again)
-    assert found.names == [f"{row:03}.png" for row in range(0, IMAGES, 2)]
-    assert dino_vit.knn(photos / "photos", weights, **again).figure.images == IMAGES // 2
+    assert found.names == [f"{row:03}.png" for row in range(1, IMAGES, 2)]
+    written = pq.read_table(table).to_pylist() if suffix == "parquet" else rows_of(table)
+    columns = zip(*(found.columns[title] for title in ("name", "label", "origin")), strict=True)
+    for row, (name, label, origin) in zip(written, columns, strict=True):
+        text = row["label"] if suffix == "parquet" or not several else row["label"].split(";")
+        assert (row["name"], text, row["origin"]) == (name, label, origin), "the same again"
 
 
 def test_labels_with_a_semicolon_need_a_table_that_keeps_them(photos, weights):
@@ -125,7 +137,11 @@ def test_labels_with_a_semicolon_need_a_table_that_keeps_them(photos, weights):
         dino_vit.predict(photos / "photos", weights, output=photos / "rest.csv", **given)
     found = dino_vit.predict(photos / "photos", weights, output=photos / "rest.parquet", **given)
     assert "dark; a bit" in found.classes
-    assert pq.read_table(found.path)["label"].to_pylist() == found.labels
+    written = pq.read_table(found.path).to_pylist()
+    assert [row["label"] for row in written if row["origin"] == "guessed"] == found.labels
+    given = [row for row in written if row["origin"] == "given"]
+    assert [sorted(row["label"]) for row in given] == [sorted(each) for each in values]
+    assert {row["confidence"] for row in given} == {None}
 
 
 def test_mistakes_are_found_in_the_order_of_a_users_steps(photos):
@@ -153,10 +169,10 @@ def test_the_sure_labels_are_a_table_of_their_own(photos, weights, suffix):
     found = dino_vit.predict(photos / "photos", weights, output=output, **again)
     read = pq.read_table if suffix == "parquet" else pa.csv.read_csv
     rows, sure = (read(photos / f"{name}.{suffix}").to_pylist() for name in ("rest", "rest-sure"))
-    assert sure == [row for row in rows if row["confidence"] >= least]
-    assert 10 < len(sure) < 20, len(rows)
-    count = f"the {len(sure)} images with a confidence of {100 * least:.0f} % or more"
-    assert str(found).endswith(f"rest-sure.{suffix}: {count}")
+    assert sure == [row for row in rows if row["origin"] == "given" or row["confidence"] >= least]
+    assert 10 < len(sure) - IMAGES // 2 < 20, len(rows)
+    count = f"{len(sure)} images with a given label, or a confidence of {100 * least:.0f} % or more"
+    assert f"rest-sure.{suffix}: {count}\n" in str(found)
     with pytest.raises(ValueError, match=r"rest\..* already exists, with 2 other files"):
         dino_vit.predict(photos / "photos", weights, output=output, **again)
     with pytest.raises(ValueError, match="confident writes a table beside output, which is not given"):
@@ -172,7 +188,7 @@ def test_a_classifier_that_was_kept_gives_the_same_labels(photos, weights, label
     settings = [f"{key}={value}" for key, value in more.items()]
     for _ in range(2):  # the second takes the place of the first
         predict(photos, weights, f"output={table}", f"classifier={head}", *settings, labels=labels)
-    rows = rows_of(table)
+    rows = guessed_in(table)
     classifier = dino_vit.load_classifier(head, verbose=False)
     if more:
         assert (classifier.transform.size, classifier.transform.resize_mode) == ((24, 24), "whole")

@@ -4,17 +4,14 @@ import csv
 from itertools import pairwise
 
 import pytest
-from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
 
-import dino_vit
-from dino_vit.data.label_files import read_column, read_table
+from dino_vit.data.label_files import read_table
 from dino_vit.data.open import open_source
 from dino_vit.eval.statistics import wilson_interval
 from tests.support.browser import set_screen, text_of
-from tests.support.labelling import NAMES, write_images
+from tests.support.labelling import NAMES, LabelPage, write_images
 
 VIEWS = "Overview", "Label", "Check guesses", "Check by chance"
 
@@ -25,88 +22,26 @@ def photos(tmp_path_factory):
     return folder, write_images(folder)
 
 
-class LabelPage:
-    """The page, driven by keys, and what its user sees on it."""
-
-    def __init__(self, browser, photos, folder):
-        self.browser, self.folder = browser, folder
-        self.photos, self.colours = photos
-        command = {"downloadPath": str(folder), "behavior": "allow"}
-        browser.execute_cdp_cmd("Browser.setDownloadBehavior", command)
-
-    def open(self, **settings):
-        page = self.folder / "label.html"
-        dino_vit.label(self.photos, "pixels", output=page, overwrite=True, verbose=False, **settings)
-        set_screen(self.browser, 1280)
-        self.browser.get(page.as_uri())
-
-    def press(self, *keys):
-        ActionChains(self.browser, duration=0).send_keys(*keys).perform()
-
-    def press_control(self, key):
-        ActionChains(self.browser).key_down(Keys.CONTROL).send_keys(key).key_up(Keys.CONTROL).perform()
-
-    def show(self, view):
-        """Go to a view by the keyboard."""
-        self.browser.find_element(By.XPATH, f"//nav/button[text()='{view}']").send_keys(Keys.ENTER)
-
-    def ask(self, script, *arguments):
-        return self.browser.execute_script(f"return {script}", *arguments)
-
-    @property
-    def name(self):
-        """The image that is shown, as its photo tells."""
-        return self.browser.find_element(By.CSS_SELECTOR, ".subject img").get_attribute("alt")
-
-    @property
-    def colour(self):
-        return self.colours[self.name]
-
-    def label(self, count, keys):
-        """Label images as they are, by the keys of their colours."""
-        names = []
-        for _ in range(count):
-            names.append(self.name)
-            self.press(keys[self.colour])
-        return names
-
-    def save(self, name):
-        """Save by the keyboard, and return the rows of the file."""
-        self.press_control("s")
-        path = self.folder / name
-        WebDriverWait(self.browser, 20).until(lambda _: path.exists() and path.stat().st_size)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return {name: (label, origin) for name, label, origin in [*csv.reader(file)][1:]}
-
-
 @pytest.fixture
 def page(browser, photos, tmp_path):
-    label_page = LabelPage(browser, photos, tmp_path)
-    yield label_page
-    assert browser.get_log("browser") == []
-    browser.execute_script("localStorage.clear(); page.answers.changed = false")
-    browser.get("about:blank")
+    with LabelPage.opened(browser, *photos, tmp_path) as label_page:
+        yield label_page
 
 
 def test_every_image_is_labelled_by_keys_and_its_name_comes_back(page):
     page.open()
     page.show("Label")
-    first = page.colour
-    page.press(*f"  {first}x", Keys.BACKSPACE, Keys.ENTER)
-    others = page.label(1, {first: "1", "red": "red" + Keys.ENTER, "blue": "blue" + Keys.ENTER})
-    while page.colours[others[-1]] == first:
-        others += page.label(1, {first: "1", "red": "red" + Keys.ENTER, "blue": "blue" + Keys.ENTER})
-    keys = {first: "1", page.colours[others[-1]]: "2"}
-    page.label(len(NAMES) - 1 - len(others), keys)
+    page.press(*f"  {page.thing}x", Keys.BACKSPACE, Keys.ENTER)
+    page.label(len(NAMES) - 1)
     assert "All are done" in text_of(page.browser, ".lead")
     table = page.save("few.csv")
-    assert {name: label for name, (label, _) in table.items()} == page.colours
+    assert {name: label for name, (label, _) in table.items()} == page.truth
     assert {origin for _, origin in table.values()} == {"random", "chosen"}
     path = str(page.folder / "few.csv")
     source = open_source(str(page.photos), path)
     read = {source.name(n): source.labels.names_of(code)[0] for n, code in enumerate(source.codes())}
-    assert read == page.colours == read_table(path, False)
-    assert read_column(path, "origin") == {name: origin for name, (_, origin) in table.items()}
+    assert read == page.truth
+    assert {name: (row.label, row.origin) for name, row in read_table(path, False).items()} == table
 
 
 def test_labels_alike_are_one_and_undoing_goes_back(page):
@@ -133,6 +68,16 @@ def test_labels_alike_are_one_and_undoing_goes_back(page):
     assert page.ask("page.view.place") == 1
     page.press(Keys.BACKSPACE)
     assert page.ask("page.answers.answers.filter(Boolean)") == []
+
+
+def test_a_key_that_is_held_down_labels_one_image(page):
+    page.open()
+    page.show("Label")
+    page.press(*"red", Keys.ENTER)
+    for repeat in (False, True, True):
+        event = f"new KeyboardEvent('keydown', {{ key: '1', repeat: {str(repeat).lower()}, bubbles: true }})"
+        page.browser.execute_script(f"document.body.dispatchEvent({event})")
+    assert page.ask("page.answers.actions.length") == 2
 
 
 def test_ticked_neighbours_get_the_same_label_and_are_a_group(page):
@@ -182,34 +127,51 @@ def test_a_row_that_is_named_is_looked_through(page):
     assert table == dict.fromkeys(shown[1:], ("red", "group:1"))
 
 
+def test_a_grid_is_done_before_others_come_and_what_is_undone_comes_back(page):
+    page.open()
+    grid = "page.open(new Grid(page, [...data.names.keys()], { title: 'all', back: () => {} }))"
+    page.browser.execute_script(grid)
+    shown = page.ask("page.view.shown")
+    assert len(shown) == 48
+    page.press(Keys.ARROW_RIGHT, Keys.SPACE, *"red", Keys.ENTER)
+    assert page.ask("page.view.shown") == shown[1:]
+    page.browser.execute_script("page.view.shown.slice(1).forEach((n) => page.view.marked.add(n))")
+    page.press(Keys.ARROW_RIGHT, Keys.SPACE, "1")
+    others = page.ask("page.view.shown")
+    assert len(others) == len(NAMES) - page.ask("data.sample.length") - 48
+    page.press(Keys.BACKSPACE)
+    assert page.ask("page.view.shown")[:47] == shown[1:]
+
+
 def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
-    colours = list(page.colours.items())
+    colours = list(page.truth.items())
     wrong = {name for name, _ in colours[30:38]}
     given = colours[50:]
     few, rest = page.folder / "few-4.csv", page.folder / "rest.csv"
     with few.open("w") as file:
-        csv.writer(file).writerows([("name", "label", "origin"), *((*row, "group:7") for row in given)])
+        rows = [*given, ("gone.png", "red")]
+        csv.writer(file).writerows([("name", "label", "origin"), *((*row, "group:7") for row in rows)])
     guesses = [(name, colour if name not in wrong else "blue", 0.5) for name, colour in colours[:50]]
     with rest.open("w", newline="") as file:
         csv.writer(file).writerows([("name", "label", "confidence"), *guesses])
     page.open(labels=few, guesses=rest)
+    assert text_of(page.browser, ".count") == f"{len(given) + 1} labelled", "also what is not shown"
     assert "blue" in text_of(page.browser, "#view .labels")
     page.browser.find_element(By.XPATH, "//b[text()='blue']/..").send_keys(Keys.ENTER)
     tiles = page.browser.find_elements(By.CSS_SELECTOR, ".grid .tile img")
     blue = [tile.get_attribute("alt") for tile in tiles]
     for tile, name in zip(tiles, blue, strict=True):
-        if page.colours[name] == "red":
+        if page.truth[name] == "red":
             tile.find_element(By.XPATH, "..").send_keys(Keys.SPACE)
     page.press(page.ask("page.answers.keys().get('red') ?? '1'"))
     page.press(Keys.ENTER)
     assert page.ask("page.answers.toCheck().map(([label]) => label)") == ["red"]
     page.show("Check by chance")
-    keys = page.ask("Object.fromEntries(page.answers.keys())")
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
     assert page.ask("page.view.place") == 0, "none of the random ones is skipped"
-    sample = page.label(page.ask("data.sample.length"), keys)
+    sample = page.label(page.ask("data.sample.length"))
     assert len(sample) == 10
-    right = sum(name not in wrong or page.colours[name] == "blue" for name in sample)
+    right = sum(name not in wrong or page.truth[name] == "blue" for name in sample)
     low, high = (round(100 * bound) for bound in wilson_interval(right / 10, 10))
     sentence = f"{right} of 10 random images are labelled right ({low} to {high} %)"
     assert text_of(page.browser, ".learned") == sentence
@@ -217,12 +179,13 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     page.browser.execute_script("page.answers.act('label', [page.answers.toCheck()[0][1][0]], 'RED')")
     table = page.save("few-5.csv")
     assert table[name] == ("red", "checked"), "the same as its guess"
-    assert {name: label for name, (label, _) in table.items()}.items() <= page.colours.items()
+    assert table.pop("gone.png") == ("red", "group:7")
+    assert {name: label for name, (label, _) in table.items()}.items() <= page.truth.items()
     origins = {name: origin for name, (_, origin) in table.items()}
     assert {origins[name] for name, _ in given} == {"group:7"}
     assert {origins[name] for name in sample} == {"random"}
     for name in blue:
-        assert origins[name] == ("corrected" if page.colours[name] == "red" else "checked")
+        assert origins[name] == ("corrected" if page.truth[name] == "red" else "checked")
 
 
 def test_what_was_done_is_kept_and_files_are_numbered(page):

@@ -114,7 +114,11 @@ def test_a_run_that_is_past_its_best_advises_the_best_checkpoint(tmp_path, monke
 
 @pytest.mark.parametrize(
     ("labelled", "advised"),
-    [(20, "knn {}` classifies"), (16, "predict {} output=rest.csv` labels the other")],
+    [
+        (0, "label {}` writes a page to label a few by"),
+        (20, "knn {}` classifies"),
+        (16, "predict {} output=rest.csv` labels the other"),
+    ],
 )
 def test_the_next_command_has_the_labels_of_the_run(labelled, advised, tmp_path, capsys, caplog):
     caplog.set_level("INFO", "dino_vit")
@@ -122,9 +126,12 @@ def test_the_next_command_has_the_labels_of_the_run(labelled, advised, tmp_path,
         write_synthetic(tmp_path / f"photos/{number}.png", number)
     rows = (f"{number}.png,{number % 2}" for number in range(labelled))
     (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
-    given = {"data.source": tmp_path / "photos", "data.labels": tmp_path / "few.csv"}
+    given = {"data.source": tmp_path / "photos"}
+    given |= {"data.labels": tmp_path / "few.csv"} if labelled else {}
     trained(tmp_path / "run", {**given, "budget.steps": 4, "compute.eval_every": 1})
-    arguments = f"{tmp_path / 'photos'} {tmp_path / 'run'} labels={tmp_path / 'few.csv'}"
+    arguments = f"{tmp_path / 'photos'} {tmp_path / 'run'}" + f" labels={tmp_path / 'few.csv'}" * bool(
+        labelled
+    )
     assert re.search(f"`dino-vit {advised.format(arguments)}", capsys.readouterr().err)
 
 

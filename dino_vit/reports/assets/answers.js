@@ -122,9 +122,11 @@ class Answers {
     return [...images].sort((one, other) => other[1].length - one[1].length);
   }
 
-  get randomCount() {
-    const origins = [...this.answers.filter((answer) => answer?.label).map(({ origin }) => origin), ...data.others.map((row) => row[2])];
-    return origins.filter((origin) => origin === "random").length;
+  // The rows of the table: of the images on the page, and of others.
+  get rows() {
+    const others = data.others.map(([name, label, origin]) => [name, label, origin || "given"]);
+    const shown = this.answers.map((answer, n) => [data.names[n], answer?.label, answer?.origin]);
+    return [...others, ...shown.filter(([, label]) => label)];
   }
 
   // How many of the random images are guessed rightly, in all and by class.
@@ -142,9 +144,7 @@ class Answers {
   }
 
   table() {
-    const rows = data.others.map(([name, label, origin]) => [name, label, origin || "given"]);
-    this.answers.forEach((answer, n) => answer?.label && rows.push([data.names[n], answer.label, answer.origin]));
-    const lines = rows.map((row) => row.map((cell) => `"${cell.replaceAll('"', '""')}"`).join(","));
+    const lines = this.rows.map((row) => row.map((cell) => `"${cell.replaceAll('"', '""')}"`).join(","));
     return ["name,label,origin", ...lines, ""].join("\r\n");
   }
 }

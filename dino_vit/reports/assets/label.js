@@ -5,8 +5,8 @@ const JUDGES = 50; // random images that predict needs to say how good its label
 
 // One image at a time, of a queue. A blind one shows nothing that would suggest a label.
 class One {
-  constructor(page, queue, { blind = false, title } = {}) {
-    Object.assign(this, { page, queue, blind, title, answers: page.answers, place: 0 });
+  constructor(page, queue, { blind = false, endless = false, title } = {}) {
+    Object.assign(this, { page, queue, blind, endless, title, answers: page.answers, place: 0 });
     this.next(0);
   }
 
@@ -39,7 +39,8 @@ class One {
     if (!this.queue.length) return element(parent, "p", { class: "lead" }, "There is nothing left here.");
     const n = this.image, answer = this.answers.answers[n], guess = this.blind ? null : this.answers.guess(n);
     const left = this.queue.filter((each) => !this.answers.answers[each]).length;
-    element(parent, "p", { class: "lead" }, `${this.title} ${left ? `${left.toLocaleString("en")} to go.` : "All are done."}`);
+    const rest = left ? `${left.toLocaleString("en")} to go.` : "All are done.";
+    element(parent, "p", { class: "lead" }, left && this.endless ? this.title : `${this.title} ${rest}`);
     if (this.blind) this.drawCheck(parent, left);
     const columns = element(parent, "div", { class: "one" }), subject = element(columns, "figure", { class: "subject" });
     photo(subject, n);
@@ -119,8 +120,10 @@ class Grid {
     return this.images.filter((n) => this.answers.isOpen(n));
   }
 
+  // So many at a time: others come when these are done.
   get shown() {
-    return this.left.slice(0, GRID);
+    if (!this.batch?.some((n) => this.answers.isOpen(n))) this.batch = this.left.slice(0, GRID);
+    return this.batch.filter((n) => this.answers.isOpen(n));
   }
 
   draw(parent) {
@@ -130,14 +133,15 @@ class Grid {
     button(heading, "← All", this.back);
     element(heading, "h2", {}, this.title);
     if (shown.length) button(heading, "One at a time", () => this.page.open(new One(this.page, [...this.images], { title: this.title })));
-    const rest = left > shown.length ? `The first ${shown.length} of ${left.toLocaleString("en")}. ` : "";
+    const rest = left > shown.length ? `${left.toLocaleString("en")} to look through, ${shown.length} of them here. ` : "";
     element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong; with keys: arrows and the space bar.` : "All of these are done.");
-    this.grid = element(parent, "div", { class: "grid" });
+    const columns = element(parent, "div", { class: "check" });
+    this.grid = element(columns, "div", { class: "grid" });
     for (const n of shown) {
       const tile = button(this.grid, "", () => this.mark(n, tile), { class: "tile", "aria-pressed": this.marked.has(n), value: n });
       photo(tile, n);
     }
-    this.bar = element(parent, "div", { class: "bottom" });
+    this.bar = element(columns, "div", { class: "side" });
     this.drawBar();
   }
 
@@ -226,7 +230,7 @@ class Guesses {
 
   draw(parent) {
     const left = this.page.answers.toCheck();
-    element(parent, "p", { class: "lead" }, left.length ? "Choose a label to look through the images that are guessed to have it, the least sure first." : "There are no guesses to check. They come from predict, or from naming a row of the overview.");
+    element(parent, "p", { class: "lead" }, left.length ? "Choose a label, and look through what is guessed to have it, the least sure first. After some 50 corrections, save and predict again." : "There are no guesses to check. They come from predict, or from naming a row of the overview.");
     const labels = element(parent, "div", { class: "labels" });
     for (const [label, images] of left) {
       const choice = button(labels, "", () => this.page.check(label), { class: "class" });
@@ -240,11 +244,12 @@ class Guesses {
 class Page {
   constructor() {
     this.answers = new Answers();
+    const hasGuesses = data.guesses.some(Boolean);
     this.views = {
       Overview: () => new Overview(this),
-      Label: () => new One(this, data.queue, { title: "Label some 50 to 200 and save; typical images come first." }),
+      Label: () => new One(this, data.queue, { endless: true, title: "Typical images come first. After 50 to 200 labels, save." }),
       "Check guesses": () => new Guesses(this),
-      "Check by chance": () => new One(this, data.sample, { blind: true, title: "Random images, to know how good the table is. Label each without help." }),
+      "Check by chance": () => new One(this, data.sample, { blind: true, title: `Random images: label them without help. After ${JUDGES}, ${hasGuesses ? "the page says how many guesses are right" : "predict knows how good its labels are"}.` }),
     };
     const nav = document.querySelector("nav");
     for (const name of Object.keys(this.views)) button(nav, name, () => this.show(name));
@@ -252,7 +257,7 @@ class Page {
     this.saver.addEventListener("click", () => this.save());
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("beforeunload", (event) => this.answers.changed && event.preventDefault());
-    this.show(data.guesses.some(Boolean) ? "Check guesses" : "Overview");
+    this.show(hasGuesses ? "Check guesses" : "Overview");
   }
 
   show(name) {
@@ -274,10 +279,10 @@ class Page {
   }
 
   draw() {
-    const parent = document.getElementById("view"), labelled = this.answers.answers.filter((answer) => answer?.label).length;
+    const parent = document.getElementById("view");
     document.activeElement?.blur();
     parent.replaceChildren();
-    document.querySelector(".count").textContent = `${labelled.toLocaleString("en")} labelled`;
+    document.querySelector(".count").textContent = `${this.answers.rows.length.toLocaleString("en")} labelled`;
     for (const tab of document.querySelector("nav").children) tab.setAttribute("aria-pressed", tab.textContent === this.name);
     this.saver.textContent = `Save ${this.file(this.answers.saves)}`;
     this.saver.classList.toggle("changed", this.answers.changed);
@@ -289,14 +294,15 @@ class Page {
     const action = this.answers.undo();
     const place = this.view.queue?.indexOf(action?.images[0]) ?? -1;
     if (place >= 0) this.view.place = place;
+    this.view.batch = null; // what comes back comes first
     this.draw();
   }
 
   key(event) {
-    const writes = event.target.matches("input[type=text]") && event.target.value;
-    if ((event.ctrlKey || event.metaKey) && event.key === "s") this.save();
+    const held = event.repeat && !event.key.startsWith("Arrow"), writes = event.target.matches("input[type=text]") && event.target.value;
+    if ((event.ctrlKey || event.metaKey) && event.key === "s") held || this.save();
     else if ((event.ctrlKey || event.metaKey) && event.key === "z" && !writes) this.undo();
-    else if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input[type=text]")) return;
+    else if (held || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input[type=text]")) return;
     else if (event.key === "Backspace") this.undo();
     else if (event.key === "Enter" && event.target.matches("button:not(.grid .tile)")) return; // it is a click
     else if (!this.view.key?.(event)) return;
@@ -324,7 +330,7 @@ class Page {
       note.append("Move it to where you work, then: ");
       element(note, "code", {}, `${data.command} labels=${name} output=rest.csv overwrite=true`);
     }
-    if (this.answers.randomCount < JUDGES) note.append(` To know how good the labels will be, first label ${JUDGES} or more images in Check by chance.`);
+    if (this.answers.rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know better how good its labels are, label ${JUDGES} or more images in Check by chance, now or later.`);
     this.draw();
   }
 }

@@ -1,0 +1,125 @@
+"""The table that `predict` writes: given and guessed labels of all images, in their order."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pyarrow import compute, parquet
+from pyarrow.csv import write_csv
+from torch import Tensor
+
+from dino_vit.config.settings import Task
+from dino_vit.core.storage import replacing
+from dino_vit.core.text import brief, plural
+from dino_vit.data.label_files import GUESSED, SEPARATOR
+from dino_vit.eval.classifier_training import SURE, TrainedClassifier
+from dino_vit.eval.neighbours import nearest
+from dino_vit.eval.origins import Origins
+from dino_vit.eval.sets import LabelledSubset
+from dino_vit.weights.classifier import confidences_of, labels_of
+
+_ROWS = 2**13  # of the table that are computed at a time
+
+
+def tabulate(queries: Tensor, names: Sequence[str], fitted: TrainedClassifier) -> pa.Table:
+    """Return the table of guesses by the features of many images, some at a time."""
+    spread = [None] * len(queries) if fitted.spread is None else torch.split(fitted.spread, _ROWS)
+    pairs = zip(torch.split(queries, _ROWS), spread, strict=False)
+    blocks = [pa.table(_columns(block, outputs, fitted)) for block, outputs in pairs]
+    return pa.concat_tables(blocks).add_column(0, "name", [names])
+
+
+def _columns(queries: Tensor, spread: Tensor | None, fitted: TrainedClassifier) -> dict[str, Any]:
+    classifier, facts = fitted.classifier, fitted.classifier.facts
+    outputs = classifier.of_features(queries) if spread is None else spread
+
+    def rounded(values: Tensor) -> NDArray[np.float64]:
+        return np.array([round(value, 4) for value in values.tolist()])
+
+    columns: dict[str, Any] = {"label": _label_column(labels_of(outputs, facts.classes, facts.task))}
+    columns["origin"] = [GUESSED] * len(outputs)
+    columns["confidence"] = rounded(confidences_of(outputs, facts.task))
+    if facts.task == "multiclass":
+        top = outputs.topk(min(2, len(facts.classes)), dim=1)
+        columns["second"] = [facts.classes[number] for number in top.indices[:, -1].tolist()]
+        columns["second_confidence"] = rounded(top.values[:, -1])
+    else:
+        apart = (outputs - 0.5).abs()
+        columns["second"] = [facts.classes[number] for number in apart.argmin(dim=1).tolist()]
+        columns["second_confidence"] = rounded(outputs.gather(1, apart.argmin(dim=1, keepdim=True))[:, 0])
+    if facts.temperature is None:  # too few labels to say how sure they are
+        del columns["confidence"], columns["second_confidence"]
+    if fitted.learned is not None:
+        cosines, rows = nearest(fitted.learned.features, classifier.reading(queries), k=1)
+        columns["nearest"] = [fitted.names[row] for row in rows[:, 0].tolist()]
+        columns["similarity"] = rounded(cosines[:, 0])
+    return columns
+
+
+def _label_column(labels: Sequence[str] | Sequence[list[str]]) -> pa.Array:
+    is_text = isinstance(labels[0], str)
+    return pa.array(labels, pa.string() if is_text else pa.list_(pa.string()))
+
+
+def with_given(
+    guessed: pa.Table, indices: NDArray[np.int64], learned: LabelledSubset, origins: Origins
+) -> pa.Table:
+    """Return the rows of guesses and those of the labels that were given, in the order of the images."""
+    labels = [*map(learned.source.labels.names_of, learned.source.codes(learned.indices).tolist())]
+    columns = {
+        "name": [*map(learned.source.name, learned.indices.tolist())],
+        "label": _label_column(labels if learned.task == "multilabel" else [label for (label,) in labels]),
+        "origin": origins.tolist(),
+    }
+    table = pa.concat_tables([guessed, pa.table(columns)], promote_options="default")
+    return table.take(np.argsort(np.concatenate([indices, learned.indices])))
+
+
+def sure_rows(table: pa.Table, least: float) -> pa.Table:
+    """Return the rows of given labels, and of those with a confidence of at least so much."""
+    rows = compute.not_equal(table["origin"], GUESSED)
+    if "confidence" in table.column_names:
+        rows = compute.or_kleene(rows, compute.greater_equal(table["confidence"], least))
+    return table.filter(rows)
+
+
+def summarise(
+    table: pa.Table, guessed: pa.Table, task: Task, files: Mapping[str, Path], least: float | None
+) -> Iterator[str]:
+    """Say how many images are guessed to have which label, how sure that is, and where."""
+    text = f"{len(guessed):,} of {plural(len(table), 'label')} guessed"
+    if has_confidence := "confidence" in guessed.column_names:
+        sure = guessed["confidence"].to_numpy()
+        text += f": mean confidence {100 * sure.mean():.0f} %"
+        if task == "multiclass":
+            text += f", {int((sure >= SURE).sum()):,} with {100 * SURE:.0f} % or more"
+    counts = [f"{name}: {number:,}" for name, number in Counter(_cells(guessed["label"])).most_common()]
+    where = f"{files['table']}: " if "table" in files else ""
+    yield f"{where}{text}; {brief(', '.join(counts), 200)}"
+    if least is not None:
+        count = plural(len(sure_rows(table, least)), "image")
+        text = f"or a confidence of {100 * least:.0f} % or more"
+        if not has_confidence:
+            text = "as the labels are too few to tell how sure the others are"
+        yield f"{files['sure']}: {count} with a given label, {text}"
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as CSV, or as Parquet, in which several labels are a list."""
+    with replacing(path) as partial:
+        if path.suffix == ".csv":
+            at = table.column_names.index("label")
+            write_csv(table.set_column(at, "label", [_cells(table["label"])]), partial)
+        else:
+            parquet.write_table(table, partial)
+
+
+def _cells(labels: pa.ChunkedArray) -> list[str]:
+    """Return labels as `several=true` reads them from a cell of text."""
+    texts = labels.to_pylist()
+    return [each if isinstance(each, str) else SEPARATOR.join(each) or SEPARATOR for each in texts]
