@@ -79,7 +79,7 @@ def test_without_labels_a_run_ends_with_commands_that_work(tmp_path, monkeypatch
     assert [command[0] for command in commands] == ["report", "label", "predict"]
     rows = [f"{number}.png,{number % 2}" for number in range(8)]
     (tmp_path / "few.csv").write_text("\n".join(["name,label", *rows]))
-    assert "12 images labelled" in command_here(*commands[2])
+    assert "12 of 20 labels guessed" in command_here(*commands[2])
     assert "20 of 20 images" in command_here(*commands[1])
 
 
