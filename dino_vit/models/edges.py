@@ -27,14 +27,15 @@ def orientation_histograms(images: Tensor, cell: Size) -> Tensor:
     padded = F.pad(images.float(), (1, 1, 1, 1), mode="replicate")
     dx = padded[..., 1:-1, 2:] - padded[..., 1:-1, :-2]
     dy = padded[..., 2:, 1:-1] - padded[..., :-2, 1:-1]
-    length, channel = (dx.square() + dy.square()).sqrt().max(dim=1, keepdim=True)
+    length, channel = torch.hypot(dx, dy).max(dim=1, keepdim=True)
     angle = torch.atan2(dy.gather(1, channel), dx.gather(1, channel))
     # An angle between the centres of two orientations counts for both; opposite directions are one.
     position = angle * (ORIENTATIONS / math.pi) - 0.5  # in orientations
-    lower, above = position.floor().long() % ORIENTATIONS, position - position.floor()
+    lower = position.floor()
+    above = length * (position - lower)
     votes = length.new_zeros(images.shape[0], ORIENTATIONS, *images.shape[-2:])
-    votes.scatter_(1, lower, length * (1 - above))
-    votes.scatter_(1, (lower + 1) % ORIENTATIONS, length * above)
+    votes.scatter_(1, lower.remainder(ORIENTATIONS).long(), length - above)
+    votes.scatter_(1, (lower + 1).remainder(ORIENTATIONS).long(), above)
     return F.avg_pool2d(votes, cell)
 
 

@@ -104,7 +104,7 @@ def test_small_sets_are_trained_and_judged(tmp_path: Path, monkeypatch: pytest.M
     assert [row.name for row in neighbours.rows] == ["flowers: k-NN", "flowers-grey: k-NN"]
     assert neighbours.rows[0].speed.keys() == {"trained", "untrained", "pixels", "edges"}
     assert neighbours.rows[0].speed["edges"] == 100  # both parts are the same images
-    assert others.rows[0].name == "flowers: k-NN of 4 blocks + mean patch"
+    assert others.rows[0].name == "flowers: k-NN of CLS + cells, levelled"
 
 
 def test_a_race_is_drawn(tmp_path: Path) -> None:
