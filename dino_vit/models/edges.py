@@ -27,7 +27,7 @@ def orientation_histograms(images: Tensor, cell: Size) -> Tensor:
     padded = F.pad(images.float(), (1, 1, 1, 1), mode="replicate")
     dx = padded[..., 1:-1, 2:] - padded[..., 1:-1, :-2]
     dy = padded[..., 2:, 1:-1] - padded[..., :-2, 1:-1]
-    length, channel = torch.hypot(dx, dy).max(dim=1, keepdim=True)
+    length, channel = (dx * dx + dy * dy).sqrt().max(dim=1, keepdim=True)  # ONNX has no hypot
     angle = torch.atan2(dy.gather(1, channel), dx.gather(1, channel))
     # An angle between the centres of two orientations counts for both; opposite directions are one.
     position = angle * (ORIENTATIONS / math.pi) - 0.5  # in orientations
