@@ -99,12 +99,15 @@ def test_small_sets_are_trained_and_judged(tmp_path: Path, monkeypatch: pytest.M
     given += ["--config", str(tmp_path / "tiny.yaml"), "--runs", str(tmp_path / "runs")]
     given += ["--out", str(tmp_path / "out.json"), *short, *tiny]
     monkeypatch.setattr(sys, "argv", ["small", *given])
+    monkeypatch.setattr(small, "LABELS", 20)
     small.main()
     neighbours, others = Result.read(tmp_path / "out.json").tables
     assert [row.name for row in neighbours.rows] == ["flowers: k-NN", "flowers-grey: k-NN"]
     assert neighbours.rows[0].speed.keys() == {"trained", "untrained", "pixels", "edges"}
     assert neighbours.rows[0].speed["edges"] == 100  # both parts are the same images
     assert others.rows[0].name == "flowers: k-NN of CLS + cells, levelled"
+    predicted = next(row for row in others.rows if row.name == "flowers: predict, 200 labels")
+    assert predicted.speed.keys() == {"trained", "untrained", "pixels", "edges"}
 
 
 def test_a_race_is_drawn(tmp_path: Path) -> None:
