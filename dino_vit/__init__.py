@@ -8,7 +8,7 @@ if sys.platform == "win32":
 
 from dino_vit.commands import COMMANDS
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 _FUNCTIONS = {name.replace("-", "_"): name for name in COMMANDS}
 _MODULES = {

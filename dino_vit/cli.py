@@ -33,7 +33,7 @@ Start here, with your own folder of images in place of photos:
   dino-vit inspect-data photos     # how many images, of which sizes, and which cannot be read
   dino-vit pretrain photos runs/photos recipe=auto budget.minutes=60
   dino-vit report runs/photos      # one page about the run, also while it runs
-  dino-vit knn photos runs/photos  # what its features are worth, with folders as labels
+  dino-vit label photos runs/photos  # a page to label a few photos by: it saves few.csv
   dino-vit predict photos runs/photos labels=few.csv  # labels for the rest, by a few
 
 `dino-vit --help` lists all commands, `dino-vit COMMAND --help` the settings of one."""

@@ -65,7 +65,14 @@ def test_without_arguments_it_shows_first_commands_that_parse(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = [shlex.split(line, comments=True) for line in lines if line.startswith("  dino-vit")]
-    assert [name for _, name, *_ in shown] == ["demo", "inspect-data", "pretrain", "report", "knn", "predict"]
+    assert [name for _, name, *_ in shown] == [
+        "demo",
+        "inspect-data",
+        "pretrain",
+        "report",
+        "label",
+        "predict",
+    ]
     for _, name, *rest in shown:
         config_from(parse_arguments(build_parser([name]), [name, *rest]), COMMANDS[name].config_class)
 
