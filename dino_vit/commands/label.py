@@ -219,7 +219,7 @@ def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]
         picture = as_picture(decode_item(item, source.name(index), pixels, reduction))
         shorter, longer = sorted(picture.shape[1:])
         side = min(PHOTO_SIDE, math.isqrt(area * longer // shorter))
-        return data_uri(resize_sides(picture, None, side), quality=60)
+        return data_uri(resize_sides(picture, None, side), quality=75)
 
     with progress("Drawing images", len(indices)) as advance:
         return in_threads(draw, indices, lambda _: advance(1), frozen.threads or 1)
