@@ -173,7 +173,7 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     assert f"{left} guesses to look through. 10 more are kept for Check by chance" in text_of(
         page.browser, ".lead"
     )
-    assert f"✓ {len(blue)} images looked at" in text_of(page.browser, "#view .labels")
+    assert f"✓ {len(blue)} looked at" in text_of(page.browser, "#view .labels")
     page.show("Check by chance")
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
     assert page.ask("page.view.place") == 0, "none of the random ones is skipped"

@@ -143,7 +143,7 @@ class Guesses {
       const choice = button(labels, "", () => this.page.check(label), { class: "class" });
       photo(choice, images.at(-1));
       element(choice, "b", {}, label);
-      element(choice, "span", { class: isLeft.has(label) ? "" : "done" }, isLeft.has(label) ? times(images.length, "image") : `✓ ${times(images.length, "image")} looked at`);
+      element(choice, "span", { class: isLeft.has(label) ? "" : "done" }, isLeft.has(label) ? times(images.length, "image") : `✓ ${images.length.toLocaleString("en")} looked at`);
     }
     if (answers.actions.length) tool(element(parent, "p", { class: "tools" }), "⌫", "Undo", () => this.page.undo());
   }
