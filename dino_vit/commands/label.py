@@ -37,9 +37,9 @@ from dino_vit.views.pictures import as_picture, data_uri, resize_sides
 MOST = 20_000  # images that are clustered, of a larger source drawn by the seed
 SAMPLE = 100  # drawn at random for the check, at most
 CLUSTERS, NEIGHBOURS = 40, 40  # rows of the overview, at most, and images that are close to one
-# The longer side of a photo, at most, and the pixels of all: 2,000 photos make a page of less than 12 MB.
-PHOTO_SIDE, PHOTO_PIXELS = 400, 2000 * 18_000
-
+# The longer side of a photo, at most, and the pixels of all: 2,000 photos make a page of less than 40 MB.
+PHOTO_SIDE, PHOTO_PIXELS = 640, 2000 * 60_000
+UNSURE = "unsure"  # the origin of an image that somebody looked at and did not label
 
 Rows = dict[str, Entry]  # of a table, by name
 
@@ -68,6 +68,7 @@ def run(config: LabelConfig) -> Written:
     shown = indices[data.pop("rows")].tolist()
     data |= describe_page(source, shown, given, config)
     data["digest"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+    data["command"] = next_command(config)
     data["photos"] = draw_photos(frozen, source, shown)
     html = fill_in("label.html", title=title_of(config.source), data=data).encode()
     write_bytes(output, html)
@@ -93,17 +94,19 @@ def read_tables(config: LabelConfig, source: ImageSet) -> tuple[Rows, Rows]:
     table = read_rows(config.guesses, source) if config.guesses else {}
     guesses = {name: row for name, row in table.items() if row.origin in ("", GUESSED)}
     others = {name: row for name, row in table.items() if name not in guesses}
-    return others | given, guesses
+    return {**given, **others, **given}, guesses  # the labels in the order in which they were first used
 
 
 def read_rows(path: str, source: ImageSet) -> Rows:
-    """Return the rows of a table that have a label."""
+    """Return the rows of a table that have a label, or for which somebody was not sure."""
     table = read_table(path, False)
     match_names(source, table, public(path))  # raises or warns where names are not those of the images
     if any(isinstance(row.label, list) for row in table.values()):
         raise ValueError(f"{public(path)} has several labels of an image; label is for one of each")
     rows = {name: row._replace(label=str(row.label)) for name, row in table.items() if row.label is not None}
-    return {name: row for name, row in rows.items() if row.label.lower() not in ("", *NO_LABEL)}
+    labelled = {name: row for name, row in rows.items() if row.label.lower() not in ("", *NO_LABEL)}
+    unsure = {name: row._replace(label="") for name, row in table.items() if row.origin == UNSURE}
+    return unsure | labelled
 
 
 def as_number(text: str) -> float:
@@ -187,15 +190,21 @@ def describe_page(source: ImageSet, shown: Sequence[int], given: Rows, config: L
     on_page = set(names) | {printable(source.full_name(index)) for index in shown}
     others = [(public(row.name), row.label, row.origin) for name, row in given.items() if name not in on_page]
     stem = Path(config.labels).stem if config.labels else ""
-    inputs = [config.source, config.weights]
-    command = shlex.join(["dino-vit", "predict", *map(public, inputs)])
     return {
         "names": names,
         "total": len(source),
+        "labels": list(dict.fromkeys(row.label for row in given.values())),
         "others": others,
         "after": stem if re.fullmatch(r"[\w.-]+", stem) else "",  # the table that the new one follows
-        "command": "" if any(map(is_object, inputs)) else command,
     }
+
+
+def next_command(config: LabelConfig) -> str:
+    """Return the command that takes the labels, but for their file."""
+    inputs, output = [config.source, config.weights], config.guesses or "rest.csv"
+    options = [f"output={output}", *["overwrite=true"] * Path(output).exists()]
+    command = shlex.join(["dino-vit", "predict", *map(public, [*inputs, *options])])
+    return "" if any(map(is_object, inputs)) else command
 
 
 def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]) -> list[str]:
@@ -210,7 +219,7 @@ def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]
         picture = as_picture(decode_item(item, source.name(index), pixels, reduction))
         shorter, longer = sorted(picture.shape[1:])
         side = min(PHOTO_SIDE, math.isqrt(area * longer // shorter))
-        return data_uri(resize_sides(picture, None, side), quality=60)
+        return data_uri(resize_sides(picture, None, side), quality=75)
 
     with progress("Drawing images", len(indices)) as advance:
         return in_threads(draw, indices, lambda _: advance(1), frozen.threads or 1)

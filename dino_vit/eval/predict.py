@@ -242,8 +242,9 @@ def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Itera
 def _next_command(config: PredictConfig, facts: ClassifierFacts) -> Iterator[str]:
     """Yield the command to look through the guesses, where a page can."""
     if config.output and facts.task == "multiclass" and not is_object(config.source):
-        labels = None if config.train else config.labels
-        options = {"labels": labels, "guesses": config.output, "output": "check.html", "overwrite": "true"}
+        labels, page = None if config.train else config.labels, "check.html"
+        options = {"labels": labels, "guesses": config.output, "output": page}
+        options["overwrite"] = "true" if Path(page).exists() else None
         yield f"{_command('label', config, config.weights, **options)}: a page to check the guesses"
 
 

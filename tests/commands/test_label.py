@@ -92,7 +92,12 @@ def test_labels_so_far_keep_their_origins_and_cover_their_clusters(label, tmp_pa
     assert data["after"] == "few-2"
     labelled = {number for number, row in enumerate(data["given"]) if row}
     assert not labelled & {*data["sample"]}
-    assert data["command"] == "dino-vit predict photos pixels"
+    assert data["command"] == "dino-vit predict photos pixels output=rest.csv"
+    assert data["labels"] == ["red", "blue", "Red"]
+    (tmp_path / "rest.csv").touch()
+    again = label(labels="few-2.csv")
+    assert again["command"] == "dino-vit predict photos pixels output=rest.csv overwrite=true"
+    assert again["digest"] == data["digest"], "what was done on the page is kept"
     few = label(labels="few-2.csv", images=4)
     assert "plain.png" in few["names"] or ["plain.png", "red", "group:4"] in few["others"]
 

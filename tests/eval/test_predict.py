@@ -77,7 +77,7 @@ def test_those_without_a_label_get_one_with_a_confidence(photos, weights):
     sure = sum(float(row["confidence"]) >= 0.8 for row in rows)
     assert f"{output}: {len(rows)} of {IMAGES} labels guessed: mean confidence " in said
     assert f" %, {sure} with 80 % or more; " in said
-    page = f"labels={photos / 'labels.csv'} guesses={output} output=check.html overwrite=true: a page"
+    page = f"labels={photos / 'labels.csv'} guesses={output} output=check.html: a page"
     assert f"\ndino-vit label {photos / 'photos'} {weights} {page} to check the guesses\n" in said
     assert "\nMistakes in the given labels cannot be found: " in said, "48 labels are too few"
     assert not output.with_name("rest-sure.csv").exists()

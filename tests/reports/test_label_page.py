@@ -13,7 +13,7 @@ from dino_vit.eval.statistics import wilson_interval
 from tests.support.browser import set_screen, text_of
 from tests.support.labelling import NAMES, LabelPage, write_images
 
-VIEWS = "Overview", "Label", "Check guesses", "Check by chance"
+VIEWS = "Overview", "Label", "Check by chance"  # without guesses
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +163,17 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     for tile, name in zip(tiles, blue, strict=True):
         if page.truth[name] == "red":
             tile.find_element(By.XPATH, "..").send_keys(Keys.SPACE)
-    page.press(page.ask("page.answers.keys().get('red') ?? '1'"))
+    page.press(page.ask("page.answers.keys().get('red')"))
     page.press(Keys.ENTER)
     assert page.ask("page.answers.toCheck().map(([label]) => label)") == ["red"]
+    captions = [it.text for it in page.browser.find_elements(By.CSS_SELECTOR, ".grid span")]
+    assert captions == [page.truth[name] for name in blue], "what was decided is in sight"
+    page.show("Check guesses")
+    left = page.ask("page.answers.toCheck()[0][1].length")
+    assert f"{left} guesses to look through. 10 more are kept for Check by chance" in text_of(
+        page.browser, ".lead"
+    )
+    assert f"✓ {len(blue)} looked at" in text_of(page.browser, "#view .labels")
     page.show("Check by chance")
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
     assert page.ask("page.view.place") == 0, "none of the random ones is skipped"
@@ -175,6 +183,11 @@ def test_guesses_are_checked_by_label_and_one_by_one_and_by_chance(page):
     low, high = (round(100 * bound) for bound in wilson_interval(right / 10, 10))
     sentence = f"{right} of 10 random images are labelled right ({low} to {high} %)"
     assert text_of(page.browser, ".learned") == sentence
+    view = text_of(page.browser, "#view")
+    assert f"Expect {100 - high} to {100 - low} wrong ones among 100 guesses." in view
+    assert "with fewer than 10 random images: too few to say" in view
+    assert "Good enough? Then predict once more" in view
+    assert f"output={rest} overwrite=true labels=few-5.csv" in view
     name = page.ask("data.names[page.answers.toCheck()[0][1][0]]")
     page.browser.execute_script("page.answers.act('label', [page.answers.toCheck()[0][1][0]], 'RED')")
     table = page.save("few-5.csv")
@@ -195,19 +208,67 @@ def test_what_was_done_is_kept_and_files_are_numbered(page):
     assert page.ask("page.answers.changed")
     page.browser.get("about:blank")
     page.browser.get((page.folder / "label.html").as_uri())
-    assert text_of(page.browser, ".count") == "1 labelled"
+    assert text_of(page.browser, ".count") == "1 labelled, not saved yet"
     assert len(page.save("few.csv")) == 1
+    assert text_of(page.browser, ".count") == "1 labelled, saved"
     said = text_of(page.browser, ".saved")
-    assert "labels=few.csv output=rest.csv" in said
+    assert "output=rest.csv labels=few.csv" in said, "there is none to be replaced yet"
     assert "label 50 or more images in Check by chance" in said
     assert not page.ask("page.answers.changed")
     page.show("Label")
     page.press("1")
+    assert text_of(page.browser, ".count") == "2 labelled, not saved yet"
+    assert text_of(page.browser, ".saved") == "", "true no longer"
     assert len(page.save("few-1.csv")) == 2
     closes = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
     assert page.ask(closes)
     page.press("1")
     assert not page.ask(closes), "the browser asks"
+
+
+def test_a_key_is_of_the_same_label_on_the_next_page(page):
+    page.open()
+    page.show("Label")
+    page.press(*"pear", Keys.ENTER, *"fig", Keys.ENTER, "2", "2", *"apple", Keys.ENTER)
+    keys = page.ask("[...page.answers.keys()]")
+    assert keys == [["pear", "1"], ["fig", "2"], ["apple", "3"]]
+    page.save("few.csv")
+    page.open(labels=page.folder / "few.csv")
+    assert page.ask("[...page.answers.keys()]") == keys
+
+
+def test_an_image_that_was_not_sure_is_remembered_and_comes_last(page):
+    page.open()
+    page.show("Label")
+    name = page.name
+    page.press("?")
+    page.press(*f"{page.thing}", Keys.ENTER)
+    table = page.save("few.csv")
+    assert table[name] == ("", "unsure")
+    assert text_of(page.browser, ".count") == "1 labelled, saved"
+    source = open_source(str(page.photos), str(page.folder / "few.csv"))
+    assert sum(code >= 0 for code in source.codes().tolist()) == 1
+    page.open(labels=page.folder / "few.csv")
+    page.show("Label")
+    names = page.label(len(NAMES) - 2)
+    assert name not in names
+    assert page.name == name, "after all others"
+    assert "All are done, but you were not sure of 1." in text_of(page.browser, "#view")
+    assert page.save("few-1.csv")[name] == ("", "unsure")
+    page.press(*f"{page.thing}", Keys.ENTER)
+    table = page.save("few-2.csv")
+    assert table[name] == (page.truth[name], "chosen")
+
+
+def test_keys_are_shown_where_there_is_a_keyboard(page):
+    page.open()
+    page.show("Label")
+    shown = "getComputedStyle(document.querySelector('#view kbd')).display !== 'none'"
+    assert page.ask(shown)
+    touch = "Emulation.setTouchEmulationEnabled"
+    page.browser.execute_cdp_cmd(touch, {"enabled": True, "maxTouchPoints": 5})
+    assert not page.ask(shown), "however wide"
+    page.browser.execute_cdp_cmd(touch, {"enabled": False})
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -50,8 +50,10 @@ class Answers {
   }
 
   replay() {
-    this.answers = data.given.map((row) => row && { label: row[0], origin: row[1] || "given" });
+    this.answers = data.given.map((row) => row && { label: row[0] || null, origin: row[1] || "given" });
     this.guesses = data.guesses.map((row) => row && { label: row[0], confidence: row[1] });
+    this.spellings = new Map();
+    this.know(data.labels);
     let groups = this.groups;
     for (const { kind, images, label, together } of this.actions) {
       const group = together ? `group:${++groups}` : null;
@@ -60,6 +62,7 @@ class Answers {
         if (kind === "guess") this.guesses[n] = { label, confidence: 0, group };
         else if (kind === "label") this.answers[n] = { label, origin: group ?? this.origin(n, guess, label) };
         else this.answers[n] = { label: guess.label, origin: guess.group ?? "checked" };
+        this.know([kind === "accept" ? guess.label : label]);
       }
     }
     // Until the first without an answer, they are random; those that were met elsewhere after it are not.
@@ -67,9 +70,6 @@ class Answers {
       if (!this.answers[n]) break;
       this.answers[n].origin = "random";
     }
-    this.spellings = new Map();
-    const given = [...data.given, ...data.others.map((row) => row.slice(1))].filter(Boolean).map(([label]) => label);
-    this.know([...byCount(given), ...this.actions.map(({ label }) => label)]);
     this.inUse = [...this.spellings.values()];
     this.know(byCount(data.guesses.filter(Boolean).map(([label]) => label)));
   }
@@ -80,7 +80,7 @@ class Answers {
 
   origin(n, guess, label) {
     const before = data.given[n];
-    if (before) return before[1] === "random" || before[0] === label ? before[1] || "given" : "corrected";
+    if (before?.[0]) return before[1] === "random" || before[0] === label ? before[1] || "given" : "corrected";
     if (!guess) return "chosen";
     return same(guess.label) === same(label ?? "") ? "checked" : "corrected";
   }
@@ -112,21 +112,23 @@ class Answers {
     return keys;
   }
 
-  // The images to check that are guessed to be something, by label, the least sure first.
-  toCheck() {
+  // The images that are guessed to be something, by label, the least sure first: those to check, or those that were.
+  toCheck(isChecked = false) {
     const images = new Map();
     this.guesses.forEach((guess, n) => {
-      if (guess && this.isOpen(n)) images.set(guess.label, [...(images.get(guess.label) ?? []), n]);
+      if (guess && (isChecked ? this.answers[n] && !this.sample.has(n) : this.isOpen(n))) images.set(guess.label, [...(images.get(guess.label) ?? []), n]);
     });
     for (const each of images.values()) each.sort((one, other) => this.guesses[one].confidence - this.guesses[other].confidence);
     return [...images].sort((one, other) => other[1].length - one[1].length);
   }
 
-  // The rows of the table: of the images on the page, and of others.
+  // The rows of the table: of the images on the page, and of others. The labels are in the order of their keys, which
+  // the next page reads from it.
   get rows() {
+    const places = new Map([...this.spellings.keys()].map((label, place) => [label, place])), place = ([, label]) => places.get(same(label)) ?? places.size;
     const others = data.others.map(([name, label, origin]) => [name, label, origin || "given"]);
-    const shown = this.answers.map((answer, n) => [data.names[n], answer?.label, answer?.origin]);
-    return [...others, ...shown.filter(([, label]) => label)];
+    const shown = this.answers.map((answer, n) => answer && [data.names[n], answer.label ?? "", answer.label ? answer.origin : "unsure"]);
+    return [...others, ...shown.filter(Boolean)].sort((one, other) => place(one) - place(other));
   }
 
   // How many of the random images are guessed rightly, in all and by class.
@@ -140,7 +142,7 @@ class Answers {
       const counts = classes.get(answer.label) ?? classes.set(answer.label, [0, 0]).get(answer.label);
       for (const count of [all, counts]) [count[0], count[1]] = [count[0] + right, count[1] + 1];
     }
-    return { all, classes: [...classes].filter(([, [, count]]) => count >= LEAST) };
+    return { all, classes: [...classes] };
   }
 
   table() {

@@ -1,114 +1,7 @@
 // The page to label images by: its views, each drawn anew after an action.
 
-const GRID = 48, BESIDE = 12, NEAREST = 4, STRIP = 8; // images: of a grid, beside one, with labels, of a row
+const GRID = 48, STRIP = 8; // images: of a grid, of a row
 const JUDGES = 50; // random images that predict needs to say how good its labels are
-
-// One image at a time, of a queue. A blind one shows nothing that would suggest a label.
-class One {
-  constructor(page, queue, { blind = false, endless = false, title } = {}) {
-    Object.assign(this, { page, queue, blind, endless, title, answers: page.answers, place: 0 });
-    this.next(0);
-  }
-
-  get image() {
-    return this.queue[this.place];
-  }
-
-  // Go to the first from a place on that has no answer, from the beginning again after the last.
-  next(from) {
-    const left = [...this.queue.slice(from), ...this.queue.slice(0, from)].find((n) => !this.answers.answers[n]);
-    this.place = left === undefined ? Math.min(from, this.queue.length - 1) : this.queue.indexOf(left);
-  }
-
-  decide(label) {
-    const ticked = [...this.parent.querySelectorAll(".beside :checked")].map((box) => Number(box.value));
-    this.answers.act("label", [this.image, ...ticked], label, ticked.length > 0);
-    this.next(this.place + 1);
-    this.page.draw();
-  }
-
-  // In a blind queue nothing is left out: the others would no longer be random.
-  move(by) {
-    if (by > 0 && this.blind && !this.answers.answers[this.image]) return;
-    this.place = Math.min(Math.max(0, this.place + by), this.queue.length - 1);
-    this.page.draw();
-  }
-
-  draw(parent) {
-    this.parent = parent;
-    if (!this.queue.length) return element(parent, "p", { class: "lead" }, "There is nothing left here.");
-    const n = this.image, answer = this.answers.answers[n], guess = this.blind ? null : this.answers.guess(n);
-    const left = this.queue.filter((each) => !this.answers.answers[each]).length;
-    const rest = left ? `${left.toLocaleString("en")} to go.` : "All are done.";
-    element(parent, "p", { class: "lead" }, left && this.endless ? this.title : `${this.title} ${rest}`);
-    if (this.blind) this.drawCheck(parent, left);
-    const columns = element(parent, "div", { class: "one" }), subject = element(columns, "figure", { class: "subject" });
-    photo(subject, n);
-    element(subject, "figcaption", {}, data.names[n]);
-    const side = element(columns, "div");
-    const state = answer ? (answer.label ?? "not sure") : guess ? `${guess.label}?` : "What is this?";
-    const heading = element(side, "div", { class: "heading" });
-    element(heading, "h2", { class: answer ? "done" : "" }, state);
-    if (guess && !answer) tool(heading, "Enter", "Yes", () => this.accept());
-    if (answer) element(side, "p", { class: "caption" }, "You may change it: give another label.");
-    this.chooser = new Chooser(side, this.answers, (label) => this.decide(label));
-    const tools = element(side, "p", { class: "tools" });
-    tool(tools, "?", "Not sure", () => this.decide(null));
-    tool(tools, "-", "None of these", () => this.decide(NONE));
-    tool(tools, "⌫", "Undo", () => this.page.undo());
-    tool(tools, "←", "Back", () => this.move(-1));
-    if (answer || !this.blind) tool(tools, "→", answer ? "Next" : "Skip", () => this.move(1));
-    if (!this.blind) this.drawNear(side, n);
-  }
-
-  // Not from the start: it would tell whether the image before was guessed rightly.
-  drawCheck(parent, left) {
-    const { all: [right, count], classes } = this.answers.checked();
-    if (!count || (left && count < JUDGES)) return;
-    const [low, high] = wilson(right, count);
-    element(parent, "p", { class: "learned" }, `${right} of ${times(count, "random image")} ${count === 1 ? "is" : "are"} labelled right (${low} to ${high} %)`);
-    const parts = classes.map(([label, [its, of]]) => `${label}: ${its} of ${of}`);
-    if (parts.length) element(parent, "p", { class: "caption" }, parts.join(" · "));
-  }
-
-  drawNear(parent, n) {
-    const near = data.neighbours[n], { answers } = this.answers;
-    const labelled = near.filter((other) => answers[other]?.label).slice(0, NEAREST);
-    const others = near.filter((other) => this.answers.isOpen(other)).slice(0, BESIDE);
-    if (labelled.length) element(parent, "h3", {}, "Like it, with a label: click one for the same label");
-    const strip = element(parent, "div", { class: "strip" });
-    for (const other of labelled) {
-      const figure = button(strip, "", () => this.decide(answers[other].label), { class: "tile" });
-      photo(figure, other);
-      element(figure, "span", {}, answers[other].label);
-    }
-    if (answers[n] || !others.length || this.answers.sample.has(n)) return; // a random one has no group: it judges
-    element(parent, "h3", {}, "The same thing? Tick it, and it gets the same label");
-    const beside = element(parent, "div", { class: "strip beside" });
-    for (const other of others) {
-      const label = element(beside, "label", { class: "tile" });
-      element(label, "input", { type: "checkbox", value: other, "aria-label": data.names[other] });
-      photo(label, other);
-    }
-  }
-
-  accept() {
-    if (this.answers.answers[this.image] || this.blind || !this.answers.guess(this.image)) return;
-    const guess = this.answers.guess(this.image);
-    if (this.parent.querySelector(".beside :checked")) return this.decide(guess.label);
-    this.answers.act("accept", [this.image]);
-    this.next(this.place + 1);
-    this.page.draw();
-  }
-
-  key(event) {
-    const acts = { ArrowLeft: () => this.move(-1), ArrowRight: () => this.move(1), Enter: () => this.accept(), "?": () => this.decide(null), "-": () => this.decide(NONE) };
-    if (!this.queue.length) return false;
-    if (acts[event.key]) acts[event.key]();
-    else return this.chooser.key(event);
-    return true;
-  }
-}
 
 // A grid of images: those that are marked get another label, the guesses of the others are right.
 class Grid {
@@ -132,17 +25,27 @@ class Grid {
     const heading = element(parent, "div", { class: "heading" });
     button(heading, "← All", this.back);
     element(heading, "h2", {}, this.title);
-    if (shown.length) button(heading, "One at a time", () => this.page.open(new One(this.page, [...this.images], { title: this.title })));
+    if (shown.length) button(heading, "One at a time", () => this.openOne([...this.images]));
     const rest = left > shown.length ? `${left.toLocaleString("en")} to look through, ${shown.length} of them here. ` : "";
-    element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong; with keys: arrows and the space bar.` : "All of these are done.");
+    const lead = element(parent, "p", { class: "lead" }, shown.length ? `${rest}Click what is wrong.` : "All of these are done. What they are now:");
+    if (shown.length) element(lead, "span", { class: "keys" }, " With keys: arrows and the space bar.");
     const columns = element(parent, "div", { class: "check" });
     this.grid = element(columns, "div", { class: "grid" });
     for (const n of shown) {
       const tile = button(this.grid, "", () => this.mark(n, tile), { class: "tile", "aria-pressed": this.marked.has(n), value: n });
       photo(tile, n);
     }
+    for (const n of shown.length ? [] : this.images.filter((each) => this.answers.answers[each])) {
+      const tile = button(this.grid, "", () => this.openOne([n]), { class: "tile" });
+      photo(tile, n);
+      element(tile, "span", {}, this.answers.answers[n].label ?? "not sure");
+    }
     this.bar = element(columns, "div", { class: "side" });
     this.drawBar();
+  }
+
+  openOne(images) {
+    this.page.open(new One(this.page, images, { title: this.title, back: () => this.page.open(this) }));
   }
 
   mark(n, tile) {
@@ -229,15 +132,20 @@ class Guesses {
   }
 
   draw(parent) {
-    const left = this.page.answers.toCheck();
-    element(parent, "p", { class: "lead" }, left.length ? "Choose a label, and look through what is guessed to have it, the least sure first. After some 50 corrections, save and predict again." : "There are no guesses to check. They come from predict, or from naming a row of the overview.");
+    const { answers } = this.page, left = answers.toCheck(), isLeft = new Set(left.map(([label]) => label));
+    const count = left.reduce((sum, [, images]) => sum + images.length, 0), kept = data.sample.filter((n) => answers.isKept(n) && answers.guesses[n]).length;
+    const also = kept ? ` ${kept} more are kept for Check by chance, where their guesses are hidden until you label them.` : "";
+    const how = "Choose a label, and look through what is guessed to have it, the least sure first. After some 50 corrections, save and predict again.";
+    element(parent, "p", { class: "lead" }, `${count ? `${count.toLocaleString("en")} guesses to look through.` : "All guesses here are looked through."}${also} ${count ? how : ""}`);
+    if (!count) this.page.drawEnd(parent);
     const labels = element(parent, "div", { class: "labels" });
-    for (const [label, images] of left) {
+    for (const [label, images] of [...left, ...answers.toCheck(true).filter(([each]) => !isLeft.has(each))]) {
       const choice = button(labels, "", () => this.page.check(label), { class: "class" });
       photo(choice, images.at(-1));
       element(choice, "b", {}, label);
-      element(choice, "span", {}, times(images.length, "image"));
+      element(choice, "span", { class: isLeft.has(label) ? "" : "done" }, isLeft.has(label) ? times(images.length, "image") : `✓ ${images.length.toLocaleString("en")} looked at`);
     }
+    if (answers.actions.length) tool(element(parent, "p", { class: "tools" }), "⌫", "Undo", () => this.page.undo());
   }
 }
 
@@ -274,7 +182,7 @@ class Page {
   // Look through the guesses of a label.
   check(label) {
     this.name = "Check guesses";
-    const images = this.answers.toCheck().find(([name]) => name === label)?.[1] ?? [];
+    const images = [...this.answers.toCheck(), ...this.answers.toCheck(true)].flatMap(([name, each]) => (name === label ? each : []));
     this.open(new Grid(this, images, { title: `${label}?`, back: () => this.show("Check guesses") }));
   }
 
@@ -282,11 +190,15 @@ class Page {
     const parent = document.getElementById("view");
     document.activeElement?.blur();
     parent.replaceChildren();
-    document.querySelector(".count").textContent = `${this.answers.rows.length.toLocaleString("en")} labelled`;
-    for (const tab of document.querySelector("nav").children) tab.setAttribute("aria-pressed", tab.textContent === this.name);
-    this.saver.textContent = `Save ${this.file(this.answers.saves)}`;
-    this.saver.classList.toggle("changed", this.answers.changed);
-    this.note.hidden = this.answers.changed || !this.note.textContent;
+    const { rows, saves, changed, guesses } = this.answers, labelled = rows.filter(([, label]) => label).length;
+    document.querySelector(".count").textContent = `${labelled.toLocaleString("en")} labelled${changed ? ", not saved yet" : saves ? ", saved" : ""}`;
+    for (const tab of document.querySelector("nav").children) {
+      tab.setAttribute("aria-pressed", tab.textContent === this.name);
+      tab.hidden = tab.textContent === "Check guesses" && !guesses.some(Boolean);
+    }
+    this.saver.textContent = `Save ${this.file(saves)}`;
+    this.saver.classList.toggle("changed", changed);
+    this.drawSaved();
     this.view.draw(parent);
   }
 
@@ -324,14 +236,33 @@ class Page {
     link.remove();
     this.answers.saves += 1;
     this.answers.keep(false);
-    const { note } = this;
-    note.textContent = `${name} is in your downloads. `;
-    if (data.command) {
-      note.append("Move it to where you work, then: ");
-      element(note, "code", {}, `${data.command} labels=${name} output=rest.csv overwrite=true`);
-    }
-    if (this.answers.rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know better how good its labels are, label ${JUDGES} or more images in Check by chance, now or later.`);
     this.draw();
+  }
+
+  // Until something changes.
+  drawSaved() {
+    const { note, answers: { rows, saves, changed } } = this;
+    note.hidden = changed || !saves;
+    note.textContent = `${this.file(saves - 1)} is in your downloads. `;
+    this.drawCommand(note, this.file(saves - 1));
+    if (rows.filter((row) => row[2] === "random").length < JUDGES) note.append(` To know better how good its labels are, label ${JUDGES} or more images in Check by chance, now or later.`);
+  }
+
+  drawCommand(parent, name) {
+    if (!data.command) return;
+    parent.append("Move it to where you work, then: ");
+    element(parent, "code", {}, `${data.command} labels=${name}`);
+  }
+
+  // What to do when a list is done.
+  drawEnd(parent) {
+    const { answers } = this, isKept = data.sample.some((n) => answers.isKept(n)), end = element(parent, "p", { class: "end" });
+    if (isKept) end.append("Next: Check by chance. It tells how many of all guesses are right. ");
+    else if (answers.toCheck().length) end.append("Good enough? Then predict once more, and its table is finished. Otherwise correct more in Check guesses first. ");
+    else if (data.names.length === data.total) end.append("You have looked at every image: predict once more, and its table is finished. ");
+    if (!this.note.hidden) return;
+    end.append(`Save ${this.file(answers.saves)}. `);
+    this.drawCommand(end, this.file(answers.saves));
   }
 }
 
