@@ -37,8 +37,8 @@ from dino_vit.views.pictures import as_picture, data_uri, resize_sides
 MOST = 20_000  # images that are clustered, of a larger source drawn by the seed
 SAMPLE = 100  # drawn at random for the check, at most
 CLUSTERS, NEIGHBOURS = 40, 40  # rows of the overview, at most, and images that are close to one
-# The longer side of a photo, at most, and the pixels of all: 2,000 photos make a page of less than 40 MB.
-PHOTO_SIDE, PHOTO_PIXELS = 640, 2000 * 60_000
+# The longer side of a photo, at most, and the pixels of all: 2,000 photos make a page of less than 12 MB.
+PHOTO_SIDE, PHOTO_PIXELS = 640, 2000 * 24_000
 UNSURE = "unsure"  # the origin of an image that somebody looked at and did not label
 
 Rows = dict[str, Entry]  # of a table, by name
@@ -219,7 +219,7 @@ def draw_photos(frozen: FrozenBackbone, source: ImageSet, indices: Sequence[int]
         picture = as_picture(decode_item(item, source.name(index), pixels, reduction))
         shorter, longer = sorted(picture.shape[1:])
         side = min(PHOTO_SIDE, math.isqrt(area * longer // shorter))
-        return data_uri(resize_sides(picture, None, side), quality=75)
+        return data_uri(resize_sides(picture, None, side), quality=60)
 
     with progress("Drawing images", len(indices)) as advance:
         return in_threads(draw, indices, lambda _: advance(1), frozen.threads or 1)
