@@ -183,9 +183,7 @@ def train_classifier(pool: PooledFeatures, origins: Origins) -> TrainedClassifie
     lasting = join_trials([trying.of(reading, "Cross-validation, folds") for reading in pool.readings])
     spreading = Spreading.among(pool)
     trials = join_trials([lasting, *([spreading.cross_validate(trying.folds, lasting)] if spreading else [])])
-    baselines, better = dict[str, Figure](), None
-    if len(learned) <= BASELINE_IMAGES:
-        baselines, better = _try_baselines(trying, trials)
+    baselines = _try_baselines(trying) if len(learned) <= BASELINE_IMAGES else {}
     choice = choose(learned, trials, baselines, origins)
     lines = choice.lines
     percents = [round(100 * share, 4) for share in trials.figures(trials.judged)] if trials.figure else []
@@ -195,7 +193,6 @@ def train_classifier(pool: PooledFeatures, origins: Origins) -> TrainedClassifie
         "classifier": str(choice.candidate),
         "cross_validated": trials.figure,
         "baselines": baselines,
-        "better_baseline": better,
         "tried": dict(zip(map(str, trials.tried), percents, strict=False)),  # none can be tested
         "temperature": None if choice.temperature is None else float(f"{choice.temperature:.4g}"),
         "untested": untested_classes(learned, trials),
@@ -245,22 +242,12 @@ class _Trying:
         return replace(found, judges=self.judges[found.rows])
 
 
-def _try_baselines(trying: _Trying, trials: Trials) -> tuple[dict[str, Figure], str | None]:
-    """Cross-validate k-NN on the baselines that are not the backbone itself, and name one that does better.
-
-    All classifiers take long on them, so they are tried on one whose k-NN is as good as that of the backbone.
-    """
+def _try_baselines(trying: _Trying) -> dict[str, Figure]:
+    """Cross-validate k-NN on the baselines that are not the backbone itself."""
     figures, own = dict[str, Figure](), trying.pool.frozen.model.architecture.get("name")
     for name in BASELINES:
         if name != own and name in trying.pool.spec.parts:
             found = trying.of(Reading(name), f"{name.capitalize()}, folds", neighbours_only=True)
             if found.figure:
                 figures[name] = found.figure
-    alone = of_kinds(trials, VOTE).figure
-    if not figures or trials.figure is None or alone is None:
-        return figures, None
-    better = max(figures, key=lambda each: figures[each].value)
-    if figures[better].value < alone.value:
-        return figures, None
-    rival = trying.of(Reading(better), f"{better.capitalize()}, folds").figure
-    return figures, better if rival and rival.value >= trials.figure.value else None
+    return figures

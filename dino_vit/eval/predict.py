@@ -106,7 +106,7 @@ def run(config: PredictConfig) -> LabelPredictions:
     guessed = table = tabulate(queries, [names[index] for index in indices], fitted)
     if learned is not None and learned.source is images.source:
         table = with_given(guessed, indices, learned, read_origins(config.labels, learned))
-    lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
+    lines = [*fitted.lines, *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     counts = {"images": len(table), "guessed": len(guessed)}
     details = to_jsonable({**origin, **fitted.details, **counts})
@@ -226,27 +226,11 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
     return TrainedClassifier(classifier, None, [], details, lines, Doubts())
 
 
-def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the command to label by a baseline that is as good as the features."""
-    name = details.get("better_baseline")
-    if name is None:
-        return
-    options = {"train": config.train, "labels": config.labels, "output": f"{name}.csv"}
-    command = _command("predict", config, name, **options, several="true" * config.several)
-    yield (
-        f"{name}, which nothing has learned, are as good or better: {command}. For better features train "
-        "longer, or use published weights, such as hf:facebook/dinov2-small"
-    )
-
-
 def _next_command(config: PredictConfig, facts: ClassifierFacts) -> Iterator[str]:
     """Yield the command to look through the guesses, where a page can."""
     if config.output and facts.task == "multiclass" and not is_object(config.source):
         labels = None if config.train else config.labels
         options = {"labels": labels, "guesses": config.output, "output": "check.html", "overwrite": "true"}
-        yield f"{_command('label', config, config.weights, **options)}: a page to check the guesses"
-
-
-def _command(name: str, config: PredictConfig, weights: str, **options: object) -> str:
-    given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
-    return shlex.join(["dino-vit", name, public(config.source), weights, *given])
+        given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
+        command = shlex.join(["dino-vit", "label", public(config.source), config.weights, *given])
+        yield f"{command}: a page to check the guesses"

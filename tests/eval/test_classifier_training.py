@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dino_vit
-from dino_vit import VisionTransformer, save_backbone
+from dino_vit import VisionTransformer
 from dino_vit.data.synthetic import make_textures
 from dino_vit.eval.classifier_training import train_classifier
 from dino_vit.eval.origins import GIVEN
@@ -15,7 +15,6 @@ from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import Reading
 from dino_vit.models.backbone import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
-from dino_vit.weights import load_backbone
 from tests.support.coloured_photos import IMAGES, shuffled
 
 SETTINGS = {"precision": "no", "verbose": False}
@@ -40,22 +39,6 @@ def test_tokens_and_blocks_are_those_of_knn(photos, weights):
         ValueError, match="tokens are of labels to learn from; the classifier in weights has its"
     ):
         dino_vit.predict(photos / "photos", head, tokens="cls", verbose=False)
-
-
-def test_a_better_baseline_is_one_whose_best_classifier_is_as_good(photos, weights):
-    given = {"labels": photos / "labels.csv", **SETTINGS}
-    model = load_backbone(weights)
-    with torch.no_grad():
-        model.patch_embed.proj.weight.zero_()  # all images look alike
-    save_backbone(model, photos / "blind.safetensors")
-    found = dino_vit.predict(photos / "photos", photos / "blind.safetensors", **given)
-    better = found.details["better_baseline"]
-    assert f"{better}, which nothing has learned, are as good or better: dino-vit predict " in str(found)
-    rival = dino_vit.predict(photos / "photos", better, **given).details["cross_validated"]
-    assert rival["percent"] > found.details["cross_validated"]["percent"]
-    pixels = dino_vit.predict(photos / "photos", "pixels", **given)
-    assert pixels.details["better_baseline"] is None
-    assert "which nothing has learned" not in str(pixels)
 
 
 def test_a_class_of_one_image_is_named(photos, weights):
