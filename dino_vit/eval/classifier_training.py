@@ -23,11 +23,11 @@ from dino_vit.eval.cross_validation import (
     of_kinds,
     train_candidate,
 )
-from dino_vit.eval.origins import Origins, describe_judges, join_groups, may_judge
+from dino_vit.eval.origins import Origins, describe_judges, join_groups, may_judge, was_picked
 from dino_vit.eval.pooled import PooledFeatures
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.spreading import Spreading
-from dino_vit.eval.statistics import Figure, trivial_baselines
+from dino_vit.eval.statistics import Figure, Z, trivial_baselines
 from dino_vit.eval.wrong_labels import Doubts, find_wrong_labels
 from dino_vit.features.readings import Reading
 from dino_vit.weights.backbones import LoadedBackbone
@@ -164,9 +164,10 @@ def choose(
     learned: LabelledFeatures, trials: Trials, baselines: Mapping[str, Figure], origins: Origins
 ) -> Choice:
     """Return the best candidate, with how good its labels will be, and what it is."""
-    best = trials.best(trials.tested)
-    scores, targets = trials.scores[best][trials.judged], trials.targets[trials.judged]
-    temperature = float(calibrate(scores, targets, trials.task)) if len(targets) >= FEW else None
+    best, temperature = trials.best(trials.tested), None
+    if int(trials.judged.sum()) >= FEW:
+        fair = torch.from_numpy(~was_picked(origins)).to(trials.tested)[trials.rows] & trials.tested
+        temperature = float(calibrate(trials.scores[best][fair], trials.targets[fair], trials.task, Z))
     untested, judges = untested_classes(learned, trials), describe_judges(origins)
     lines = describe_training(learned, trials, baselines, temperature, untested, judges)
     candidate = trials.tried[best]

@@ -272,10 +272,11 @@ def losses_of(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
     return F.cross_entropy(scores, targets, reduction="none")
 
 
-def calibrate(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
+def calibrate(scores: Tensor, targets: Tensor, task: Task, margin: float = 0.0) -> Tensor:
     """Return the temperature that gives probabilities of scores (..., n, c) the lowest cross-entropy.
 
-    That is convex in 1 / temperature, so its slope says on which side the optimum lies.
+    That is convex in 1 / temperature, so its slope says on which side the optimum lies. With a margin it is
+    the temperature at which the slope is so many standard errors, over images, past its 0.
     """
     scores = scores.double()
     smooth = smoothed(scores, targets, task)
@@ -284,7 +285,8 @@ def calibrate(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
     for _ in range(24):
         middle = (low + high) / 2
         outputs = activate(scores, task, middle.exp()[..., None, None])
-        sharp = ((outputs - smooth) * scores).sum(dim=(-2, -1)) > 0
+        slopes = ((outputs - smooth) * scores).sum(dim=-1)
+        sharp = slopes.sum(dim=-1) > -margin * slopes.square().sum(dim=-1).sqrt()
         low, high = torch.where(sharp, middle, low), torch.where(sharp, high, middle)
     return high.exp()
 

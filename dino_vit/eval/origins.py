@@ -26,10 +26,15 @@ def read_origins(path: str | None, labelled: LabelledSubset) -> Origins:
     return np.array([entry.origin or GIVEN for entry in entries])
 
 
+def was_picked(origins: Origins) -> NDArray[np.bool_]:
+    """Return which images somebody looked at because of their guesses."""
+    return np.isin(origins, LEARNED_ONLY)
+
+
 def may_judge(origins: Origins) -> NDArray[np.bool_]:
     """Return which images may judge: those drawn at random, if there are enough, or all but those picked."""
     random: NDArray[np.bool_] = origins == RANDOM
-    return random if random.sum() >= ENOUGH else ~np.isin(origins, LEARNED_ONLY)
+    return random if random.sum() >= ENOUGH else ~was_picked(origins)
 
 
 def describe_judges(origins: Origins) -> str:

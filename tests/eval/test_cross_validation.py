@@ -16,6 +16,7 @@ from dino_vit.eval.cross_validation import (
     calibrate,
     candidates,
     cross_validate,
+    smoothed,
     train_candidate,
 )
 from dino_vit.eval.neighbours import weighted_knn
@@ -246,6 +247,25 @@ def test_the_temperature_is_the_best_of_a_fine_grid_whatever_the_size_of_scores(
     best = size * min(np.geomspace(0.05, 20, 200), key=lambda each: loss(size * each))
     found = calibrate(torch.stack([scores, scores / 7]), targets, task)
     assert found.tolist() == pytest.approx([best, best / 7], rel=0.04)
+
+
+def test_with_a_margin_confidences_are_seldom_too_high():
+    """The slope is so many standard errors past 0; few images then seldom promise more than is true."""
+    generator = torch.Generator().manual_seed(0)
+    gaps = {margin: list[float]() for margin in (0.0, 1.96)}
+    for _ in range(100):
+        logits = 2 * torch.randn(50, 4, generator=generator).double()
+        targets = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+        for margin, each in gaps.items():
+            outputs = (logits / (temperature := calibrate(logits, targets, "multiclass", margin))).softmax(1)
+            each.append(float(outputs.amax(1).mean() - logits.softmax(1).amax(1).mean()))
+    wrong = smoothed(logits, targets, "multiclass") - outputs
+    slopes = [float(row @ score) for row, score in zip(wrong, logits, strict=True)]
+    assert sum(slopes) == pytest.approx(1.96 * sum(slope**2 for slope in slopes) ** 0.5, rel=1e-4)
+    assert temperature > 1
+    too_high = {margin: sum(gap > 0 for gap in each) for margin, each in gaps.items()}
+    assert too_high[0.0] > 30, "this test would see it"
+    assert too_high[1.96] < 10
 
 
 @pytest.mark.parametrize("images", [10, 100])
