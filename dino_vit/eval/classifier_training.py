@@ -22,12 +22,13 @@ from dino_vit.eval.cross_validation import (
     join_trials,
     of_kinds,
     train_candidate,
+    widened,
 )
 from dino_vit.eval.origins import Origins, describe_judges, join_groups, may_judge, was_picked
 from dino_vit.eval.pooled import PooledFeatures
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.spreading import Spreading
-from dino_vit.eval.statistics import Figure, Z, trivial_baselines
+from dino_vit.eval.statistics import Figure, Z, accuracy, trivial_baselines
 from dino_vit.eval.wrong_labels import Doubts, find_wrong_labels
 from dino_vit.features.readings import Reading
 from dino_vit.weights.backbones import LoadedBackbone
@@ -54,57 +55,58 @@ def describe_training(
         if trials.tested.any():
             return [f"{text} images that were not picked by their guesses, as the random ones of `label`"]
         return [f"{text} two or more images of a class, not taken one after the other"]
-    tested = trials.targets[trials.judged]
+    judging, count = trials.targets[trials.judged], int((trials.judged & trials.tested).sum())
     by_neighbours = {"k-NN": of_kinds(trials, VOTE).figure}
     by_neighbours |= {f"of {name}": each for name, each in baselines.items()}
     others = [f"{name} {each.value:.1f} %" for name, each in by_neighbours.items() if each]
     if learned.task == "multiclass":
-        guess = trivial_baselines(tested.cpu().numpy(), learned.classes)["largest_class"]
+        guess = trivial_baselines(judging.cpu().numpy(), learned.classes)["largest_class"]
         others.append(f"always guessing {brief(guess['name'])} {guess['percent']:.1f} %")
-        what, metric = plural(len(torch.unique(tested)), "class", "classes"), "accuracy"
-        plain = _how_many_are_right(learned, figure, tested, guess, judges)
+        what, metric = plural(len(torch.unique(judging)), "class", "classes"), "accuracy"
+        wrong = ", counting classes that could not be tested as wrong" * (count < len(judging))
+        plain = _how_many_are_right(figure, guess, f"{wrong}, {judges}")
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
         right = 100 * float(trials.right.double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {judges}"
-    if len(tested) < FEW:
+    if count < FEW:
         labelled = plural(len(learned), "labelled image")
         plain = f"{labelled} are too few to say how many labels will be right: label more images"
     interval = f"{figure.value:.1f} % (95 % interval {figure.low:.1f} to {figure.high:.1f})"
-    of_all = "" if len(tested) == len(learned) else f" of {len(learned):,}"
-    images = f"{len(tested):,}{of_all} labelled images of {what}"
+    of_all = "" if len(judging) == len(learned) else f" of {len(learned):,}"
+    images = f"{len(judging):,}{of_all} labelled images of {what}"
     figures = f"Cross-validated {metric} {interval} on {images}; {', '.join(others)}"
     return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials, untested), figures]
 
 
-def _how_many_are_right(
-    learned: LabelledFeatures, figure: Figure, tested: Tensor, guess: Mapping[str, Any], judges: str
-) -> str:
+def _how_many_are_right(figure: Figure, guess: Mapping[str, Any], condition: str) -> str:
     """Say how many labels will be right, if they are better than a guess."""
     if figure.low <= guess["percent"]:
         right = f"{figure.value:.0f} of 100 were right in cross-validation"
         text = f"These labels may be no better than always guessing {brief(guess['name'])}"
-        return f"{text}: {right}, of {len(tested):,} images; label more images"
-    count, total = len(torch.unique(tested)), len(torch.unique(learned.targets))
-    among = f" among the {plural(count, 'class', 'classes')} that could be tested" if count < total else ""
-    return f"About {figure.value:.0f} of 100 labels will be right{among}, {judges}"
+        return f"{text}: {right}, of {figure.images:,} images; label more images"
+    return f"About {figure.value:.0f} of 100 labels will be right{condition}"
 
 
 def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
-    """Say how many of the labels that are sure are right."""
+    """Say how many of the labels that are sure are right, between the limits of what a few tell."""
     if temperature is None:
         return
     best, rows = trials.best(trials.tested), trials.judged
     outputs = activate(trials.scores[best][rows], trials.task, temperature)
     sure = confidences_of(outputs, trials.task) >= SURE
     count, total = int(trials.hits[best][rows][sure].sum()), int(sure.sum())
-    share = f"{count:,} of {total:,} were right in cross-validation" if total else "none could be tested"
-    yield f"Of labels with a confidence of {100 * SURE:.0f} % or more, {share}"
+    share, least = "none could be tested", f"a confidence of {100 * SURE:.0f} % or more"
+    if total:
+        figure = widened(accuracy(count, total))
+        share = f"{figure.low:.0f} to {figure.high:.0f} of 100 will be right"
+        share += f" ({count:,} of {total:,} were in cross-validation)"
+    yield f"Of labels with {least}, {share}"
 
 
 def _weak_classes(learned: LabelledFeatures, trials: Trials, untested: Sequence[str]) -> Iterator[str]:
     """Name the classes with few labels, those that cannot be tested, and those that are mostly wrong."""
-    targets, size, rows = learned.targets, len(learned.classes), trials.judged
+    targets, size, rows = learned.targets, len(learned.classes), trials.judged & trials.tested
     counts = targets.bincount(minlength=size) if targets.ndim == 1 else targets.sum(dim=0).long()
     named = dict(zip(learned.classes, counts.tolist(), strict=True))
     few = sorted((count, name) for name, count in named.items() if count < FEW_OF_CLASS)
@@ -165,7 +167,7 @@ def choose(
 ) -> Choice:
     """Return the best candidate, with how good its labels will be, and what it is."""
     best, temperature = trials.best(trials.tested), None
-    if int(trials.judged.sum()) >= FEW:
+    if int((trials.judged & trials.tested).sum()) >= FEW:
         fair = torch.from_numpy(~was_picked(origins)).to(trials.tested)[trials.rows] & trials.tested
         temperature = float(calibrate(trials.scores[best][fair], trials.targets[fair], trials.task, Z))
     untested, judges = untested_classes(learned, trials), describe_judges(origins)

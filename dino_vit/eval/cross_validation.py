@@ -75,14 +75,18 @@ class Trials:
 
     @cached_property
     def judged(self) -> Tensor:
-        """Which images the figures are of: those that can be tested, and may judge, (n,)."""
-        return self.tested if self.judges is None else self.tested & self.judges
+        """Which images the figures are of: all that may judge, (n,)."""
+        return torch.ones_like(self.tested) if self.judges is None else self.judges
 
     @cached_property
     def hits(self) -> Tensor:
-        """Whether each candidate predicts the class, or all labels, of each image: (candidates, n)."""
+        """Whether each candidate predicts the class, or all labels, of each image: (candidates, n).
+
+        A class that cannot be tested is never predicted, as one that no labelled image has.
+        """
         if self.task == "multiclass":
-            return torch.stack([scores.argmax(dim=1) == self.targets for scores in self.scores])
+            told = torch.stack([scores.argmax(dim=1) for scores in self.scores])
+            return (told == self.targets) & self.tested
         return torch.stack([((scores > 0) == (self.targets > 0.5)).all(dim=1) for scores in self.scores])
 
     def best(self, rows: Tensor) -> int:
@@ -128,18 +132,18 @@ class Trials:
     @cached_property
     def figure(self) -> Figure | None:
         """The accuracy, or mAP, of what is chosen so; None if no image can be tested."""
-        if not self.judged.any():
+        if not (self.judged & self.tested).any():
             return None
         if self.task == "multiclass":
-            return _widened(accuracy(int(self.right[self.judged].sum()), int(self.judged.sum())))
+            return widened(accuracy(int(self.right[self.judged].sum()), int(self.judged.sum())))
         # By ranks, as scores of different candidates do not compare.
         ranks = [_ranks(scores) for scores in self.scores]
         scores = torch.stack([ranks[number][row] for row, number in enumerate(self.chosen.tolist())])
         scores, targets = scores[self.judged], self.targets[self.judged]
-        return _widened(measure(self.task, np.arange(len(scores)), scores, targets)[0].figure)
+        return widened(measure(self.task, np.arange(len(scores)), scores, targets)[0].figure)
 
 
-def _widened(figure: Figure) -> Figure:
+def widened(figure: Figure) -> Figure:
     """Return a figure with the interval of one by folds, which are alike in what they learn from.
 
     After Nadeau and Bengio (2003): each fold adds to the variance what it judges by over what it learns from.

@@ -133,8 +133,8 @@ def test_few_images_are_said_to_be_too_few(images, enough):
     assert said == few or (enough and said.startswith("About 100 of 100 labels will be right"))
 
 
-def test_classes_of_one_image_are_in_no_figure():
-    """Fifty such, and 50 images that are all told: half would be announced."""
+def test_classes_that_cannot_be_tested_count_as_wrong():
+    """Fifty of one image, and 50 images that are all told: others are of classes without a label too."""
     width, classes = 64, 55
     targets = torch.cat([torch.arange(50) % 5, torch.arange(5, 55)])
     values = torch.zeros(100, width)
@@ -142,12 +142,15 @@ def test_classes_of_one_image_are_in_no_figure():
     train = LabelledFeatures(values, targets, np.arange(100), tuple(f"{each:02}" for each in range(classes)))
     trials = cross_validate(train, torch.arange(100) // 5 % 5, [Candidate("k-NN", 5)], "")
     assert trials.tested.tolist() == [True] * 50 + [False] * 50
-    assert (trials.figure.correct, trials.figure.images) == (50, 50)
+    assert (trials.figure.correct, trials.figure.images) == (50, 100)
     assert untested_classes(train, trials) == [f"{each:02}" for each in range(5, 55)]
     said = describe_training(train, trials, {})
-    assert said[0].startswith("About 100 of 100 labels will be right")
+    untestable = (
+        "counting classes that could not be tested as wrong, if these images are like the labelled ones"
+    )
+    assert said[0] == f"About 50 of 100 labels will be right, {untestable}"
     assert "of 50 classes with fewer than 5 labels (05: 1, 06: 1, " in said[-2]
-    assert "on 50 of 100 labelled images of 5 classes; k-NN 100.0 %, always guessing 00 20.0 %" in said[-1]
+    assert "on 100 labelled images of 55 classes; k-NN 50.0 %, always guessing 00 10.0 %" in said[-1]
 
 
 def test_sure_labels_and_weak_classes_are_counted():
@@ -163,7 +166,8 @@ def test_sure_labels_and_weak_classes_are_counted():
     train = LabelledFeatures(torch.zeros(94, 1), targets, np.arange(94), tuple(classes))
     said = describe_training(train, trials, {})
     assert said[0].startswith("About 87 of 100 labels will be right, ")
-    assert said[1] == "Of labels with a confidence of 80 % or more, 41 of 47 were right in cross-validation"
+    sure = "Of labels with a confidence of 80 % or more, 69 to 97 of 100 will be right"
+    assert said[1] == f"{sure} (41 of 47 were in cross-validation)"
     few, wrong = (
         "of 1 class with fewer than 5 labels (few: 4)",
         "of 1 class that cross-validation mostly gets wrong (wrong: 0 of 10",
