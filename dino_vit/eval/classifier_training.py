@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from dino_vit.config.sections import BASELINES
 from dino_vit.core.text import brief, plural
 from dino_vit.eval.cross_validation import (
-    FOLDS,
     SPREADING,
     VOTE,
     Candidate,
@@ -24,7 +22,7 @@ from dino_vit.eval.cross_validation import (
     train_candidate,
     widened,
 )
-from dino_vit.eval.origins import Origins, describe_judges, join_groups, may_judge, was_picked
+from dino_vit.eval.origins import Origins, describe_judges, may_judge, was_picked
 from dino_vit.eval.pooled import PooledFeatures
 from dino_vit.eval.sets import LabelledFeatures
 from dino_vit.eval.spreading import Spreading
@@ -178,16 +176,16 @@ def choose(
     )
 
 
-def train_classifier(pool: PooledFeatures, origins: Origins) -> TrainedClassifier:
-    """Choose what is read of images and a classifier, and fit it; `origins` are those of the labels."""
+def train_classifier(pool: PooledFeatures) -> TrainedClassifier:
+    """Choose what is read of images and a classifier, and fit it."""
     if len(pool.learned) < 2:
         raise ValueError("there is one labelled image; two or more are needed")
-    learned, trying = pool.read(pool.readings[0]), _Trying(pool, origins)
-    lasting = join_trials([trying.of(reading, "Cross-validation, folds") for reading in pool.readings])
+    learned = pool.read(pool.readings[0])
+    lasting = join_trials([try_reading(pool, each, "Cross-validation, folds") for each in pool.readings])
     spreading = Spreading.among(pool)
-    trials = join_trials([lasting, *([spreading.cross_validate(trying.folds, lasting)] if spreading else [])])
-    baselines = _try_baselines(trying) if len(learned) <= BASELINE_IMAGES else {}
-    choice = choose(learned, trials, baselines, origins)
+    trials = join_trials([lasting, *([spreading.cross_validate(lasting)] if spreading else [])])
+    baselines = _try_baselines(pool) if len(learned) <= BASELINE_IMAGES else {}
+    choice = choose(learned, trials, baselines, pool.origins)
     lines = choice.lines
     percents = [round(100 * share, 4) for share in trials.figures(trials.judged)] if trials.figure else []
     details = {
@@ -204,7 +202,7 @@ def train_classifier(pool: PooledFeatures, origins: Origins) -> TrainedClassifie
     if spreading and choice.candidate.kind == SPREADING:
         scores = spreading.label()[pool.others]
         spread = activate(scores, learned.task, choice.temperature)
-        choice = choose(learned, lasting, baselines, origins)
+        choice = choose(learned, lasting, baselines, pool.origins)
         kept = f"; it labels by {choice.candidate}, as labels spread among these images only"
         if trials.figure and lasting.figure:
             kept += f": {lasting.figure.value:.1f} % in place of {trials.figure.value:.1f} %"
@@ -229,28 +227,21 @@ def _fit(pool: PooledFeatures, choice: Choice) -> tuple[ImageClassifier, Labelle
     return classifier.to(pool.frozen.device).eval(), learned
 
 
-class _Trying:
-    """Cross-validation of what is read of labelled images, by the same folds and judges."""
-
-    def __init__(self, pool: PooledFeatures, origins: Origins) -> None:
-        device = pool.features.device
-        folds = pool.learned.folds(FOLDS, seed=0, join=partial(join_groups, origins=origins))
-        self.pool, self.folds = pool, torch.from_numpy(folds).to(device)
-        self.judges = torch.from_numpy(may_judge(origins)).to(device)
-
-    def of(self, reading: Reading, title: str, *, neighbours_only: bool = False) -> Trials:
-        """Cross-validate the classifiers of a reading."""
-        tried = candidates(self.folds, reading, neighbours_only=neighbours_only)
-        found = cross_validate(self.pool.read(reading), self.folds, tried, title)
-        return replace(found, judges=self.judges[found.rows])
+def try_reading(
+    pool: PooledFeatures, reading: Reading, title: str, *, neighbours_only: bool = False
+) -> Trials:
+    """Cross-validate the classifiers of a reading."""
+    tried = candidates(pool.folds, reading, neighbours_only=neighbours_only)
+    found = cross_validate(pool.read(reading), pool.folds, tried, title)
+    return replace(found, judges=torch.from_numpy(may_judge(pool.origins)).to(pool.folds.device)[found.rows])
 
 
-def _try_baselines(trying: _Trying) -> dict[str, Figure]:
+def _try_baselines(pool: PooledFeatures) -> dict[str, Figure]:
     """Cross-validate k-NN on the baselines that are not the backbone itself."""
-    figures, own = dict[str, Figure](), trying.pool.frozen.model.architecture.get("name")
+    figures, own = dict[str, Figure](), pool.frozen.model.architecture.get("name")
     for name in BASELINES:
-        if name != own and name in trying.pool.spec.parts:
-            found = trying.of(Reading(name), f"{name.capitalize()}, folds", neighbours_only=True)
-            if found.figure:
-                figures[name] = found.figure
+        if name != own and name in pool.spec.parts:
+            title = f"{name.capitalize()}, folds"
+            if figure := try_reading(pool, Reading(name), title, neighbours_only=True).figure:
+                figures[name] = figure
     return figures

@@ -26,7 +26,6 @@ from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given, write_table
-from dino_vit.eval.origins import read_origins
 from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
@@ -100,12 +99,12 @@ def run(config: PredictConfig) -> LabelPredictions:
         queries = torch.from_numpy(values).to(frozen.device)
     else:
         pool = pool_features(config, frozen, learned, images)
-        fitted = train_classifier(pool, read_origins(config.labels, pool.learned))
+        fitted = train_classifier(pool)
         queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
     facts = fitted.classifier.facts
     guessed = table = tabulate(queries, [names[index] for index in indices], fitted)
     if learned is not None and learned.source is images.source:
-        table = with_given(guessed, indices, learned, read_origins(config.labels, learned))
+        table = with_given(guessed, pool)
     lines = [*fitted.lines, *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     counts = {"images": len(table), "guessed": len(guessed)}
