@@ -1,6 +1,6 @@
 """Train the classifier of `predict`, and say how good its labels will be."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -43,7 +43,6 @@ def describe_training(
     trials: Trials,
     baselines: Mapping[str, Figure],
     temperature: float | None = 1.0,
-    untested: Sequence[str] = (),
     judges: str = "if these images are like the labelled ones",
 ) -> list[str]:
     """Say how good the labels will be: in plain sentences, then by figures."""
@@ -65,7 +64,7 @@ def describe_training(
         plain = _how_many_are_right(figure, guess, f"{wrong}, {judges}")
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
-        right = 100 * float(trials.right.double().mean())
+        right = 100 * float(trials.right[trials.judged].double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {judges}"
     if count < FEW:
         labelled = plural(len(learned), "labelled image")
@@ -74,7 +73,7 @@ def describe_training(
     of_all = "" if len(judging) == len(learned) else f" of {len(learned):,}"
     images = f"{len(judging):,}{of_all} labelled images of {what}"
     figures = f"Cross-validated {metric} {interval} on {images}; {', '.join(others)}"
-    return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials, untested), figures]
+    return [plain, *_sure_ones(trials, temperature), *_weak_classes(learned, trials), figures]
 
 
 def _how_many_are_right(figure: Figure, guess: Mapping[str, Any], condition: str) -> str:
@@ -102,7 +101,7 @@ def _sure_ones(trials: Trials, temperature: float | None) -> Iterator[str]:
     yield f"Of labels with {least}, {share}"
 
 
-def _weak_classes(learned: LabelledFeatures, trials: Trials, untested: Sequence[str]) -> Iterator[str]:
+def _weak_classes(learned: LabelledFeatures, trials: Trials) -> Iterator[str]:
     """Name the classes with few labels, those that cannot be tested, and those that are mostly wrong."""
     targets, size, rows = learned.targets, len(learned.classes), trials.judged & trials.tested
     counts = targets.bincount(minlength=size) if targets.ndim == 1 else targets.sum(dim=0).long()
@@ -116,9 +115,8 @@ def _weak_classes(learned: LabelledFeatures, trials: Trials, untested: Sequence[
             each for each in zip(right, tests, learned.classes, strict=True) if named[each[2]] >= FEW_OF_CLASS
         ]
         # Photos taken one after the other are held out together, as those that were labelled at once.
-        groups["that cannot be tested, as their photos were taken or labelled together"] = [
-            name for *_, name in scored if name in untested
-        ]
+        untested = {*untested_classes(learned, trials)} & {name for *_, name in scored}
+        groups["that cannot be tested, as their photos were taken or labelled together"] = sorted(untested)
         weak = [f"{name}: {n:,} of {total:,} right" for n, total, name in sorted(scored) if 2 * n < total]
         groups["that cross-validation mostly gets wrong"] = weak
     parts = [
@@ -168,12 +166,10 @@ def choose(
     if int((trials.judged & trials.tested).sum()) >= FEW:
         fair = torch.from_numpy(~was_picked(origins)).to(trials.tested)[trials.rows] & trials.tested
         temperature = float(calibrate(trials.scores[best][fair], trials.targets[fair], trials.task, Z))
-    untested, judges = untested_classes(learned, trials), describe_judges(origins)
-    lines = describe_training(learned, trials, baselines, temperature, untested, judges)
     candidate = trials.tried[best]
-    return Choice(
-        candidate, temperature, [*lines, f"Read by {candidate.reading}; labelled by {candidate.how}"]
-    )
+    lines = describe_training(learned, trials, baselines, temperature, describe_judges(origins))
+    lines.append(f"Read by {candidate.reading}; labelled by {candidate.how}")
+    return Choice(candidate, temperature, lines)
 
 
 def train_classifier(pool: PooledFeatures) -> TrainedClassifier:

@@ -213,6 +213,19 @@ def test_several_labels_are_judged_by_their_ranking():
     assert trials.right.tolist() == ((scores[0] > 0) == (targets > 0)).all(1).tolist()
 
 
+def test_several_labels_are_announced_by_those_that_may_judge():
+    """Twenty images whose labels are all right judge; of the others no label is."""
+    targets = (torch.arange(40)[:, None] + torch.arange(2)) // 2 % 2
+    judges, folds = torch.arange(40) < 20, torch.arange(40) % 5
+    scores = (targets - 0.5) * torch.where(judges, 1.0, -1.0)[:, None]
+    trials = Trials(
+        [Candidate("k-NN", 1)], [scores], targets, "multilabel", folds, folds >= 0, range(40), judges
+    )
+    train = LabelledFeatures(torch.zeros(40, 1), targets, np.arange(40), ("a", "b"), "multilabel")
+    said = describe_training(train, trials, {})
+    assert said[0].startswith("About 100 of 100 images will get exactly their labels, ")
+
+
 def test_a_temperature_makes_confidences_true():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 5, generator=generator) * 1.5
