@@ -38,7 +38,7 @@ LOGISTIC_IMAGES = 100_000  # of more, regressions would take longer than all els
 JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
 CALIBRATED = 1000  # images for the one temperature of a candidate
 _ABSENT = -1e4  # score of a class that no image learned from has, at any temperature
-_LARGEST = 16.0  # logarithm of a temperature
+_LARGEST = 1000  # temperature, in mean differences of scores; at higher ones float32 would make labels equal
 
 
 REGRESSION, VOTE, SPREADING = "logistic regression", "k-NN", "label spreading"  # kinds of candidates
@@ -284,8 +284,9 @@ def calibrate(scores: Tensor, targets: Tensor, task: Task, margin: float = 0.0) 
     """
     scores = scores.double()
     smooth = smoothed(scores, targets, task)
-    high = scores.new_full(scores.shape[:-2], _LARGEST)  # of the logarithm
-    low = -high
+    sizes = scores.abs() if task == "multilabel" else -scores.topk(2).values.diff()
+    high = (_LARGEST * sizes.mean(dim=(-2, -1))).clamp(min=1e-30).log()
+    low = high - 24
     for _ in range(24):
         middle = (low + high) / 2
         outputs = activate(scores, task, middle.exp()[..., None, None])
