@@ -22,7 +22,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable, progress, public
 from dino_vit.data.image_set import ImageSet, random_indices
 from dino_vit.data.images.decode import decode_item, read_item
-from dino_vit.data.label_files import GUESSED, Entry, match_names, read_table
+from dino_vit.data.label_files import GUESSED, Entry, find_entry, match_names, read_table
 from dino_vit.data.labels import NO_LABEL, NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.neighbours import nearest, unit
@@ -51,7 +51,7 @@ def run(config: LabelConfig) -> Written:
     source = open_once(config.source)
     given, guesses = read_tables(config, source)
     frozen = frozen_backbone(config)  # after what is cheaper to find fault with
-    labelled = [index for index in range(len(source)) if find(given, source, index)]
+    labelled = [index for index in range(len(source)) if given and find_entry(given, source, index)]
     drawn = random_indices(source, config.seed)
     spec = spec_to_choose_from(frozen.model)  # one forward pass is for both commands
     some = list(dict.fromkeys([*labelled[: MOST // 2], *drawn]))[:MOST] if len(source) > MOST else None
@@ -60,7 +60,7 @@ def run(config: LabelConfig) -> Written:
     if not is_main_process():
         return Written(path=output, text="")
     places = {index: place for place, index in enumerate(indices.tolist())}
-    rows = [(find(given, source, index), find(guesses, source, index)) for index in places]
+    rows = [(find_entry(given, source, index), find_entry(guesses, source, index)) for index in places]
     shuffled = [places[index] for index in drawn if index in places]
     usual = "cls+mean" if frozen.model.has_patches else "cls"
     features = unit(select_parts(torch.from_numpy(values), spec, frozen.model, usual))
@@ -116,13 +116,6 @@ def as_number(text: str) -> float:
     except ValueError:
         return 0.0
     return number if math.isfinite(number) else 0.0
-
-
-def find(rows: Rows, source: ImageSet, index: int) -> Entry | None:
-    """Return the row of an image, by its whole name or as it is shown."""
-    if not rows:
-        return None
-    return rows.get(printable(source.full_name(index))) or rows.get(source.name(index))
 
 
 def choose(

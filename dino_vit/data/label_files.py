@@ -242,7 +242,12 @@ def match_names(images: ImageSet, table: Mapping[str, Entry], path: str) -> list
     if surplus:
         extra = plural(len(surplus), "label")
         log.warning("%s: %s for names not in the source: %s", path, extra, _examples(surplus))
-    return [table.get(full) or table.get(name) for full, name in zip(full_names, names, strict=True)]
+    return [find_entry(table, images, index) for index in range(len(images))]
+
+
+def find_entry(table: Mapping[str, Entry], images: ImageSet, index: int) -> Entry | None:
+    """Return the entry of an image, by its whole name or as it is shown."""
+    return table.get(printable(images.full_name(index))) or table.get(images.name(index))
 
 
 def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:

@@ -38,7 +38,7 @@ LOGISTIC_IMAGES = 100_000  # of more, regressions would take longer than all els
 JUDGED_SCORES = 10_000_000  # of each candidate in cross-validation, at most
 CALIBRATED = 1000  # images for the one temperature of a candidate
 _ABSENT = -1e4  # score of a class that no image learned from has, at any temperature
-_LARGEST = 16.0  # logarithm of a temperature
+_LARGEST = 1000  # temperature, in mean differences of scores; at higher ones float32 would make labels equal
 
 
 REGRESSION, VOTE, SPREADING = "logistic regression", "k-NN", "label spreading"  # kinds of candidates
@@ -75,14 +75,18 @@ class Trials:
 
     @cached_property
     def judged(self) -> Tensor:
-        """Which images the figures are of: those that can be tested, and may judge, (n,)."""
-        return self.tested if self.judges is None else self.tested & self.judges
+        """Which images the figures are of: all that may judge, (n,)."""
+        return torch.ones_like(self.tested) if self.judges is None else self.judges
 
     @cached_property
     def hits(self) -> Tensor:
-        """Whether each candidate predicts the class, or all labels, of each image: (candidates, n)."""
+        """Whether each candidate predicts the class, or all labels, of each image: (candidates, n).
+
+        A class that cannot be tested is never predicted, as one that no labelled image has.
+        """
         if self.task == "multiclass":
-            return torch.stack([scores.argmax(dim=1) == self.targets for scores in self.scores])
+            told = torch.stack([scores.argmax(dim=1) for scores in self.scores])
+            return (told == self.targets) & self.tested
         return torch.stack([((scores > 0) == (self.targets > 0.5)).all(dim=1) for scores in self.scores])
 
     def best(self, rows: Tensor) -> int:
@@ -128,18 +132,18 @@ class Trials:
     @cached_property
     def figure(self) -> Figure | None:
         """The accuracy, or mAP, of what is chosen so; None if no image can be tested."""
-        if not self.judged.any():
+        if not (self.judged & self.tested).any():
             return None
         if self.task == "multiclass":
-            return _widened(accuracy(int(self.right[self.judged].sum()), int(self.judged.sum())))
+            return widened(accuracy(int(self.right[self.judged].sum()), int(self.judged.sum())))
         # By ranks, as scores of different candidates do not compare.
         ranks = [_ranks(scores) for scores in self.scores]
         scores = torch.stack([ranks[number][row] for row, number in enumerate(self.chosen.tolist())])
         scores, targets = scores[self.judged], self.targets[self.judged]
-        return _widened(measure(self.task, np.arange(len(scores)), scores, targets)[0].figure)
+        return widened(measure(self.task, np.arange(len(scores)), scores, targets)[0].figure)
 
 
-def _widened(figure: Figure) -> Figure:
+def widened(figure: Figure) -> Figure:
     """Return a figure with the interval of one by folds, which are alike in what they learn from.
 
     After Nadeau and Bengio (2003): each fold adds to the variance what it judges by over what it learns from.
@@ -272,19 +276,22 @@ def losses_of(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
     return F.cross_entropy(scores, targets, reduction="none")
 
 
-def calibrate(scores: Tensor, targets: Tensor, task: Task) -> Tensor:
+def calibrate(scores: Tensor, targets: Tensor, task: Task, margin: float = 0.0) -> Tensor:
     """Return the temperature that gives probabilities of scores (..., n, c) the lowest cross-entropy.
 
-    That is convex in 1 / temperature, so its slope says on which side the optimum lies.
+    That is convex in 1 / temperature, so its slope says on which side the optimum lies. With a margin it is
+    the temperature at which the slope is so many standard errors, over images, past its 0.
     """
     scores = scores.double()
     smooth = smoothed(scores, targets, task)
-    high = scores.new_full(scores.shape[:-2], _LARGEST)  # of the logarithm
-    low = -high
+    sizes = scores.abs() if task == "multilabel" else -scores.topk(2).values.diff()
+    high = (_LARGEST * sizes.mean(dim=(-2, -1))).clamp(min=1e-30).log()
+    low = high - 24
     for _ in range(24):
         middle = (low + high) / 2
         outputs = activate(scores, task, middle.exp()[..., None, None])
-        sharp = ((outputs - smooth) * scores).sum(dim=(-2, -1)) > 0
+        slopes = ((outputs - smooth) * scores).sum(dim=-1)
+        sharp = slopes.sum(dim=-1) > -margin * slopes.square().sum(dim=-1).sqrt()
         low, high = torch.where(sharp, middle, low), torch.where(sharp, high, middle)
     return high.exp()
 

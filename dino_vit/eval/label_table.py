@@ -19,8 +19,7 @@ from dino_vit.core.text import brief, plural
 from dino_vit.data.label_files import GUESSED, SEPARATOR
 from dino_vit.eval.classifier_training import SURE, TrainedClassifier
 from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.origins import Origins
-from dino_vit.eval.sets import LabelledSubset
+from dino_vit.eval.pooled import PooledFeatures
 from dino_vit.weights.classifier import confidences_of, labels_of
 
 _ROWS = 2**13  # of the table that are computed at a time
@@ -66,18 +65,17 @@ def _label_column(labels: Sequence[str] | Sequence[list[str]]) -> pa.Array:
     return pa.array(labels, pa.string() if is_text else pa.list_(pa.string()))
 
 
-def with_given(
-    guessed: pa.Table, indices: NDArray[np.int64], learned: LabelledSubset, origins: Origins
-) -> pa.Table:
+def with_given(guessed: pa.Table, pool: PooledFeatures) -> pa.Table:
     """Return the rows of guesses and those of the labels that were given, in the order of the images."""
-    labels = [*map(learned.source.labels.names_of, learned.source.codes(learned.indices).tolist())]
+    learned, source = pool.learned, pool.learned.source
+    labels = [*map(source.labels.names_of, source.codes(learned.indices).tolist())]
     columns = {
-        "name": [*map(learned.source.name, learned.indices.tolist())],
+        "name": [*map(source.name, learned.indices.tolist())],
         "label": _label_column(labels if learned.task == "multilabel" else [label for (label,) in labels]),
-        "origin": origins.tolist(),
+        "origin": pool.origins.tolist(),
     }
     table = pa.concat_tables([guessed, pa.table(columns)], promote_options="default")
-    return table.take(np.argsort(np.concatenate([indices, learned.indices])))
+    return table.take(np.argsort(np.concatenate([pool.indices, learned.indices])))
 
 
 def sure_rows(table: pa.Table, least: float) -> pa.Table:

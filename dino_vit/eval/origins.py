@@ -3,8 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core.text import printable
-from dino_vit.data.label_files import read_table
+from dino_vit.data.label_files import find_entry, read_table
 from dino_vit.data.labels import NO_LABELS
 from dino_vit.eval.sets import LabelledSubset
 
@@ -18,18 +17,22 @@ Origins = NDArray[np.str_]
 
 def read_origins(path: str | None, labelled: LabelledSubset) -> Origins:
     """Return the origin of the label of each image of a subset."""
-    table, source = read_table(path, False) if path not in (None, NO_LABELS) else {}, labelled.source
-    if not table:
+    if path in (None, NO_LABELS):
         return np.full(len(labelled), GIVEN)
-    names = [(printable(source.full_name(index)), source.name(index)) for index in labelled.indices.tolist()]
-    entries = [table.get(full) or table[name] for full, name in names]
-    return np.array([entry.origin or GIVEN for entry in entries])
+    table = read_table(path, False)
+    entries = [find_entry(table, labelled.source, index) for index in labelled.indices.tolist()]
+    return np.array([(entry and entry.origin) or GIVEN for entry in entries])
+
+
+def was_picked(origins: Origins) -> NDArray[np.bool_]:
+    """Return which images somebody looked at because of their guesses."""
+    return np.isin(origins, LEARNED_ONLY)
 
 
 def may_judge(origins: Origins) -> NDArray[np.bool_]:
     """Return which images may judge: those drawn at random, if there are enough, or all but those picked."""
     random: NDArray[np.bool_] = origins == RANDOM
-    return random if random.sum() >= ENOUGH else ~np.isin(origins, LEARNED_ONLY)
+    return random if random.sum() >= ENOUGH else ~was_picked(origins)
 
 
 def describe_judges(origins: Origins) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from dino_vit.config.commands import PredictConfig
 from dino_vit.config.sections import BASELINES
 from dino_vit.core import log
 from dino_vit.core.text import plural
-from dino_vit.data.image_set import evenly_spaced
+from dino_vit.eval.cross_validation import FOLDS
+from dino_vit.eval.origins import Origins, join_groups, read_origins
 from dino_vit.eval.sets import LabelledFeatures, LabelledSubset, Rows
 from dino_vit.features.frozen import FrozenBackbone
 from dino_vit.features.readings import (
-    FITTED_IMAGES,
     LEVELLED,
     Reading,
     fit_levelling,
@@ -40,6 +40,7 @@ class PooledFeatures:
     readings: Sequence[Reading]  # to choose from, the simplest first
     features: Tensor
     learned: LabelledSubset  # the labelled images that could be read
+    origins: Origins  # of their labels
     rows: Tensor  # (m,), of these
     others: Tensor  # the rows of those to label
     indices: Rows  # of the latter in their source
@@ -52,11 +53,16 @@ class PooledFeatures:
         return select_parts(features, self.spec, self.frozen.model, tokens)
 
     @cached_property
+    def folds(self) -> Tensor:
+        """The fold of each labelled image, (m,); those of a burst or of a group are in one."""
+        folds = self.learned.folds(FOLDS, seed=0, join=partial(join_groups, origins=self.origins))
+        return torch.from_numpy(folds).to(self.rows.device)
+
+    @cached_property
     def levelling(self) -> Levelling:
         """What levels each part, fitted by all images, or by many of them, without labels."""
-        some = self.features[evenly_spaced(len(self.features), FITTED_IMAGES)]
         whiten = max(reading.whiten for reading in self.readings)
-        return fit_levelling(some, self.spec.widths(self.frozen.model), whiten)
+        return fit_levelling(self.features, self.spec.widths(self.frozen.model), whiten)
 
     def reader(self, reading: Reading) -> Callable[[Tensor], Tensor]:
         """Return what reads the parts of a reading."""
@@ -112,12 +118,14 @@ def pool_features(
         found = kept[rows]
     if not len(to_label):
         raise ValueError(f"none of {len(others):,} images can be read")
+    readable = learned.part(np.isin(learned.indices, found), learned.name)
     return PooledFeatures(
         frozen=frozen,
         spec=spec,
         readings=readings,
         features=torch.from_numpy(values).to(frozen.device),
-        learned=learned.part(np.isin(learned.indices, found), learned.name),
+        learned=readable,
+        origins=read_origins(config.labels, readable),
         rows=torch.from_numpy(rows).to(frozen.device),
         others=torch.from_numpy(to_label).to(frozen.device),
         indices=kept[to_label],

@@ -26,7 +26,6 @@ from dino_vit.data.labels import NO_LABELS
 from dino_vit.data.open import open_source
 from dino_vit.eval.classifier_training import TrainedClassifier, train_classifier
 from dino_vit.eval.label_table import summarise, sure_rows, tabulate, with_given, write_table
-from dino_vit.eval.origins import read_origins
 from dino_vit.eval.pooled import pool_features
 from dino_vit.eval.results import to_jsonable, write_results
 from dino_vit.eval.sets import (
@@ -100,13 +99,13 @@ def run(config: PredictConfig) -> LabelPredictions:
         queries = torch.from_numpy(values).to(frozen.device)
     else:
         pool = pool_features(config, frozen, learned, images)
-        fitted = train_classifier(pool, read_origins(config.labels, pool.learned))
+        fitted = train_classifier(pool)
         queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
     facts = fitted.classifier.facts
     guessed = table = tabulate(queries, [names[index] for index in indices], fitted)
     if learned is not None and learned.source is images.source:
-        table = with_given(guessed, indices, learned, read_origins(config.labels, learned))
-    lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
+        table = with_given(guessed, pool)
+    lines = [*fitted.lines, *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     counts = {"images": len(table), "guessed": len(guessed)}
     details = to_jsonable({**origin, **fitted.details, **counts})
@@ -226,28 +225,12 @@ def _read(config: PredictConfig, frozen: FrozenBackbone) -> TrainedClassifier:
     return TrainedClassifier(classifier, None, [], details, lines, Doubts())
 
 
-def _better_baseline(config: PredictConfig, details: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the command to label by a baseline that is as good as the features."""
-    name = details.get("better_baseline")
-    if name is None:
-        return
-    options = {"train": config.train, "labels": config.labels, "output": f"{name}.csv"}
-    command = _command("predict", config, name, **options, several="true" * config.several)
-    yield (
-        f"{name}, which nothing has learned, are as good or better: {command}. For better features train "
-        "longer, or use published weights, such as hf:facebook/dinov2-small"
-    )
-
-
 def _next_command(config: PredictConfig, facts: ClassifierFacts) -> Iterator[str]:
     """Yield the command to look through the guesses, where a page can."""
     if config.output and facts.task == "multiclass" and not is_object(config.source):
         labels, page = None if config.train else config.labels, "check.html"
         options = {"labels": labels, "guesses": config.output, "output": page}
         options["overwrite"] = "true" if Path(page).exists() else None
-        yield f"{_command('label', config, config.weights, **options)}: a page to check the guesses"
-
-
-def _command(name: str, config: PredictConfig, weights: str, **options: object) -> str:
-    given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
-    return shlex.join(["dino-vit", name, public(config.source), weights, *given])
+        given = [f"{key}={public(str(value))}" for key, value in options.items() if value]
+        command = shlex.join(["dino-vit", "label", public(config.source), config.weights, *given])
+        yield f"{command}: a page to check the guesses"

@@ -78,9 +78,10 @@ class Spreading:
         targets = torch.from_numpy(self.pool.learned.targets).to(self.graph.device)[learned]
         return spread(self.graph, self.pool.rows[learned], targets, len(self.pool.learned.classes))
 
-    def cross_validate(self, folds: Tensor, like: Trials) -> Trials:
+    def cross_validate(self, like: Trials) -> Trials:
         """Return what labels say of the images in the other folds that other candidates were tried on."""
-        scores, rows = torch.zeros_like(like.scores[0]), self.pool.rows[like.rows]
+        scores, folds = torch.zeros_like(like.scores[0]), self.pool.folds
+        rows = self.pool.rows[like.rows]
         with progress("Labels that spread, folds", FOLDS) as advance:
             for fold in torch.unique(folds) if like.tested.any() else ():
                 held = like.folds == fold

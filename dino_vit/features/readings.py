@@ -55,7 +55,7 @@ def joined_features(
     """Return the cached features of a backbone, and of those beside it, for the images that all can read."""
     found = [
         cached_features(each, source, spec=own, indices=indices, title=title)
-        for each, own in zip(frozen.side_by_side, _own_specs(frozen, spec), strict=True)
+        for each, own in _with_specs(frozen, spec)
     ]
     if len(found) == 1:
         return found[0]
@@ -64,26 +64,21 @@ def joined_features(
     return joined, found[0][1][np.isin(found[0][1], readable)]
 
 
-def _own_specs(frozen: FrozenBackbone, spec: FeatureSpec) -> list[FeatureSpec]:
-    """Return the tokens of each backbone; beside others, one without patches gives what it has."""
+def _with_specs(frozen: FrozenBackbone, spec: FeatureSpec) -> list[tuple[FrozenBackbone, FeatureSpec]]:
+    """Return each backbone with its tokens; beside others, one without patches gives what it has."""
     if frozen.beside and spec.tokens in ("patches", "all"):
         raise ValueError(f"tokens={spec.tokens} are of one backbone; give weights without others beside them")
     if not frozen.beside:
-        return [spec]
+        return [(frozen, spec)]
     return [
-        replace(spec, blocks=min(spec.blocks, each.model.depth)) if each.model.has_patches else CLS
+        (each, replace(spec, blocks=min(spec.blocks, each.model.depth)) if each.model.has_patches else CLS)
         for each in frozen.side_by_side
     ]
 
 
 def part_widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[int]:
     """Return how many of the joined features each part has: the CLS tokens, the cells, another backbone's."""
-    return [width for widths in _widths(frozen, spec) for width in widths]
-
-
-def _widths(frozen: FrozenBackbone, spec: FeatureSpec) -> list[list[int]]:
-    specs = _own_specs(frozen, spec)
-    return [own.widths(each.model) for each, own in zip(frozen.side_by_side, specs, strict=True)]
+    return [width for each, own in _with_specs(frozen, spec) for width in own.widths(each.model)]
 
 
 def fit_reading(
@@ -97,7 +92,7 @@ def fit_reading(
         return fit_levelling(features, part_widths(frozen, spec), whiten)
     if not frozen.beside:
         return nn.Identity()
-    widths = [sum(each) for each in _widths(frozen, spec)]
+    widths = [sum(own.widths(each.model)) for each, own in _with_specs(frozen, spec)]
     return lambda values: torch.cat([*map(F.normalize, torch.split(values, widths, dim=1))], dim=1)
 
 
@@ -108,8 +103,8 @@ def fit_levelling(
 
     On at most so many of the images, in float64, so that all processes get the same.
     """
-    exact = features.cpu() if features.device.type == "mps" else features  # which lacks float64
-    sample = exact[evenly_spaced(len(features), images)].double()
+    sample = features[evenly_spaced(len(features), images)]
+    sample = (sample.cpu() if sample.device.type == "mps" else sample).double()  # which lacks float64
     mean = sample.mean(dim=0)
     matrices = [covariance_power(part, -whiten / 2) for part in torch.split(sample - mean, [*widths], dim=1)]
     return Levelling(mean.float(), [matrix.float() for matrix in matrices]).to(features.device)

@@ -16,6 +16,7 @@ from dino_vit.eval.cross_validation import (
     calibrate,
     candidates,
     cross_validate,
+    smoothed,
     train_candidate,
 )
 from dino_vit.eval.neighbours import weighted_knn
@@ -132,8 +133,8 @@ def test_few_images_are_said_to_be_too_few(images, enough):
     assert said == few or (enough and said.startswith("About 100 of 100 labels will be right"))
 
 
-def test_classes_of_one_image_are_in_no_figure():
-    """Fifty such, and 50 images that are all told: half would be announced."""
+def test_classes_that_cannot_be_tested_count_as_wrong():
+    """Fifty of one image, and 50 images that are all told: others are of classes without a label too."""
     width, classes = 64, 55
     targets = torch.cat([torch.arange(50) % 5, torch.arange(5, 55)])
     values = torch.zeros(100, width)
@@ -141,12 +142,15 @@ def test_classes_of_one_image_are_in_no_figure():
     train = LabelledFeatures(values, targets, np.arange(100), tuple(f"{each:02}" for each in range(classes)))
     trials = cross_validate(train, torch.arange(100) // 5 % 5, [Candidate("k-NN", 5)], "")
     assert trials.tested.tolist() == [True] * 50 + [False] * 50
-    assert (trials.figure.correct, trials.figure.images) == (50, 50)
+    assert (trials.figure.correct, trials.figure.images) == (50, 100)
     assert untested_classes(train, trials) == [f"{each:02}" for each in range(5, 55)]
     said = describe_training(train, trials, {})
-    assert said[0].startswith("About 100 of 100 labels will be right")
+    untestable = (
+        "counting classes that could not be tested as wrong, if these images are like the labelled ones"
+    )
+    assert said[0] == f"About 50 of 100 labels will be right, {untestable}"
     assert "of 50 classes with fewer than 5 labels (05: 1, 06: 1, " in said[-2]
-    assert "on 50 of 100 labelled images of 5 classes; k-NN 100.0 %, always guessing 00 20.0 %" in said[-1]
+    assert "on 100 labelled images of 55 classes; k-NN 50.0 %, always guessing 00 10.0 %" in said[-1]
 
 
 def test_sure_labels_and_weak_classes_are_counted():
@@ -162,7 +166,8 @@ def test_sure_labels_and_weak_classes_are_counted():
     train = LabelledFeatures(torch.zeros(94, 1), targets, np.arange(94), tuple(classes))
     said = describe_training(train, trials, {})
     assert said[0].startswith("About 87 of 100 labels will be right, ")
-    assert said[1] == "Of labels with a confidence of 80 % or more, 41 of 47 were right in cross-validation"
+    sure = "Of labels with a confidence of 80 % or more, 69 to 97 of 100 will be right"
+    assert said[1] == f"{sure} (41 of 47 were in cross-validation)"
     few, wrong = (
         "of 1 class with fewer than 5 labels (few: 4)",
         "of 1 class that cross-validation mostly gets wrong (wrong: 0 of 10",
@@ -208,6 +213,19 @@ def test_several_labels_are_judged_by_their_ranking():
     assert trials.right.tolist() == ((scores[0] > 0) == (targets > 0)).all(1).tolist()
 
 
+def test_several_labels_are_announced_by_those_that_may_judge():
+    """Twenty images whose labels are all right judge; of the others no label is."""
+    targets = (torch.arange(40)[:, None] + torch.arange(2)) // 2 % 2
+    judges, folds = torch.arange(40) < 20, torch.arange(40) % 5
+    scores = (targets - 0.5) * torch.where(judges, 1.0, -1.0)[:, None]
+    trials = Trials(
+        [Candidate("k-NN", 1)], [scores], targets, "multilabel", folds, folds >= 0, range(40), judges
+    )
+    train = LabelledFeatures(torch.zeros(40, 1), targets, np.arange(40), ("a", "b"), "multilabel")
+    said = describe_training(train, trials, {})
+    assert said[0].startswith("About 100 of 100 images will get exactly their labels, ")
+
+
 def test_a_temperature_makes_confidences_true():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 5, generator=generator) * 1.5
@@ -248,6 +266,25 @@ def test_the_temperature_is_the_best_of_a_fine_grid_whatever_the_size_of_scores(
     assert found.tolist() == pytest.approx([best, best / 7], rel=0.04)
 
 
+def test_with_a_margin_confidences_are_seldom_too_high():
+    """The slope is so many standard errors past 0; few images then seldom promise more than is true."""
+    generator = torch.Generator().manual_seed(0)
+    gaps = {margin: list[float]() for margin in (0.0, 1.96)}
+    for _ in range(100):
+        logits = 2 * torch.randn(50, 4, generator=generator).double()
+        targets = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+        for margin, each in gaps.items():
+            outputs = (logits / (temperature := calibrate(logits, targets, "multiclass", margin))).softmax(1)
+            each.append(float(outputs.amax(1).mean() - logits.softmax(1).amax(1).mean()))
+    wrong = smoothed(logits, targets, "multiclass") - outputs
+    slopes = [float(row @ score) for row, score in zip(wrong, logits, strict=True)]
+    assert sum(slopes) == pytest.approx(1.96 * sum(slope**2 for slope in slopes) ** 0.5, rel=1e-4)
+    assert temperature > 1
+    too_high = {margin: sum(gap > 0 for gap in each) for margin, each in gaps.items()}
+    assert too_high[0.0] > 30, "this test would see it"
+    assert too_high[1.96] < 10
+
+
 @pytest.mark.parametrize("images", [10, 100])
 def test_right_answers_without_a_mistake_are_not_called_certain(images):
     targets = torch.arange(images) % 3
@@ -261,8 +298,9 @@ def test_scores_that_say_nothing_become_shares():
     generator = torch.Generator().manual_seed(0)
     scores, targets = torch.randn(200, 4, generator=generator), torch.arange(200) % 4
     against = scores.scatter_add(1, targets[:, None], -torch.ones(200, 1))
-    confidences = (against / calibrate(against, targets, "multiclass")).softmax(1).amax(1)
+    confidences, told = (against / float(calibrate(against, targets, "multiclass"))).softmax(1).max(1)
     assert confidences.max() < 0.26
+    assert torch.equal(told, against.argmax(1)), "which label is the first is not lost"
 
 
 class Allocations(TorchDispatchMode):

@@ -55,6 +55,18 @@ def test_predict_is_judged_by_the_random_ones(photos, weights):
     assert "if these images are like the labelled ones" in str(every)
 
 
+def test_confidences_rest_on_all_labels_but_those_picked_by_their_guesses(photos, weights):
+    """Fifty random ones are enough for an accuracy, and far fewer than there are for a temperature."""
+
+    def temperature(origin_of):
+        few = write(photos, origin_of, wrong=range(10))
+        return dino_vit.predict(photos / "photos", weights, labels=few, **SETTINGS).details["temperature"]
+
+    every = temperature(lambda row: "chosen")
+    assert temperature(lambda row: "chosen" if row < 20 else "random") == every
+    assert temperature(lambda row: "corrected" if row < 20 else "random") < every
+
+
 def test_a_class_that_was_labelled_at_once_cannot_be_tested(photos, weights):
     blue = next(iter(COLOURS))
     few = write(photos, lambda row: "group:3" if row // 2 % len(COLOURS) == 0 else "chosen")

@@ -63,3 +63,18 @@ def test_of_very_many_images_the_usual_features_are_read(photos, weights, monkey
     found = dino_vit.predict(photos / "photos", weights, labels=photos / "labels.csv", precision="no")
     assert found.features.shape[1] == 64
     assert "96 images are too many to choose what is read of them: it is cls+mean" in caplog.text
+
+
+def test_a_photo_that_cannot_be_read_is_in_no_table(photos, weights):
+    """Neither one with a label nor one without; origins stay beside their labels."""
+    rows = (photos / "labels.csv").read_text().splitlines()
+    origins = ["origin", *("chosen" if number % 2 else "random" for number in range(len(rows) - 1))]
+    lines = [f"{row},{origin}" for row, origin in zip(rows, origins, strict=True)]
+    (photos / "labels.csv").write_text("\n".join(lines))
+    for name in ("000.png", "001.png"):
+        (photos / "photos" / name).write_bytes(b"no image")
+    found = dino_vit.predict(photos / "photos", weights, labels=photos / "labels.csv", **SETTINGS).columns
+    assert found["name"] == [f"{number:03}.png" for number in range(2, IMAGES)]
+    expected = {line.partition(",")[0]: line.rpartition(",")[2] for line in lines}
+    told = dict(zip(found["name"], found["origin"], strict=True))
+    assert told == {name: expected.get(name, "guessed") for name in found["name"]}
