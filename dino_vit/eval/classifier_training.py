@@ -65,7 +65,7 @@ def describe_training(
         plain = _how_many_are_right(learned, figure, tested, guess, judges)
     else:
         what, metric = plural(len(learned.classes), "label"), "mAP (how well each label ranks the images)"
-        right = 100 * float(trials.right.double().mean())
+        right = 100 * float(trials.right[trials.judged].double().mean())
         plain = f"About {right:.0f} of 100 images will get exactly their labels, {judges}"
     if len(tested) < FEW:
         labelled = plural(len(learned), "labelled image")

@@ -5,7 +5,9 @@ from numpy.typing import NDArray
 
 from dino_vit.core.text import printable
 from dino_vit.data.label_files import read_table
-from dino_vit.data.labels import NO_LABELS
+from dino_vit.data.open import LISTS
+from dino_vit.data.paths import suffix_of
+from dino_vit.data.remote import local_path
 from dino_vit.eval.sets import LabelledSubset
 
 GIVEN, RANDOM = "given", "random"
@@ -16,11 +18,11 @@ _GROUP = "group:"  # of images that were labelled at once, as they are nearly th
 Origins = NDArray[np.str_]
 
 
-def read_origins(path: str | None, labelled: LabelledSubset) -> Origins:
-    """Return the origin of the label of each image of a subset."""
-    table, source = read_table(path, False) if path not in (None, NO_LABELS) else {}, labelled.source
-    if not table:
+def read_origins(images: str, labels: str | None, labelled: LabelledSubset) -> Origins:
+    """Return the origin of the label of each image of a subset, by its file of labels or its list."""
+    if labels is None and suffix_of(images) not in LISTS:
         return np.full(len(labelled), GIVEN)
+    table, source = read_table(labels or local_path(images), False), labelled.source
     names = [(printable(source.full_name(index)), source.name(index)) for index in labelled.indices.tolist()]
     entries = [table.get(full) or table[name] for full, name in names]
     return np.array([entry.origin or GIVEN for entry in entries])

@@ -89,6 +89,9 @@ def run(config: PredictConfig) -> LabelPredictions:
     check_weights(config.weights)
     learned, images = agree("images", lambda: open_images(config), _describe_images)
     names = images.source.distinct_names(range(len(images.source)))
+    origins = np.array([], np.str_)  # read now, as the file of labels may be another after hours of work
+    if learned is not None:
+        origins = read_origins(config.train or config.source, config.labels, learned)
     output = files.get("table")
     if output and output.suffix == ".csv" and images.task == "multilabel":
         _refuse_separators(images.classes, output)
@@ -100,12 +103,12 @@ def run(config: PredictConfig) -> LabelPredictions:
         queries = torch.from_numpy(values).to(frozen.device)
     else:
         pool = pool_features(config, frozen, learned, images)
-        fitted = train_classifier(pool, read_origins(config.labels, pool.learned))
+        fitted = train_classifier(pool, origins[np.isin(learned.indices, pool.learned.indices)])
         queries, indices = pool.select(fitted.classifier.facts.tokens, pool.others), pool.indices
     facts = fitted.classifier.facts
     guessed = table = tabulate(queries, [names[index] for index in indices], fitted)
     if learned is not None and learned.source is images.source:
-        table = with_given(guessed, indices, learned, read_origins(config.labels, learned))
+        table = with_given(guessed, indices, learned, origins)
     lines = [*fitted.lines, *_better_baseline(config, fitted.details), *_doubts(fitted, files)]
     origin = {"settings": config.model_dump(mode="json"), "weights": frozen.describe_weights()}
     counts = {"images": len(table), "guessed": len(guessed)}
